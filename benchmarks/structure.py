@@ -1,8 +1,10 @@
-"""Counts the product's modules and folders, what one more coefficient or option touches, and long functions.
+"""Counts modules, folders and circles, what one more coefficient or option touches, and long functions.
 
 Product code is what stands in `controlplane`, `dataplane` and `tokenfleet`; `--tree` counts another checkout.
 
 * A module is a `.py` file other than `__init__.py`; a folder's modules are those directly in it.
+* A module is in a circle when its imports lead back to it: all of them, also those within functions and
+  under TYPE_CHECKING.
 * Two folders import each other when a module of each imports one of the other. A folder and the one that
   holds it are counted apart: that is a package and its own root nouns.
 * A coefficient touches the modules that name COEFFICIENT, the step model's newest, as a name or a string.
@@ -67,16 +69,43 @@ def folder_of(module: str) -> str:
     return module.rpartition(".")[0]
 
 
-def folder_imports(modules: dict[str, ast.Module]) -> dict[tuple[str, str], list[str]]:
-    """For each pair of folders (importing, imported), who imports whom."""
-    known = {m.removesuffix(".__init__"): folder_of(m) for m in modules}
-    pairs = defaultdict(list)
+def module_imports(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """For each module those of the product that it imports."""
+    known = {m.removesuffix(".__init__"): m for m in modules}
+    imports: dict[str, set[str]] = {}
     for module, content in modules.items():
+        imports[module] = set()
         for target in imported(content):
             while target and target not in known:
                 target = folder_of(target)
-            if target and known[target] != folder_of(module):
-                pairs[folder_of(module), known[target]].append(f"{module} -> {target}")
+            if target:
+                imports[module].add(known[target])
+    return imports
+
+
+def circles(modules: dict[str, ast.Module]) -> list[str]:
+    """Modules whose imports lead back to them."""
+    imports = module_imports(modules)
+
+    def reaches(module: str) -> set[str]:
+        reached: set[str] = set()
+        ahead = list(imports[module])
+        while ahead:
+            if (one := ahead.pop()) not in reached:
+                reached.add(one)
+                ahead += imports[one]
+        return reached
+
+    return [module for module in imports if module in reaches(module)]
+
+
+def folder_imports(modules: dict[str, ast.Module]) -> dict[tuple[str, str], list[str]]:
+    """For each pair of folders (importing, imported), who imports whom."""
+    pairs = defaultdict(list)
+    for module, targets in module_imports(modules).items():
+        for target in sorted(targets):
+            if folder_of(target) != folder_of(module):
+                pairs[folder_of(module), folder_of(target)].append(f"{module} -> {target}")
     return pairs
 
 
@@ -170,10 +199,12 @@ def rows_of(tree: Path) -> list[Row]:
     declared = {m: OPTIONS & declared_in(content) for m, content in packages_too.items()}
     options = [m for m, some in declared.items() if 2 * len(some) >= len(OPTIONS)]
     beyond = sizes(packages_too)
+    in_circles = circles(packages_too)
     pairs, nested = (both_ways(packages_too, nested) for nested in (False, True))
     return [
-        Row("product modules", len(modules), 245, []),
+        Row("product modules", len(modules), 248, []),
         Row("modules in the fullest folder", most, 18, [fullest]),
+        Row("modules in a circle of imports", len(in_circles), 0, in_circles),
         Row("folder pairs that import each other", len(pairs), 0, pairs),
         Row("packages and their own root that do", len(nested), None, nested),
         Row("modules that name a step coefficient", len(coefficient), 4, coefficient),

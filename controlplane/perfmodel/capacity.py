@@ -47,8 +47,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from controlplane.errors import BadInput, Infeasible
-from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.ranks import rank_of
+from controlplane.perfmodel.profile import Profile, rank_of
 from controlplane.perfmodel.step import Hinge
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload

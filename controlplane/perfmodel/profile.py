@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.ranks import Ranks
-from controlplane.perfmodel.speculation import Speculation
+from controlplane.perfmodel.speculation import Speculation, verified_base_s, verified_step
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
 
@@ -377,3 +377,29 @@ def with_times(profile: Profile, decode: float, prefill: float) -> Profile:
     if ranks is not None:
         ranks = replace(ranks, shared_token_s=ranks.shared_token_s * prefill)
     return replace(profile, step=profile.step.scaled(decode, prefill), prefill=alone, ranks=ranks)
+
+
+def rank_of(profile: Profile) -> Profile:
+    """The profile of one rank: of a pipeline, a batch's share of the KV and of the sequences."""
+    ranks = profile.ranks
+    if ranks is None or ranks.of == "data":
+        return profile
+    blocks = profile.kv.capacity_tokens // profile.kv.block_tokens // ranks.count
+    if blocks < 1 or profile.engine.max_seqs < ranks.count:
+        raise BadInput(f"{profile.label}: KV and max_seqs must have room for {ranks.count} batches")
+    kv = replace(profile.kv, capacity_tokens=blocks * profile.kv.block_tokens)
+    return replace(profile.with_engine(max_seqs=profile.engine.max_seqs // ranks.count), kv=kv)
+
+
+def speculating(profile: Profile, speculation: Speculation) -> Profile:
+    """The profile of such an engine: `profile`'s, which decodes plainly, with a step for each token."""
+    if profile.speculation is not None:
+        raise BadInput(f"{profile.label}: its step times count speculation already")
+    most = profile.engine.max_seqs
+    fitted = profile.fitted.sequences if profile.fitted is not None else float(most)
+    step = verified_step(profile.step, speculation, fitted, most)
+    # A first token is of a whole step, and its request comes, on a worker that serves, amid another.
+    waits = 0.0 if profile.engine.mode == EngineMode.PREFILL_FIRST else 1.5
+    whole_s = waits * verified_base_s(profile.step, speculation) * (1.0 - 1.0 / speculation.tokens_per_step)
+    frontend = replace(profile.frontend, per_request_s=profile.frontend.per_request_s + whole_s)
+    return replace(profile, step=step, frontend=frontend, speculation=speculation)

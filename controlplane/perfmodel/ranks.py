@@ -17,13 +17,10 @@ KV, which each batch is taken to have its share of, as of the sequences.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from controlplane.errors import BadInput
-
-if TYPE_CHECKING:
-    from controlplane.perfmodel.profile import Profile
 
 RanksOf = Literal["data", "pipeline"]
 SHORT = {"data": "DP", "pipeline": "PP"}
@@ -54,15 +51,3 @@ class Ranks:
     def flag(self) -> str:
         """What vLLM is started with."""
         return f"{FLAG[self.of]} {self.count}"
-
-
-def rank_of(profile: Profile) -> Profile:
-    """The profile of one rank: of a pipeline, a batch's share of the KV and of the sequences."""
-    ranks = profile.ranks
-    if ranks is None or ranks.of == "data":
-        return profile
-    blocks = profile.kv.capacity_tokens // profile.kv.block_tokens // ranks.count
-    if blocks < 1 or profile.engine.max_seqs < ranks.count:
-        raise BadInput(f"{profile.label}: KV and max_seqs must have room for {ranks.count} batches")
-    kv = replace(profile.kv, capacity_tokens=blocks * profile.kv.block_tokens)
-    return replace(profile.with_engine(max_seqs=profile.engine.max_seqs // ranks.count), kv=kv)

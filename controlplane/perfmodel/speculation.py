@@ -8,7 +8,7 @@ so a_i never rises with i), a step makes E = 1 + Σ a_i tokens of a sequence and
 
 f is what tokens of decode cost: the sequence terms as far as they were fitted, past that what tokens of
 prefill cost, since a verified token goes through the same matrices; the KV of a sequence is read once for all
-its tokens. `speculating` gives the profile of t / E a token: all that reads profiles, placement and
+its tokens. `profile.speculating` gives the profile of t / E a token: all that reads profiles, placement and
 bounds included, goes by it. Prefill costs what it did; a first token comes of a whole step and waits for
 half of one, which the frontend makes up for. The rest is exact in the sum: n tokens of decode and the
 prefills beside them take the same time, though a prefill falls on one token of a sequence, not on E.
@@ -21,17 +21,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.step import Hinge, StepModel
-from controlplane.types import EngineMode
-
-if TYPE_CHECKING:
-    from controlplane.perfmodel.profile import Profile
 
 MOST_DRAFTED = 32
 PIECES = 3  # straight ones of what decode costs: a profile has two places for hinges of sequences
@@ -81,13 +76,15 @@ class Speculation:
         return 1.0 + sum((2 * i + 1) * a for i, a in enumerate(self.acceptance, start=1))
 
 
-def speculating(profile: Profile, speculation: Speculation) -> Profile:
-    """The profile of such an engine: `profile`'s, which decodes plainly, with a step for each token."""
-    if profile.speculation is not None:
-        raise BadInput(f"{profile.label}: its step times count speculation already")
+def verified_base_s(step: StepModel, speculation: Speculation) -> float:
+    """Seconds of a step that verifies drafts, whatever its batch."""
+    return step.base_s + speculation.round_s + speculation.draft_s * speculation.drafted
+
+
+def verified_step(step: StepModel, speculation: Speculation, fitted: float, max_seqs: int) -> StepModel:
+    """The step of each token of an engine that steps plainly by `step`, fitted up to so many sequences."""
     made, wide = speculation.tokens_per_step, 1 + speculation.drafted
-    step = profile.step
-    slopes = _decode_slopes(profile, wide * profile.engine.max_seqs)
+    slopes = _decode_slopes(step, fitted, wide * max_seqs)
     hinges = [
         Hinge("sequences", start / wide, slope * wide / made) for start, slope in slopes[1:] if slope > 0
     ]
@@ -96,27 +93,20 @@ def speculating(profile: Profile, speculation: Speculation) -> Profile:
             hinges.append(Hinge("experts", hinge.start / wide, hinge.per_unit_s * wide / made))
         elif hinge.of == "prefill_tokens":
             hinges.append(hinge)
-    base_s = step.base_s + speculation.round_s + speculation.draft_s * speculation.drafted
-    faster = replace(
+    return replace(
         step,
-        base_s=base_s / made,
+        base_s=verified_base_s(step, speculation) / made,
         per_sequence_s=slopes[0][1] * wide / made,
         per_context_token_s=step.per_context_token_s / made,
         hinges=tuple(hinges),
     )
-    # A first token is of a whole step, and its request comes, on a worker that serves, amid another.
-    whole_s = 0.0 if profile.engine.mode == EngineMode.PREFILL_FIRST else 1.5 * base_s * (1.0 - 1.0 / made)
-    frontend = replace(profile.frontend, per_request_s=profile.frontend.per_request_s + whole_s)
-    return replace(profile, step=faster, frontend=frontend, speculation=speculation)
 
 
-def _decode_slopes(profile: Profile, most: int) -> list[tuple[float, float]]:
+def _decode_slopes(step: StepModel, fitted: float, most: int) -> list[tuple[float, float]]:
     """Tokens of decode in a step: (from how many, seconds each adds more than before), at most three.
 
     The lower convex hull of what so many take, up to `most`.
     """
-    step = profile.step
-    fitted = profile.fitted.sequences if profile.fitted is not None else float(profile.engine.max_seqs)
     knees = {h.start for h in step.hinges if h.of == "sequences"} | {fitted}
     knees |= {h.start for h in step.hinges if h.of == "prefill_tokens" and h.start > fitted}
     at = [0.0, *sorted(k for k in knees if 0 < k < most), float(most)]
@@ -155,15 +145,13 @@ def _tokens_s(step: StepModel, tokens: float, fitted: float) -> float:
     return seconds
 
 
-def pays_up_to(plain: Profile, faster: Profile, context_tokens: float) -> int:
+def pays_up_to(plain: StepModel, faster: StepModel, max_seqs: int, context_tokens: float) -> int:
     """The largest batch, of sequences of that context, in which a token takes less time with speculation.
 
     0 where it never does; the engine's most sequences where it always does.
     """
-    batch = np.arange(1, plain.engine.max_seqs + 1, dtype=float)
-    pays = faster.step.step_s(0, batch, batch * context_tokens) < plain.step.step_s(
-        0, batch, batch * context_tokens
-    )
+    batch = np.arange(1, max_seqs + 1, dtype=float)
+    pays = faster.step_s(0, batch, batch * context_tokens) < plain.step_s(0, batch, batch * context_tokens)
     stops = np.flatnonzero(~pays)
     return int(stops[0]) if len(stops) else len(batch)
 

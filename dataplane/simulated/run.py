@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
-from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.ranks import rank_of
+from controlplane.perfmodel.profile import Profile, rank_of
 from controlplane.perfmodel.speculation import paces
 from controlplane.placement.caches import Caches, HostMemory, new_caches
 from controlplane.placement.constraints import clients_s, kept_tpot_s, yields_to

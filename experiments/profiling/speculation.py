@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.perfmodel.speculation import Speculation, speculating
+from controlplane.perfmodel.profile import speculating
+from controlplane.perfmodel.speculation import Speculation
 from experiments.lib.results import bar, flags, show
 from tokenfleet.profiles.library import find_profiles
 

@@ -34,7 +34,7 @@ def unforked(monkeypatch, tmp_path):
         record = Record(tmp_path / "record.json")
         return self._run_core(Estate(1, tmp_path, *self._doors, self._loads, record, self._pulse))
 
-    monkeypatch.setattr("tokenfleet.cli.serve.prepare_process", lambda verbose: None)
+    monkeypatch.setattr("tokenfleet.cli.serve.command.prepare_process", lambda verbose: None)
     monkeypatch.setattr(Supervisor, "run", run)
 
 

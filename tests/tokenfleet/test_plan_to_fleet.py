@@ -11,7 +11,7 @@ from controlplane.errors import BadInput
 from controlplane.scaler.state import ScalingSettings
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
-from tokenfleet.cli.serve_plan import autoscale_of, headroom_of, planned_types
+from tokenfleet.cli.serve.workers import autoscale_of, headroom_of, planned_types
 from tokenfleet.export.deployment import deployment, serve_words
 from tokenfleet.export.files import ExportSettings, export_files
 from tokenfleet.export.kuberay import kuberay

@@ -45,7 +45,7 @@ VERBS = {
         "tokenfleet.cli.fit", "calibrate_command", "a profile corrected by any vLLM in service"
     ),
     "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, synth, convert a trace"),
-    "serve": Verb("tokenfleet.cli.serve", "serve_command", "run a fleet behind one OpenAI endpoint"),
+    "serve": Verb("tokenfleet.cli.serve.command", "serve_command", "run a fleet behind one OpenAI endpoint"),
     "doctor": Verb("tokenfleet.cli.doctor", "doctor_command", "what here would stop a fleet"),
     "scorecard": Verb(
         "tokenfleet.cli.scorecard", "scorecard_command", "what a plan predicted, and what came of it"

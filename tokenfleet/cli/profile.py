@@ -127,7 +127,7 @@ def profile_command(flags: ProfileFlags) -> None:
 def _predict(flags: ProfileFlags) -> None:
     from datetime import date
 
-    from controlplane.perfmodel.speculation import speculating
+    from controlplane.perfmodel.profile import speculating
     from tokenfleet.profiles.library import write_profile
     from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 

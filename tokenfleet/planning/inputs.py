@@ -9,8 +9,8 @@ from datetime import date
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import HostKv, Profile, with_times
-from controlplane.perfmodel.speculation import pays_up_to, speculating
+from controlplane.perfmodel.profile import HostKv, Profile, speculating, with_times
+from controlplane.perfmodel.speculation import pays_up_to
 from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.durations import parse_host_kv, parse_speculation, parse_window_s
@@ -187,7 +187,7 @@ def what_drafts_do(workload: Workload, request: PlanRequest) -> list[str]:
     plain = chosen_profiles(replace(request, speculate=None))
     for without, with_drafts in zip(plain, chosen_profiles(request), strict=True):
         assert with_drafts.speculation is not None
-        most = pays_up_to(without, with_drafts, context)
+        most = pays_up_to(without.step, with_drafts.step, without.engine.max_seqs, context)
         pays = f"saves time in batches of up to {most}" if most else "never saves time"
         if most == without.engine.max_seqs:
             pays = "saves time in every batch"

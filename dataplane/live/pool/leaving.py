@@ -5,7 +5,7 @@ pace that its moves have shown and the KV that is then free. Moves fill the work
 go on beside them, one at a time on each target, so that none waits for another's prefill, and those of
 requests that might be moved only once a move has shown its pace. Shortly before the deadline whatever may be
 replayed is, at once; what cannot be continued elsewhere ends in an explicit error as the worker is parted
-with. A notice that a worker's machine goes away orders an evacuation.
+with.
 
 A drain takes caches along, too: what only the worker has cached is copied to where its next turns will go
 (controlplane.migration.room says what, and where). A worker that comes is given its share in the same way.
@@ -22,26 +22,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
-from controlplane.errors import BadInput
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Haven, Leaving, Order, Way, plan_evacuation
 from controlplane.migration.room import BRING_S, DRAIN_LOOK_S, Bring, pulled_along, warmed
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.link import EngineLink
-from dataplane.live.engine_api.notices import GIVEN_S
 from dataplane.live.engine_api.processes import cancel_all
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.request import Tracked
 from dataplane.live.migration.coordinator import CopyFailed, layout, meaning
 
-if TYPE_CHECKING:
-    from dataplane.live.pool.pool import WorkerPool
-
 log = logging.getLogger(__name__)
 LOOK_S = 0.05
-NOTICE_LOOK_S, LEAST_S = 2.0, 1.0
 RESERVE_S, RESERVE_SHARE = 1.0, 0.1  # of the time given, kept for the last replays
 
 
@@ -391,42 +384,3 @@ def _haven(at: Attached, tokens: int, requests: int, reads_kv: bool) -> Haven:
     # Each request's last block is begun, and grows while the others come.
     free = info.kv_blocks * info.block_tokens - tokens - (requests + 1) * info.block_tokens
     return Haven(at.worker, free, info.max_seqs - requests, reads_kv)
-
-
-class NoticeWatch:
-    """Looks for notices, and evacuates the workers that they are about, each once."""
-
-    def __init__(self, pool: WorkerPool, source: str | None, clock: Callable[[], float] = time.time) -> None:
-        self._pool, self._source, self._clock = pool, source, clock
-        self._seen: set[WorkerId] = set()
-        self._fault = ""
-
-    async def run(self) -> None:
-        """Look until cancelled."""
-        while True:
-            await self.look()
-            await asyncio.sleep(NOTICE_LOOK_S)
-
-    async def look(self) -> None:
-        """Evacuate every worker of which there is a notice now; say it where there is nowhere to go."""
-        try:
-            notices = await self._pool.host.notices(self._source)
-        except (OSError, BadInput, RuntimeError) as error:
-            if str(error) != self._fault:  # once, not every two seconds
-                log.warning("reclaim notices cannot be read: %s", error)
-            self._fault = str(error)
-            return
-        self._fault = ""
-        serving = {m.worker for m in self._pool.members() if m.state == "serving"}
-        news = {w: n for w, n in notices.items() if w in serving and w not in self._seen}
-        self._seen = (self._seen | news.keys()) & notices.keys()
-        for worker, notice in news.items():
-            at_s = notice.at_s
-            left_s = max(GIVEN_S if at_s is None else at_s - self._clock(), LEAST_S)
-            try:
-                if not serving - notices.keys() - self._seen:
-                    raise BadInput("all workers' machines go away, so there is nowhere to go")
-                self._pool.evacuate([worker], left_s, notice.why)
-            except BadInput as error:
-                said = f"{notice.why} in {left_s:.0f} s, and it is not evacuated: {error}"
-                self._pool.events.record(time.time(), "notice", said, worker=worker)

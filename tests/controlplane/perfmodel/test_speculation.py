@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row, decode_base_s
-from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.speculation import Speculation, paces, pays_up_to, speculating
+from controlplane.perfmodel.profile import Profile, speculating
+from controlplane.perfmodel.speculation import Speculation, paces, pays_up_to
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
@@ -114,12 +114,12 @@ def test_a_verified_token_costs_what_the_tables_say_of_it() -> None:
 def test_speculation_stops_paying_where_verification_costs_more_than_it_saves() -> None:
     plain = llama()
     poor = speculating(plain, Speculation((0.3, 0.1, 0.03), 0.001))
-    most = pays_up_to(plain, poor, 1024)
+    most = pays_up_to(plain.step, poor.step, plain.engine.max_seqs, 1024)
     assert 0 <= most < plain.engine.max_seqs
     rich = speculating(plain, Speculation((0.9, 0.8)))
-    assert pays_up_to(plain, rich, 1024) == plain.engine.max_seqs
+    assert pays_up_to(plain.step, rich.step, plain.engine.max_seqs, 1024) == plain.engine.max_seqs
     never = speculating(plain, Speculation((0.01,), 0.01))
-    assert pays_up_to(plain, never, 1024) == 0
+    assert pays_up_to(plain.step, never.step, plain.engine.max_seqs, 1024) == 0
 
 
 @settings(max_examples=60, deadline=None)

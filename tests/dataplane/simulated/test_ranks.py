@@ -16,7 +16,8 @@ from reference_engine import simulate_ranks
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.capacity import fluid_workers_of
-from controlplane.perfmodel.ranks import Ranks, rank_of
+from controlplane.perfmodel.profile import rank_of
+from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.control_loop import ControlSettings

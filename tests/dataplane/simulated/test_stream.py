@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
-from controlplane.perfmodel.speculation import Speculation, speculating
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, speculating
+from controlplane.perfmodel.speculation import Speculation
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.lengths import LengthTable
 from controlplane.prefixes import Prefixes

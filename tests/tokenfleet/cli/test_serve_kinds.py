@@ -11,14 +11,14 @@ from made_plans import PROFILE, document_of, on_parts, plan_of_fleet
 from planning_builders import planned, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import HostKv, KvModel
-from controlplane.perfmodel.speculation import Speculation, speculating
+from controlplane.perfmodel.profile import HostKv, KvModel, speculating
+from controlplane.perfmodel.speculation import Speculation
 from controlplane.types import EngineMode
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from dataplane.live.pool.fleet_types import ZONE, Begun, FleetTypes, Site, accelerator
 from tokenfleet.cli.main import main
-from tokenfleet.cli.serve import ServeFlags
-from tokenfleet.cli.serve_plan import autoscale_of, check_model, planned_types, types_asked, types_of
+from tokenfleet.cli.serve.flags import ServeFlags
+from tokenfleet.cli.serve.workers import autoscale_of, check_model, planned_types, types_asked, types_of
 from tokenfleet.export.deployment import deployment, serve_words
 from tokenfleet.planning.plan_file import read_plan
 from tokenfleet.planning.plan_json import plan_json

@@ -12,9 +12,11 @@ from made_plans import on_parts, plan_json, plan_of_fleet, portfolio_json
 from controlplane.errors import BadInput
 from dataplane.live.pool.fleet_types import MARKET, Begun, Site
 from tokenfleet.cli.main import main
-from tokenfleet.cli.serve import ServeFlags, _site
-from tokenfleet.cli.serve_plan import members_of, planned_types
-from tokenfleet.cli.serve_processes import _run_core
+from tokenfleet.cli.serve.command import _site
+from tokenfleet.cli.serve.flags import ServeFlags
+from tokenfleet.cli.serve.members import members_of
+from tokenfleet.cli.serve.processes import _run_core
+from tokenfleet.cli.serve.workers import planned_types
 
 
 @pytest.fixture
