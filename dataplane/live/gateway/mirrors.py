@@ -56,7 +56,7 @@ class Hits:
 
 
 class Seen:
-    """Ids of blocks that any worker has computed: of the last SEEN_BLOCKS at least, of twice as many at most."""
+    """Ids of blocks that any worker has computed: the last SEEN_BLOCKS at least, twice as many at most."""
 
     def __init__(self) -> None:
         self._late: set[int] = set()
