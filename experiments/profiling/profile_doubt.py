@@ -2,11 +2,11 @@
 
     python experiments/profiling/profile_doubt.py [--resume DIR] [--format table|json]
 
-Each of LMBench's ladders (docs/data.md, `profiling/accuracy.py`) calibrates the library's profile on its three
-lowest rates: decode and prefill take so many times as long as composed. The doubt of a phase is the root mean
-square of the logarithms of these factors, ladders of one cluster, model and GPU counted once, by their mean.
-The factor of a mixture of experts is Llama-4-Scout's, the one run of a mixture that has requests one by one.
-A doubt is judged by the share of the stacks whose factor lies within its 90 % interval.
+Each of LMBench's ladders (docs/data.md, `profiling/accuracy.py`) calibrates the library's profile on its
+three lowest rates: decode and prefill take so many times as long as composed. The doubt of a phase is the
+root mean square of the logarithms of these factors, ladders of one cluster, model and GPU counted once, by
+their mean. BROKEN is left out of prefill: its first turns are not answered by the engine alone (accuracy.md).
+Of mixtures of experts one run has requests one by one, Llama-4-Scout's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.ladders import LMBENCH, ladder
-from experiments.lib.results import flags, show
+from experiments.lib.results import bar, flags, show
 from experiments.profiling.accuracy import DEVELOPMENT, JUDGED, MIXTURES
 from tokenfleet.profiles.accuracy import CALIBRATED_ON
 from tokenfleet.profiles.fit_log import calibrated, joined
+from tokenfleet.profiles.kernels import UNSEEN, UNSEEN_MIXTURE
 
-STATED = 0.10
-WITHIN_90 = 1.645
+BROKEN = "l8-ocp-llmd"  # a stack
+WITHIN_90 = 1.645  # standard deviations
 
 
 def factors(name: str, data: Path) -> dict[str, float]:
@@ -41,7 +42,9 @@ def factors(name: str, data: Path) -> dict[str, float]:
 
 def stack_of(name: str) -> str:
     """Cluster, model and GPU, which ladders of several workloads have in common."""
-    return "-".join(part for part in name.split("-") if part not in ("sharegpt", "short", "long", "low", "high"))
+    return "-".join(
+        part for part in name.split("-") if part not in ("sharegpt", "short", "long", "low", "high")
+    )
 
 
 def main() -> int:
@@ -52,18 +55,19 @@ def main() -> int:
         found = asked.resume.part(name, partial(factors, name, asked.data))
         rows.append({"runs": name, "stack": stack_of(name)} | found)
         by_stack[stack_of(name)].append(found)
-    bars = {}
-    for family, is_mixture in (("dense", False), ("mixtures", True)):
-        stacks = [of for stack, of in by_stack.items() if (stack in map(stack_of, MIXTURES)) == is_mixture]
+    bars, mixtures = {}, set(map(stack_of, MIXTURES))
+    for family, stated in (("dense", UNSEEN), ("mixtures", UNSEEN_MIXTURE)):
         for phase in ("decode", "prefill"):
+            stacks = [
+                found
+                for stack, found in by_stack.items()
+                if (stack in mixtures) == (family == "mixtures") and (phase, stack) != ("prefill", BROKEN)
+            ]
             logs = np.array([np.mean([np.log(one[phase]) for one in of]) for of in stacks])
-            off = float(np.sqrt(np.mean(logs**2)))
-            inside = float(np.mean(np.abs(logs) <= WITHIN_90 * STATED))
-            bars[f"{family}, {phase}: root mean square of {len(logs)} stacks, {inside:.0%} within 90 % of"] = {
-                "value": round(off, 4),
-                "bar": STATED,
-                "ok": off <= STATED,
-            }
+            inside = float(np.mean(np.abs(logs) <= WITHIN_90 * stated))
+            what = f"{family}, {phase}: root mean square over {len(logs)} stacks, beside what is stated"
+            off = float(np.round(np.sqrt(np.mean(logs**2)), 3))
+            bars[f"{what}, whose 90 % interval holds {inside:.0%}"] = bar(off, stated)
     return show("profile_doubt", rows, bars, asked)
 
 
