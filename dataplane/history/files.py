@@ -178,7 +178,10 @@ def read_history(
     within = pl.col("arrival_s").is_between(start_s, end_s, closed="left")
     is_whole = len(columns) == len(SCHEMA)
     names = [name for name in columns if SCHEMA[name] == pl.String and not is_whole]
-    read = (*(name for name in columns if name not in names), pl.col(names).cast(pl.Categorical))
+    read: list[str | pl.Expr] = [
+        *(name for name in columns if name not in names),
+        pl.col(names).cast(pl.Categorical),
+    ]
     parts = [pl.DataFrame(schema=SCHEMA).select(read)]
     # Open segments first: one that is packed meanwhile is then read twice rather than not at all, and the
     # copy under the same name is passed over.

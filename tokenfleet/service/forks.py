@@ -65,7 +65,8 @@ def fork(data: Path, since: str, now_s: float, into: Path) -> Fork:
     many there were is a warning. Raises BadInput where too little is left to plan from.
     """
     asked_s = parse_duration_s(since, "--since")
-    rows, columns = recent(data, since, asked_s, now_s, (*COLUMNS, KEEPS_PREFIXES)), COLUMNS
+    columns: tuple[str, ...] = COLUMNS
+    rows = recent(data, since, asked_s, now_s, (*columns, KEEPS_PREFIXES))
     if rows[KEEPS_PREFIXES].is_not_null().any():
         columns = (*COLUMNS, *SHARED)
         rows = recent(data, since, asked_s, now_s, columns)
