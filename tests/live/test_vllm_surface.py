@@ -229,7 +229,7 @@ def test_engine_settings_that_the_live_plane_needs_cannot_be_taken_away():
     for asked in (
         {"kv_transfer_config": {"kv_connector": "Other"}},
         {"logits_processors": ["mine"]},
-        {"kv_offloading_size": 4.0},
+        {"kv_offloading_size": 0.0},
         {"no_such_flag": 1},
     ):
         with pytest.raises(BadInput, match=next(iter(asked))):

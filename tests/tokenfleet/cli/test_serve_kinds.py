@@ -289,7 +289,6 @@ def test_engines_draft_as_many_tokens_as_their_step_times_count(tmp_path):
         ({"fleet": "role"}, "fleet: prefill and decode workers need each other, got"),
         ({"profiles": {"profile": document_of("llama-3.1-70b", "h100-sxm", 2, EngineMode.PREFILL_FIRST)}},
          "engine_mode: no engine here forms its steps prefill-first; plan with --engine chunked"),
-        ({"profiles": {"profile": TIERED}}, "host_kv: no fleet here keeps KV in host memory; plan without"),
     ],
 )  # fmt: skip
 def test_a_plan_that_no_fleet_runs_is_refused_whole(tmp_path, change, says):

@@ -14,7 +14,7 @@ from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.cache_events import ROOT, CacheChange
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.account import ROWS
-from dataplane.live.gateway.mirrors import ASK_AGAIN
+from dataplane.live.gateway.mirrors import ASK_AGAIN, Found, Hits
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 
@@ -167,11 +167,10 @@ def test_old_text_is_forgotten_as_memory_runs_out_the_oldest_first():
 
 def test_what_engines_found_is_counted_beside_what_was_expected():
     placement = fleet()
-    serve(placement, request(0, TEXT[:320]), A, [1, 2], found=0)
-    serve(placement, request(1, TEXT[:100]), A, [1, 2], found=32)
-    serve(placement, request(2, TEXT[:100]), A, [1, 2], found=96)
-    hits = placement.prefix_hits(A)
-    assert (hits.queried, hits.hit, hits.expected, hits.off) == (520, 128, 192, 64)
+    serve(placement, request(0, TEXT[:320]), A, [1, 2], found=Found(0))
+    serve(placement, request(1, TEXT[:100]), A, [1, 2], found=Found(16, loaded=16))
+    serve(placement, request(2, TEXT[:100]), A, [1, 2], found=Found(96))
+    assert placement.prefix_hits(A) == Hits(queried=520, hit=128, loaded=16, expected=192, off=64)
 
 
 def test_a_worker_that_caches_nothing_or_came_anew_has_nothing():
