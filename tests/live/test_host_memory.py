@@ -1,6 +1,7 @@
 """Host memory below KV on real engines: what has left KV is loaded, and moves go on beside it."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import quiet_vllm  # noqa: F401  # first
 from conftest import pair_of_workers
 
 from controlplane.types import WorkerId
+from dataplane.live.engine_api.kv_messages import KvLoad, Transfer
 
 pytestmark = pytest.mark.live
 A, B = WorkerId("a"), WorkerId("b")
@@ -90,3 +92,86 @@ def test_forgotten_prefixes_are_in_host_memory_no_more(tiered_workers):
         assert (after.cached_tokens, after.tokens) == ([0], before.tokens)
 
     tiered_workers.play(story)
+
+
+class Planned:
+    """vLLM's scheduler with our connector, in this process and without a model; what ranks say is made up."""
+
+    def __init__(self, folder, kv_blocks, room_blocks=64):
+        from experiments.profiling.prefix_exactness import BLOCK as SMALL
+        from experiments.profiling.prefix_exactness import DrivenVllm, case
+
+        profile, _, _ = case(0, "tight", 0)
+        profile = replace(
+            profile,
+            kv=replace(profile.kv, capacity_tokens=kv_blocks * SMALL),
+            engine=replace(profile.engine, max_batched_tokens=8192, max_seqs=8),
+        )
+        module = "dataplane.live.kv.host_memory"
+        extra = {"addresses": ["none"], "secret": "s", "cpu_bytes_to_use": room_blocks * 4096}
+        self.vllm = DrivenVllm(
+            profile,
+            folder,
+            {
+                "kv_connector": "TieredConnector",
+                "kv_connector_module_path": module,
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "fail",
+                "kv_connector_extra_config": extra
+                | {"spec_name": "CpuMemorySpec", "spec_module_path": module},
+            },
+        )
+        self.block, self.scheduler = SMALL, self.vllm.scheduler
+
+    def add(self, name, tokens, transfer=None):
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        from dataplane.live.engine_api.kv_messages import VLLM_KEY, params_from
+
+        extra = None if transfer is None else {VLLM_KEY: params_from(transfer)}
+        asked = SamplingParams(max_tokens=1, ignore_eos=True, extra_args=extra)
+        self.scheduler.add_request(
+            Request(name, tokens, asked, None, arrival_time=0.0, block_hasher=self.vllm.hasher)
+        )
+
+    def step(self, done=(), invalid=()):
+        """Plan a step and let it end, and the copies that are `done`; what vLLM's offloading is told."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        planned, copied = self.scheduler.schedule(), OffloadingWorkerMetadata()
+        for job in done:
+            copied.mark_completed(job)
+        names = list(planned.num_scheduled_tokens)
+        said = KVConnectorOutput(kv_connector_worker_meta=copied, invalid_block_ids=set(invalid))
+        rows = {name: i for i, name in enumerate(names)}
+        output = ModelRunnerOutput(names, rows, [[7]] * len(names), kv_connector_output=said)
+        self.scheduler.update_from_output(planned, output)
+        return planned.kv_connector_metadata.host
+
+
+def test_a_copy_that_still_reads_blocks_ends_before_a_load_between_steps_writes_them(tmp_path):
+    engine = Planned(tmp_path, kv_blocks=8)
+    text = prompt(1, 4 * engine.block)
+    engine.add("first", text)
+    (job,) = engine.step().store_jobs  # it is stored, and has ended; the copy goes on
+    load = KvLoad(("far",), "far", 6 * engine.block)
+    engine.add("loader", prompt(2, 6 * engine.block + 1), Transfer(load, hold=True))
+    told = engine.step()
+    assert engine.scheduler.requests["loader"].num_computed_tokens == 6 * engine.block  # it has its blocks
+    assert told.jobs_to_flush == {job}
+
+
+def test_what_a_failed_load_inside_a_step_would_have_stored_is_never_found(tmp_path):
+    engine = Planned(tmp_path, kv_blocks=16)
+    text = prompt(3, 4 * engine.block + 1)
+    load = KvLoad(("far",), "far", 4 * engine.block, inline=True)
+    engine.add("moved", text, Transfer(load))
+    asked = engine.step(invalid=[1, 2, 3, 4])
+    (job,) = asked.store_jobs
+    engine.step(done=[job])
+    engine.add("again", text)
+    told = engine.step()
+    assert (told.load_jobs, engine.vllm.scheduler.requests.get("again")) == ({}, None)  # it was computed
+    assert len(told.store_jobs) == 1

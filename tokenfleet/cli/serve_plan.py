@@ -209,13 +209,13 @@ def types_asked(flags: ServeFlags, plan: PlanFile | None, model: str) -> FleetTy
         check_model(plan, model, flags.engine_flags or ())
     types = planned_types(plan, flags.profile or (), flags.as_is)
     _check_memory(flags, types)
-    if is_emulated and any(types.host_bytes(name) for name in types.names):
-        raise BadInput("--engine emulated: keeps no KV in host memory, which the plan has")
     return types
 
 
 def _check_memory(flags: ServeFlags, types: FleetTypes) -> None:
-    """Raise BadInput where flags say what of a GPU engines take that share it."""
+    """Raise BadInput for flags by which engines would not have the memory that they were planned with."""
+    if flags.engine == "emulated" and any(types.host_bytes(name) for name in types.names):
+        raise BadInput("--engine emulated: keeps no KV in host memory, which the plan has")
     own = sorted(_engine_flags(flags) & set(OF_WHOLE_GPUS))
     if own and any(t.workers_per_gpu > 1 for t in types):
         raise BadInput(f"{own[0]}: the plan says what its workers take of a GPU that they share")

@@ -51,8 +51,8 @@ class TieredConnector(MigrationConnector):
         if self._why_fixed:
             raise BadInput(f"--host-kv: not for this engine: {self._why_fixed}")
         if role == KVConnectorRole.SCHEDULER:
-            has, needs = self._settings["cpu_bytes_to_use"], self._cache["block_bytes"]
-            needs *= vllm_config.parallel_config.world_size
+            has, ranks = self._settings["cpu_bytes_to_use"], vllm_config.parallel_config.world_size
+            needs = max(self._cache["block_bytes"] * ranks, 1)
             if has < needs:
                 raise BadInput(f"--host-kv: {has:,} bytes hold no block of KV, which takes {needs:,}")
             self._cache["host_blocks"] = has // needs

@@ -282,22 +282,22 @@ class FleetTypes:
         has = kind in self.planned and not self.as_is and profile is not None and profile.host_kv is not None
         return profile.host_kv.capacity_bytes if has else 0  # type: ignore[union-attr]
 
-    def check_host_memory(self, arguments: object) -> None:
+    def check_host_memory(self, arguments: Any) -> None:
         """Raise BadInput where workers would have host memory below KV beside what was not tried with it."""
-        asked = getattr(arguments, "kv_offloading_size", None)
-        for t in self:
-            planned = self.host_bytes(t.name) / (1 << 30)
-            if self.planned and not self.as_is and asked not in (None, planned):
-                was = f"with {planned:g} GiB" if planned else "without"
-                raise BadInput(f"--host-kv: {t.name} was planned {was}, not with {asked:g} GiB; {AS_IS}")
-            if not (asked or planned):
-                continue
-            if t.role != "any":
-                raise BadInput("--host-kv: not beside prefill and decode workers")
-            if getattr(arguments, "speculative_config", None):
-                raise BadInput("--host-kv: not beside --speculative-config")
-            if getattr(arguments, "enable_prefix_caching", None) is False:
-                raise BadInput("--host-kv: what leaves KV is found by prefixes, which are not cached")
+        asked: float | None = arguments.kv_offloading_size
+        planned = {kind: self.host_bytes(kind) / (1 << 30) for kind in self.names}
+        for kind, gib in planned.items() if self.planned and not self.as_is else ():
+            if asked not in (None, gib):
+                was = f"with {gib:g} GiB" if gib else "without"
+                raise BadInput(f"--host-kv: {kind} was planned {was}, not with {asked:g} GiB; {AS_IS}")
+        if asked is None and not any(planned.values()):
+            return
+        if any(t.role != "any" for t in self):
+            raise BadInput("--host-kv: not beside prefill and decode workers")
+        if arguments.speculative_config:
+            raise BadInput("--host-kv: not beside --speculative-config")
+        if arguments.enable_prefix_caching is False:
+            raise BadInput("--host-kv: what leaves KV is found by prefixes, which are not cached")
 
     def check_flags(self, arguments: object) -> None:
         """Raise BadInput where an operator's vLLM flags contradict what a plan fixed."""

@@ -12,7 +12,7 @@ from controlplane.placement.ledger import cached_tokens
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.cache_events import ROOT, CacheChange
-from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.engine_api.link import Telemetry, WorkerInfo
 from dataplane.live.gateway.account import ROWS
 from dataplane.live.gateway.mirrors import ASK_AGAIN, Found, Hits
 from dataplane.live.gateway.placement import Placement
@@ -171,6 +171,34 @@ def test_what_engines_found_is_counted_beside_what_was_expected():
     serve(placement, request(1, TEXT[:100]), A, [1, 2], found=Found(16, loaded=16))
     serve(placement, request(2, TEXT[:100]), A, [1, 2], found=Found(96))
     assert placement.prefix_hits(A) == Hits(queried=520, hit=128, loaded=16, expected=192, off=64)
+
+
+def test_what_engines_tell_of_host_memory_is_expected_there_and_takes_as_long_as_it_took():
+    placement = fleet(replace(INFO, host_blocks=50, kv_bytes_per_token=1000), replace(INFO, worker=B))
+    ids = np.zeros(20, np.int64)
+    chain(np.array(TEXT[:320], np.int64), 16, ROOT, ids)
+    placement.take_cached(A, CacheChange(0, ids[:4].tobytes(), is_all=True, to_host=ids[:12].tobytes()))
+    tracked = request(1, TEXT[:320])
+    placement.put(tracked, A, has_kv=False, now_s=0.0)
+    led, r = placement.ledger, placement.row(tracked)
+    assert led.requests[r]["cached"] == 12 * 16
+    assert led.host.loads[r] == led.host.links[0]["waiting"] == 8
+    load = Telemetry(A, *[0] * 6, 0.0, 0, 0, 0, host_loaded_bytes=64_000, host_loading_s=0.5)
+    placement.take_loads(replace(INFO, kv_bytes_per_token=1000), load)
+    assert led.host.links[0]["copy_s"] == pytest.approx(0.5 * 16_000 / 64_000)
+    placement.forget(tracked)
+    assert led.host.links[0]["waiting"] == 0
+    placement.take_cached(A, CacheChange(1, b"", ids[:4].tobytes(), off_host=ids[2:].tobytes()))
+    placement.put(tracked := request(2, TEXT[:320]), A, has_kv=False, now_s=0.0)
+    assert placement.ledger.requests[placement.row(tracked)]["cached"] == 2 * 16
+    for i in range(ROWS + 5):
+        placement.row(request(i + 3, TEXT[:320]))
+    placement.put(tracked := request(ROWS + 9, TEXT[:320]), A, has_kv=False, now_s=0.0)
+    assert placement.ledger.requests[placement.row(tracked)]["cached"] == 2 * 16
+    placement.detach(A)
+    placement.attach(replace(INFO, host_blocks=50), "")
+    placement.put(tracked := request(ROWS + 10, TEXT[:320]), A, has_kv=False, now_s=0.0)
+    assert placement.ledger.requests[placement.row(tracked)]["cached"] == 0
 
 
 def test_a_worker_that_caches_nothing_or_came_anew_has_nothing():
