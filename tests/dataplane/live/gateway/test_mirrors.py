@@ -178,6 +178,7 @@ def test_what_engines_tell_of_host_memory_is_expected_there_and_takes_as_long_as
     ids = np.zeros(20, np.int64)
     chain(np.array(TEXT[:320], np.int64), 16, ROOT, ids)
     placement.take_cached(A, CacheChange(0, ids[:4].tobytes(), is_all=True, to_host=ids[:12].tobytes()))
+    placement.put(request(0, TEXT[1000:1200]), A, has_kv=False, now_s=0.0)  # its step begins, the next waits
     tracked = request(1, TEXT[:320])
     placement.put(tracked, A, has_kv=False, now_s=0.0)
     led, r = placement.ledger, placement.row(tracked)
@@ -191,6 +192,7 @@ def test_what_engines_tell_of_host_memory_is_expected_there_and_takes_as_long_as
     placement.take_cached(A, CacheChange(1, b"", ids[:4].tobytes(), off_host=ids[2:].tobytes()))
     placement.put(tracked := request(2, TEXT[:320]), A, has_kv=False, now_s=0.0)
     assert placement.ledger.requests[placement.row(tracked)]["cached"] == 2 * 16
+    placement.forget(tracked)
     for i in range(ROWS + 5):
         placement.row(request(i + 3, TEXT[:320]))
     placement.put(tracked := request(ROWS + 9, TEXT[:320]), A, has_kv=False, now_s=0.0)
