@@ -180,11 +180,12 @@ def _cached_line(workers: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _cached_text(tokens: dict[str, int] | None) -> str:
-    """The share of prompt tokens that a worker had cached; beside it the expected one, if that differs."""
+    """The share of prompt tokens that a worker had, from host memory, and the expected one if it differs."""
     if not tokens or not tokens["queried"]:
         return "–"
-    hit, expected = (f"{tokens[name] / tokens['queried']:.0%}" for name in ("hit", "expected"))
-    return hit if hit == expected else f"{hit} ({expected})"
+    shares = {name: f"{tokens[name] / tokens['queried']:.0%}" for name in ("hit", "loaded", "expected")}
+    host = f", {shares['loaded']} host" if tokens["loaded"] else ""
+    return shares["hit"] + host + (f" ({shares['expected']})" if shares["hit"] != shares["expected"] else "")
 
 
 def _bare_table(named: Sequence[str], counted: Sequence[str], title: str | None = None) -> Table:

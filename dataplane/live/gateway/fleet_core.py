@@ -47,6 +47,7 @@ from dataplane.live.gateway.connections import AdapterBook, Attached, Attachment
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.handover import Handovers
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
+from dataplane.live.gateway.mirrors import Found
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked, tracked_from
 from dataplane.live.migration.coordinator import Migrations
@@ -365,6 +366,7 @@ class FleetCore(FrontEndClient):
                 await self.unread.until_room()
             elif isinstance(event, Telemetry):
                 at.telemetry = event
+                self.placement.take_loads(at.link.info, event)
                 for take in self.on_step:
                     take(event)
                 self._admission.look()
@@ -582,7 +584,16 @@ class FleetCore(FrontEndClient):
         self.events.record(time.time(), kind, why, request_id=tracked.id, worker=tracked.worker, **facts)
 
 
-def _found(listened: Sequence[tuple[Tracked, EngineCoreOutput]]) -> dict[RequestId, int]:
-    """The tokens that an engine had cached of those requests whose prefill is done with these outputs."""
-    told = ((tracked.id, output.prefill_stats) for tracked, output in listened)
-    return {request: stats.num_local_cached_tokens for request, stats in told if stats is not None}
+def _found(listened: Sequence[tuple[Tracked, EngineCoreOutput]]) -> dict[RequestId, Found]:
+    """The tokens that an engine had of those requests whose prefill is done with these outputs.
+
+    What the connector loaded for one that moves came from its source; else it is from host memory.
+    """
+    told = ((tracked, output.prefill_stats) for tracked, output in listened)
+    return {
+        tracked.id: Found(
+            stats.num_local_cached_tokens, stats.num_external_cached_tokens if tracked.cut is None else 0
+        )
+        for tracked, stats in told
+        if stats is not None
+    }

@@ -82,9 +82,10 @@ class Metrics:
         self.preemptions = gauge("tokenfleet_worker_preemptions", started, by_worker)
         self.prefix_tokens = gauge(
             "tokenfleet_worker_prefix_tokens",
-            "Prompt tokens since it started: queried, hit (its engine had them cached), expected (placement"
-            " thought it had them), off (by how much the two differ, request by request), ideal (some worker"
-            " had computed them before), by the policy that placed them",
+            "Prompt tokens since it started: queried, hit (its engine had them), loaded (those of them that"
+            " came from its host memory), expected (placement thought it had them), off (by how much the two"
+            " differ, request by request), ideal (some worker had computed them before), by the policy that"
+            " placed them",
             ["worker", "what", "policy"],
         )
         self.migrations = counter("tokenfleet_migrations", "Moves of a request by outcome", ["outcome"])
