@@ -58,6 +58,7 @@ LAST_WORDS_S = 2.0
 BACK_S = (
     20.0  # within which gateways bring back what an earlier core has left on a worker, or its client is gone
 )
+CLOSING = "the fleet is shutting down"
 MOST_FRUITLESS = 8  # segments in a row without a token, before a request is given up
 COMPUTE = Transfer()  # a segment that brings no KV
 
@@ -557,11 +558,11 @@ class FleetCore(FrontEndClient):
 
     async def _close(self, timeout_s: float) -> None:
         for tell in self.on_closing:
-            tell("the gateway is shutting down")
+            tell(CLOSING)
         deadline_s = time.monotonic() + timeout_s
         while len(self.requests) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
-        await self.fail([tracked.id for tracked in self.requests], "the gateway is shutting down")
+        await self.fail([tracked.id for tracked in self.requests], CLOSING)
         with suppress(TimeoutError):  # a front end that has stopped reading is not waited for
             async with asyncio.timeout(LAST_WORDS_S):
                 while len(self.unread):
