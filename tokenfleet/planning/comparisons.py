@@ -168,8 +168,8 @@ class TierWorth:
     """What host memory below the KV of a fleet's workers is worth on the trace.
 
     `host_kv`: a worker's. `hit_rate` and `from_host`, the part of it that is loaded, of the plan's fleet, and
-    its `hit_rate_without`. `fleet` and `fleet_without`: the fewest workers on the trace; None: more than
-    `tried`.
+    its `hit_rate_without`. `fleet` and `fleet_without`: the fewest workers on the trace, the memory's price
+    in that of the first; None: more than `tried`.
     """
 
     host_kv: HostKv
@@ -179,6 +179,13 @@ class TierWorth:
     fleet: Fleet
     fleet_without: Fleet | None
     tried: int
+
+    @property
+    def saved_usd_per_hour(self) -> float | None:
+        """What the fleet costs less with the memory, whose price counts; None where that is not known."""
+        with_it = self.fleet.usd_per_hour
+        without = None if self.fleet_without is None else self.fleet_without.usd_per_hour
+        return None if with_it is None or without is None else without - with_it
 
 
 def tier_worth(replicates: Replicates, question: PlanRequest, sizing: Sizing) -> TierWorth | None:
@@ -207,7 +214,14 @@ def tier_worth(replicates: Replicates, question: PlanRequest, sizing: Sizing) ->
 
 
 def _bare(worker_type: WorkerType) -> WorkerType:
-    return replace(worker_type, known_profile=replace(worker_type.profile, host_kv=None))
+    """The type without host memory for KV, nor its price."""
+    usd_per_h = worker_type.usd_per_h
+    return replace(
+        worker_type,
+        known_profile=replace(worker_type.profile, host_kv=None),
+        usd_per_h=None if usd_per_h is None else usd_per_h - worker_type.host_usd_per_h,
+        host_usd_per_h=0.0,
+    )
 
 
 def _without_tier(fleet: Fleet) -> Fleet:

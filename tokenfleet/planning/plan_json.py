@@ -340,8 +340,9 @@ def _tier(tier: TierWorth) -> dict[str, Any]:
         "usd_per_hour": _usd(tier.fleet),
         "workers_without": without.workers if without else None,
         "usd_per_hour_without": _usd(without) if without else None,
+        "host_usd_per_hour": round(tier.fleet.host_usd_per_hour, 4),
+        "saved_usd_per_hour": None if (saved := tier.saved_usd_per_hour) is None else round(saved, 4),
         "tried_up_to": tier.tried,
-        "price": "none: a worker's price is taken to include its host's memory",
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,20 +14,21 @@ from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from tokenfleet.planning import replicates as rough
+from tokenfleet.planning.comparisons import tier_worth
 from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
-from tokenfleet.planning.inputs import chosen_profiles, gather
+from tokenfleet.planning.inputs import chosen_profiles, gather, priced
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Memory, Replicates, workload_digest
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH, WITHIN, cliff_of, session_cost, working_set_tokens
 from tokenfleet.planning.schedule import followed
-from tokenfleet.planning.sizing import Sizing
+from tokenfleet.planning.sizing import Sizing, size_on_trace
 from tokenfleet.planning.threads import threads
 from tokenfleet.planning.traffic.draws import in_sessions, units_of
 from tokenfleet.report.figures import figures
-from tokenfleet.report.tables import facts
+from tokenfleet.report.tables import facts, tier_text
 from tokenfleet.traces import Trace
 
 KV = 24_000  # tokens: some talks at once, not all
@@ -91,7 +93,46 @@ def test_host_memory_below_kv_saves_workers_and_the_plan_says_how_many_and_what_
     said = dict(facts(plan))["host memory"]
     assert said.startswith("1 GiB a worker at 50 GB/s a GPU: ")
     assert "without it" in said
+    assert said.endswith("it has no price of its own")
+    assert told["host_usd_per_hour"] == 0.0
     assert "host_kv" not in plan_json(bare)
+
+
+@pytest.mark.parametrize(("usd", "words"), [(0.1, " less in all, its own"), (9.0, " more in all, its own")])
+def test_what_host_memory_saves_is_told_net_of_its_price(usd: float, words: str) -> None:
+    at_a_price = replace(worker_type(tiered(3_000)), usd_per_h=2.0 + usd, host_usd_per_h=usd)
+    busy = busy_talks()
+    replicates = replicates_of(replace(busy, arrival_s=busy.arrival_s / 3.0))
+    question = PlanRequest(SLO, attainment=0.9)
+    sizing = size_on_trace(replicates, question, at_a_price)
+    tier = tier_worth(replicates, question, sizing)
+    assert tier is not None
+    assert tier.fleet_without is not None
+    assert tier.fleet.workers < tier.fleet_without.workers, "a load on which it saves none shows nothing"
+    assert tier.fleet.usd_per_hour == pytest.approx(tier.fleet.workers * (2.0 + usd))
+    assert tier.fleet.host_usd_per_hour == pytest.approx(tier.fleet.workers * usd)
+    assert tier.fleet_without.usd_per_hour == pytest.approx(tier.fleet_without.workers * 2.0)
+    net = tier.fleet_without.workers * 2.0 - tier.fleet.workers * (2.0 + usd)
+    assert tier.saved_usd_per_hour == pytest.approx(net)
+    assert words in tier_text(tier)
+
+
+def test_a_price_list_prices_the_host_memory_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text(
+        "schema: tokenfleet.prices/1\nprices:\n"
+        "- {gpu: h100-sxm, on_demand: 2, host_memory_gib: 0.01, date: 2026-11-01, source: x}\n"
+    )
+    plain = PlanRequest(SLO, model="llama-3.1-70b", gpu=("h100",), tp=(2,), prices=path)
+    for asked, usd, of_host in (
+        (plain, 4.0, 0.0),
+        (replace(plain, host_kv="64GiB"), 4.64, 0.64),
+        (replace(plain, host_kv="64GiB", price_scale=2.0), 9.28, 1.28),
+    ):
+        (kind,), _ = priced(chosen_profiles(asked), asked, None)
+        assert kind.usd_per_h == pytest.approx(usd)
+        assert kind.host_usd_per_h == pytest.approx(of_host)
+        assert ("with 64 GiB of host memory at $0.01 each" in kind.priced) == (of_host > 0.0)
 
 
 def test_host_memory_is_refused_where_nothing_would_be_loaded_and_beside_no_caches() -> None:
