@@ -24,7 +24,7 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH, WITHIN, cliff_of, session_cost, working_set_tokens
 from tokenfleet.planning.schedule import followed
-from tokenfleet.planning.sizing import Sizing, size_on_trace
+from tokenfleet.planning.sizing import Sizing, most_agents, size_on_trace
 from tokenfleet.planning.threads import threads
 from tokenfleet.planning.traffic.draws import in_sessions, units_of
 from tokenfleet.report.figures import figures
@@ -349,6 +349,24 @@ def test_more_agents_need_more_workers_and_none_knows_a_time_of_day() -> None:
     assert many.reuse.sessions is not None
     assert many.reuse.sessions.at_once == 40
     assert dict(facts(many))["target"].endswith("for 40 agents, at confidence 0.9")
+
+
+def test_the_most_agents_hold_in_traffic_that_was_not_seen_where_some_more_do_not() -> None:
+    replicates = replace(replicates_of(busy_talks(waits=True)), policy="spread")
+    fleet, question = of_one_kind(worker_type(worker(kv=KV, doubt=0.1)), 2), PlanRequest(SLO, attainment=0.9)
+    with threads(2) as pool:
+        most = most_agents(replicates, question, fleet, pool)
+    assert most.agents < most.on_trace < most.sessions
+    assert most.estimate.low >= question.attainment
+
+    def held(agents: int) -> int:
+        """Of ten draws from other seeds."""
+        others = [replace(replicates, seed=1000 + i, agents=agents) for i in range(10)]
+        return sum(other.replay(fleet, 1).attainment >= question.attainment for other in others)
+
+    assert held(most.agents) >= 9
+    assert held(most.on_trace) < 9
+    assert held(round(1.3 * most.agents)) <= 3
 
 
 def test_a_limit_too_tight_is_told_by_no_share_that_was_not_replayed() -> None:
