@@ -168,7 +168,8 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
     if line is not None:
         yield (
             "worker line",
-            f"{line.workers_per_rps:.3g} x rate {line.intercept:+.2g}, rounded up (R² {line.r2:.4f})",
+            f"{line.slope:.3g} x {'agents' if line.of_agents else 'rate'} {line.intercept:+.2g}, rounded up"
+            f" (R² {line.r2:.4f})",
         )
     yield from _time_facts(plan, best)
     if plan.baselines:

@@ -1,6 +1,7 @@
 """Plans for traffic that shares prefixes: what caches save, how much traffic more they bear, what is said."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -344,7 +345,17 @@ def test_more_agents_need_more_workers_and_none_knows_a_time_of_day() -> None:
     assert many.best is not None
     assert few.best.fleet.workers < many.best.fleet.workers
     assert many.schedule is None
-    assert many.line is None
+    line = many.line
+    assert line is not None
+    assert line.of_agents
+    assert [agents for agents, _ in line.points] == [80, 200, 320, 480]  # a small fleet says little
+    assert line.r2 > 0.9
+    on_trace = min(n for n, share in many.on_trace.items() if share >= 0.9)
+    assert abs(math.ceil(line.slope * 40 + line.intercept) - on_trace) <= 1
+    told = json.loads(json.dumps(plan_json(many)))
+    assert told["demand_line"] is None
+    assert told["agents_line"]["workers_per_agent"] == pytest.approx(line.slope, rel=1e-4)
+    assert "x agents" in dict(facts(many))["worker line"]
     assert many.reuse is not None
     assert many.reuse.sessions is not None
     assert many.reuse.sessions.at_once == 40
