@@ -173,10 +173,10 @@ async def measured(asked: Any) -> dict[str, Any]:
     host = EmulatedHost({kind.name: profile}, 8192, Noise())
     launch = host.launch
     host.launch = lambda *what: of("engines", asyncio.ensure_future, launch(*what))  # type: ignore[method-assign]
-    pool = WorkerPool(host, core, events, asked.workers, types)
+    pool = WorkerPool(host, core, asked.workers, types)
     await pool.start()
     facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
-    operations = Operations(facts, core, pool, metrics, events, arrived, step_times)
+    operations = Operations(facts, core, pool, arrived, step_times)
     server = control_server(control_app(operations, KeyRing(())))
     listening = bind("127.0.0.1", 0, "port")
     port = listening.getsockname()[1]

@@ -293,7 +293,7 @@ def _followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> 
     if near is not None:
         near_bins = observe(soon.past or Demand(near.bin_s, near.keep), now_s, arrivals)
     traffic = blend(state.traffic, snapshot.by_class, now_s)
-    regimes = follow(state.regimes, demand, settings.strictness)
+    regimes = follow(state.regimes, demand)
     rate_rps = 0.0 if regimes.current is None else regimes.current.rate_rps
     if ahead is not None and far_bins is not None:
         far = foresee(ahead, far, far_bins, rate_rps, snapshot.cold_start_s)

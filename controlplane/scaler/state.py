@@ -42,7 +42,6 @@ class ScalingSettings:
 
     target: TargetSettings
     window: StabilizationWindow = field(default_factory=StabilizationWindow)
-    strictness: float = 4.0
     bin_s: float = 10.0
     ahead: ForecastSettings | None = None
     near: ForecastSettings | None = None

@@ -29,7 +29,7 @@ from experiments.lib.elastic import ElasticSettings, FleetRecord, simulate_elast
 from experiments.lib.fewest_workers import CASES, Lengths, Question
 from experiments.lib.public_data import SERVEGEN, azure_hour
 from experiments.lib.scaling_rules import planned
-from tokenfleet.service.gap import fewest
+from tokenfleet.service.clairvoyant import fewest
 
 CASE = CASES[1]
 TARGET = 0.99

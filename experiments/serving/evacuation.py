@@ -81,7 +81,7 @@ class Fleet:
         settings = CoreSettings(8, SLO, QueueSettings())
         self.core = FleetCore(settings, placement, Metrics(), self.events, lambda _: TOKENS)
         types = FleetTypes([WorkerGroup(WorkerType(None), 4)])
-        self.pool = WorkerPool(self.host, self.core, self.events, 8, types)
+        self.pool = WorkerPool(self.host, self.core, 8, types)
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
         self._pump = asyncio.ensure_future(self._read())

@@ -182,7 +182,7 @@ class Deaths:
         first = Revision(*record.found["pool"]["revision"]) if record.found else FIRST
         host = FrontHost(front)
         host.left = self.left
-        pool = WorkerPool(host, front.core, front.events, most, types, first, record=record, **others)
+        pool = WorkerPool(host, front.core, most, types, first, record=record, **others)
         self.cores.append((front, pool))
         await pool.start()
         return front, pool

@@ -27,6 +27,8 @@ class Story:
         self.random, self.sent = random.Random(seed), 0
         self.core = SimpleNamespace(
             attached=lambda: iter(()),
+            metrics=None,
+            events=(),
             migrations=SimpleNamespace(open={}, usual=Pace(), pairs={}),
             held=lambda: iter(()),
             placement=SimpleNamespace(cached_elsewhere=lambda t: {C: 16 * t.number} if t.worker else {}),
@@ -37,7 +39,7 @@ class Story:
             members=lambda: iter(members), wanted=3, asked_kinds={"": 3}, cold_start_s=0.0, drain_s=0.0
         )
         facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
-        self.operations = Operations(facts, self.core, pool, None, (), DemandCount())
+        self.operations = Operations(facts, self.core, pool, DemandCount())
         self.new_gateway()
 
     def new_gateway(self):
@@ -174,7 +176,7 @@ def test_a_running_fleet_is_seen_through_the_mirror_as_it_is(live_extra):
         facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
         arrived = DemandCount()
         front.core.on_arrival.append(arrived.add)
-        operations = Operations(facts, front.core, pool, front.core.metrics, front.events, arrived)
+        operations = Operations(facts, front.core, pool, arrived)
         mirror, builder, states = Mirror(), SnapshotBuilder(), set()
 
         def look():

@@ -22,7 +22,7 @@ def play(live_extra):
         async def scene():
             front = Front((), profile(**sizes), QueueSettings())
             types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
-            fleet = WorkerPool(FrontHost(front), front.core, front.events, 6, types)
+            fleet = WorkerPool(FrontHost(front), front.core, 6, types)
             try:
                 await fleet.start()
                 await asyncio.wait_for(story(front, fleet), 60)

@@ -175,7 +175,7 @@ def pool(live_extra):
             front = Front((), profile(), QueueSettings())
             counts = (("prefill", prefill), ("decode", decode))
             types = FleetTypes([WorkerGroup(WorkerType(None, role=role), n) for role, n in counts])
-            fleet = WorkerPool(FrontHost(front), front.core, front.events, 6, types)
+            fleet = WorkerPool(FrontHost(front), front.core, 6, types)
             try:
                 await fleet.start()
                 await asyncio.wait_for(story(front, fleet), 30)

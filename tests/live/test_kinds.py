@@ -40,7 +40,7 @@ def play(live_extra, monkeypatch):
                     WorkerGroup(WorkerType("a100-sxm", limit=2), slow),
                 ]
             )
-            fleet = cluster.WorkerPool(host, front.core, front.events, 4, types)
+            fleet = cluster.WorkerPool(host, front.core, 4, types)
             try:
                 await fleet.start()
                 await asyncio.wait_for(story(front, fleet, host), 30)

@@ -75,7 +75,7 @@ def play(live_extra, monkeypatch):
                 tells_exact_times(link)
                 await spoiled(link, kind)
 
-            fleet = WorkerPool(host, front.core, front.events, 8, types, measure=measure)
+            fleet = WorkerPool(host, front.core, 8, types, measure=measure)
             try:
                 await asyncio.wait_for(fleet.start(), 60)
                 await asyncio.wait_for(story(front, fleet, learning), 60)

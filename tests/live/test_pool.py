@@ -28,9 +28,7 @@ def play(live_extra, monkeypatch):
             front = Front((), profile(**sizes), QueueSettings())
             host = FrontHost(front)
             types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
-            fleet = cluster.WorkerPool(
-                host, front.core, front.events, 4, types, health_every_s=HEALTH_EVERY_S
-            )
+            fleet = cluster.WorkerPool(host, front.core, 4, types, health_every_s=HEALTH_EVERY_S)
             try:
                 await fleet.start()
                 await asyncio.wait_for(story(front, fleet, host), 30)
@@ -170,7 +168,7 @@ def test_a_fleet_whose_first_worker_cannot_start_or_is_less_than_planned_does_no
         host.failures = failures
         asked = replace(profile(), kv=KvModel(max(kv_tokens, 1)))
         types = FleetTypes([WorkerGroup(WorkerType(None, 1, asked), 3)], {"TP1": asked.engine})
-        fleet = WorkerPool(host, front.core, front.events, 4, types)
+        fleet = WorkerPool(host, front.core, 4, types)
         try:
             with pytest.raises(RuntimeError, match=says):
                 await fleet.start()

@@ -28,7 +28,7 @@ class Story:
         self.host = FrontHost(self.front)
         types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
         first = Revision(1, OLD)
-        self.pool = WorkerPool(self.host, self.front.core, self.front.events, most, types, first)
+        self.pool = WorkerPool(self.host, self.front.core, most, types, first)
         self.least = workers
 
     def rollout(self, revision=None, only=None, finish_s=20.0):
@@ -334,9 +334,7 @@ class Reign:
         facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
         arrived = DemandCount()
         self.pool, self.events = pool, front.events
-        self.operations = Operations(
-            facts, front.core, pool, front.core.metrics, front.events, arrived, revised=revised
-        )
+        self.operations = Operations(facts, front.core, pool, arrived, revised=revised)
 
     def die_at(self, note):
         """Return an event: the core has come to its note of that number, and writes no more."""

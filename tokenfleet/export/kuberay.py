@@ -50,7 +50,7 @@ def kuberay(fleet: Deployment, name: str, image: str) -> list[Object]:
         "spec": {
             "rayVersion": RAY_VERSION,
             "authOptions": {"mode": "token", "secretName": KEYS},
-            "headGroupSpec": _head(fleet, name, image),
+            "headGroupSpec": _head(name, image),
             "workerGroupSpecs": [_worker_pods(fleet, group, count, name, image) for group, count in pods],
         }
     }
@@ -73,7 +73,7 @@ def _labels(name: str, part: str | None = None) -> dict[str, str]:
 # Pods
 
 
-def _head(fleet: Deployment, name: str, image: str) -> Object:
+def _head(name: str, image: str) -> Object:
     """Ray's head, which computes nothing."""
     amounts = {"cpu": str(HEAD_CORES), "memory": f"{HEAD_MEMORY_GI}Gi"}
     container = _container("ray-head", image, amounts) | _probes(GCS_PORT)

@@ -1,12 +1,8 @@
 """The clairvoyant gap: what a fleet cost over the cheapest that would have served the same requests, by day.
 
-The clairvoyant knows a day beforehand. Each window of five minutes gets the fewest workers that keep every
-class in time in the exact simulator, by the step times measured by the day's end; a worker that would idle
-for less than a cold start is kept, and one that comes pays for its cold start (planning.schedule). It has
-one type of worker, the cheapest.
-With P workers paid, S serving, T asked for by the scaler's rule at the time, U by the same line at the rate
-that came, V at that rate by the line as measured by the day's end, and C the clairvoyant's, worker-time by
-worker-time,
+The cheapest are the clairvoyant's (clairvoyant.py). With P workers paid, S serving, T asked for by the
+scaler's rule at the time, U by the same line at the rate that came, V at that rate by the line as measured by
+the day's end, and C the clairvoyant's, worker-time by worker-time,
 
     P - C = (P - S) + max(S - T, 0) + min(S - T, 0) + (T - U) + (U - V) + (V - C)
             starts    hold            not there yet   forecast  model     margin
@@ -14,33 +10,22 @@ worker-time,
 
 The clairvoyant's own cold starts are taken off the first. So the parts add up to the whole. Where an operator
 fixed the number S - C is `fixed`; where no line of single workers decided (several types, load alone) it is
-`not told apart`. Stretches without a log count for neither side. Beyond MOST_REQUESTS every n-th window is
-simulated, and the others get workers by their rates.
+`not told apart`. Stretches without a log count for neither side.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import msgspec
-import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from controlplane.placement.lengths import LengthTable
-from controlplane.placement.policies import Policy
-from controlplane.types import PLAIN_CLASS, Slo
 from controlplane.worker_type import WorkerType
-from controlplane.workload import Workload
 from dataplane.history.files import read_history
 from dataplane.history.fleet_log import (
     DAY_S,
@@ -53,21 +38,14 @@ from dataplane.history.fleet_log import (
     logged_days,
     read_fleet_log,
 )
-from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.files import write_files
-from tokenfleet.planning.replicates import LONGEST_WAIT_S
-from tokenfleet.planning.schedule import Stretch, paid
-from tokenfleet.planning.sizing import smallest
+from tokenfleet.service.clairvoyant import LEAD_S, MOST_REQUESTS, Clairvoyant, Requests, cheapest
 
 SCHEMA = "tokenfleet.gap/1"
 PARTS = (
     "starts and drains", "hold", "not there yet", "forecast", "model", "margin", "fixed", "not told apart",
 )  # fmt: skip
-LEAD_S = 30.0, 300.0  # least and most of what a window begins with, so that it does not begin idle
-MOST_REQUESTS, MOST_TARGETS = 60_000, 16
 LATE_S = 600.0  # requests of a day may still end
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
 
 
 class Amount(TypedDict):
@@ -90,134 +68,6 @@ class Gap(TypedDict):
     requests: int | None
     parts: dict[str, Amount]
     says: list[str]
-
-
-def fewest(missed: Callable[[int], Any], allowed: Any, guess: int, most: int) -> int:
-    """The fewest workers that miss no more than is allowed (of each class); where not even `most` keep to
-    that, the fewest that miss as few as `most` do."""
-    found = smallest(lambda n: bool(np.all(missed(n) <= allowed)), 1, guess, most)
-    if found is None:
-        least = np.maximum(allowed, missed(most))
-        found = smallest(lambda n: bool(np.all(missed(n) <= least)), 1, most, most)
-    return found or most
-
-
-@dataclass(frozen=True)
-class Requests:
-    """The requests of a day that had tokens, with their classes, and when all that came arrived (Unix s)."""
-
-    workload: Workload
-    begin_s: float  # of the workload's time
-    slos: tuple[Slo, ...]
-    attainments: Floats
-    arrived_s: Floats
-    lead_s: float
-
-    @classmethod
-    def of(cls, rows: pl.DataFrame, fleet: Fleet, begin_s: float) -> Requests:
-        """Of rows of history (history.files.SCHEMA). Those with rare targets count for the most frequent;
-        a window shows what waits for LONGEST_WAIT_S at most."""
-        told = pl.col("ttft_target_s", "tpot_target_s").is_not_null()
-        served = rows.filter(pl.col("output_tokens") > 0, pl.col("prompt_tokens") > 0, told)
-        lasted_s = served["ttft_s"].fill_null(0.0) + served["tpot_s"].fill_null(0.0) * served["output_tokens"]
-        known = {one.name: one.attainment for one in fleet.classes}
-        keys = [
-            (name if name in known else PLAIN_CLASS, ttft_s, tpot_s)
-            for name, ttft_s, tpot_s in served.select("slo_class", "ttft_target_s", "tpot_target_s").rows()
-        ]
-        often = [key for key, _ in Counter(keys).most_common(MOST_TARGETS)]
-        place = {key: i for i, key in enumerate(often)}
-        workload = Workload(
-            (served["arrival_s"] - begin_s).to_numpy(),
-            served["prompt_tokens"].to_numpy(),
-            served["output_tokens"].to_numpy(),
-            (served["priority"] == "high").cast(pl.Int64).to_numpy(),
-            np.array([place.get(key, 0) for key in keys], np.int64),
-            tuple(f"{name} {i}" for i, (name, _, _) in enumerate(often)) or (PLAIN_CLASS,),
-        )
-        longest_s = float(lasted_s.quantile(0.95) or 0.0) if len(served) else 0.0
-        return cls(
-            workload,
-            begin_s,
-            tuple(Slo(min(ttft_s, LONGEST_WAIT_S), tpot_s) for _, ttft_s, tpot_s in often),
-            np.array([known.get(name, fleet.attainment) for name, _, _ in often]),
-            rows["arrival_s"].to_numpy(),
-            min(max(longest_s, LEAD_S[0]), LEAD_S[1]),
-        )
-
-    def rate_rps(self, begin_s: float, end_s: float) -> float:
-        """What came in a stretch of time, also of what was turned away."""
-        first, last = np.searchsorted(self.arrived_s, [begin_s, end_s])
-        return float(last - first) / (end_s - begin_s)
-
-    def window(self, begin_s: float, end_s: float) -> tuple[Workload, NDArray[np.bool_]]:
-        """The requests of a stretch of time with those before it, and which of them are judged."""
-        from_s = max(begin_s - self.begin_s - self.lead_s, 0.0)
-        part = self.workload.window(from_s, end_s - self.begin_s)
-        return part, part.arrival_s >= begin_s - self.begin_s - from_s
-
-    def kept_by(self, worker_type: WorkerType) -> Requests:
-        """Those whose KV a worker of a type holds."""
-        profile, load = worker_type.profile, self.workload
-        fits = profile.kv.held(load.prompt_tokens + load.output_tokens) <= profile.kv.capacity_tokens
-        return replace(self, workload=load.take(fits))
-
-
-@dataclass(frozen=True)
-class Clairvoyant:
-    """The fewest workers of one type in each window, and what they are paid with their cold starts.
-
-    `late`: windows that no number of workers would have kept in time. `looked`: those that were simulated.
-    """
-
-    worker_type: WorkerType
-    counts: Counts
-    paid_s: float
-    late: int
-    looked: int
-
-
-def clairvoyant(
-    requests: Requests, timeline: Timeline, worker_type: WorkerType, fleet: Fleet, cold_start_s: float,
-    most: int, most_requests: int = MOST_REQUESTS,
-) -> Clairvoyant:  # fmt: skip
-    """The cheapest workers of a type for these requests, known beforehand."""
-    held = requests.kept_by(worker_type)
-    lengths = held.workload.prompt_tokens, held.workload.output_tokens
-    predictor = LengthTable.from_history(*lengths) if len(held.workload) else None
-    policy = Policy.SPREAD if fleet.policy == Policy.EXACT else Policy(fleet.policy)
-    every = max(math.ceil(len(held.workload) / most_requests), 1)
-    windows = timeline.windows.tolist()
-    rates = np.array([held.rate_rps(*window) for window in windows])
-    need, late, guess = np.zeros(len(windows), np.int64), 0, 1
-    looked = range(0, len(windows), every)
-    for w in looked:
-        part, judged = held.window(*windows[w])
-        if not judged.any():
-            continue
-
-        @cache
-        def missed(workers: int, part: Workload = part, judged: NDArray[np.bool_] = judged) -> Counts:
-            specs = [WorkerSpec(worker_type.profile)] * workers
-            outcome = simulate(part, specs, held.slos, policy, predictor=predictor)
-            late_ones = part.slo_class[judged & ~outcome.met]
-            return np.bincount(late_ones, minlength=len(held.slos))
-
-        allowed = (1.0 - held.attainments) * np.bincount(part.slo_class[judged], minlength=len(held.slos))
-        need[w] = guess = fewest(missed, allowed + 1e-9, guess, most)
-        late += bool((missed(guess) > allowed + 1e-9).any())
-    if every > 1:
-        order = np.argsort(rates[looked.start :: every], kind="stable")
-        known = rates[::every][order], np.maximum.accumulate(need[::every][order])
-        others = np.ceil(np.interp(rates, *known) - 1e-9).astype(np.int64)
-        others[::every] = need[::every]
-        need = np.where(rates > 0, others, 0)
-    spans = [Stretch(begin, end, int(n)) for (begin, end), n in zip(windows, need, strict=True)]
-    paid_s = 0.0
-    for _, stretch in groupby(zip(timeline.stretch.tolist(), spans, strict=True), key=itemgetter(0)):
-        told = paid([span for _, span in stretch], cold_start_s)
-        paid_s += sum((part.end_s - part.start_s) * part.workers for part in told.stretches)
-    return Clairvoyant(worker_type, need, paid_s, late, len(looked))
 
 
 def parts_of(
@@ -289,7 +139,7 @@ def gap_of(
     if why is not None:
         return {**told, "says": [why]}
     requests = Requests.of(rows, fleet, start_s - LEAD_S[1])
-    best = _cheapest(requests, timeline, fleet, most_requests // len(fleet.types))
+    best = cheapest(requests, timeline, fleet, most_requests // len(fleet.types))
     least = _amount({best.worker_type.name: best.paid_s}, types)
     parts = parts_of(timeline, requests, best, types)
     paid_for, whole = told["paid"]["usd"], least["usd"]
@@ -313,26 +163,6 @@ def _spent(timeline: Timeline) -> dict[str, float]:
         for kind, workers in look.workers.items():
             spent[kind] += sum(workers) * seconds
     return dict(spent)
-
-
-def _cheapest(requests: Requests, timeline: Timeline, fleet: Fleet, most_requests: int) -> Clairvoyant:
-    """The cheapest of one type, of those that keep most windows in time; by GPUs without prices."""
-    looks = [look for _, look, _ in timeline.pieces]
-    cold_start_s = max(look.cold_start_s for look in looks)
-    peak = max(sum(sum(states) for states in look.workers.values()) for look in looks)
-    priced = all(t.usd_per_h is not None for t in fleet.types)
-    found = [
-        clairvoyant(
-            requests, timeline, t, fleet, cold_start_s, min(3 * peak + 8, t.limit or 1 << 20), most_requests
-        )
-        for t in fleet.types
-    ]
-
-    def cost(one: Clairvoyant) -> tuple[int, float]:
-        t = one.worker_type
-        return one.late, one.paid_s * (float(t.usd_per_h or 0.0) if priced else t.reserved_gpus)
-
-    return min(found, key=cost)
 
 
 def _untold(paid: Mapping[str, float], fleet: Fleet, types: Mapping[str, WorkerType]) -> str | None:

@@ -43,6 +43,7 @@ from tokenfleet.service.uploads import SAMPLE, Uploads, sample_path, summary_of
 from tokenfleet.traces import read_trace
 
 RETRY_AFTER_S = 10
+KEPT_UPLOAD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,6 @@ class ServiceLimits:
     queued_jobs: int = 100
     job_timeout_s: float = 900.0
     upload_bytes: int = 64 << 20
-    kept_upload_bytes: int = 1 << 30
 
 
 class PlanService:
@@ -64,7 +64,7 @@ class PlanService:
         self.folder, self.limits = made_folder(folder), limits
         self._database = Database(folder / "tokenfleet.db")
         self.jobs, self.plans = Jobs(self._database), Plans(self._database)
-        self.uploads = Uploads(folder / "uploads", self._database, limits.kept_upload_bytes)
+        self.uploads = Uploads(folder / "uploads", self._database, KEPT_UPLOAD_BYTES)
         self._runner = JobRunner(folder, self.jobs, self.uploads, limits.parallel)
         self._scoring = Lock()
         self._fixed: dict[str, Any] | None = None

@@ -12,7 +12,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi import Path as InPath
@@ -260,9 +260,6 @@ async def _changes(
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-STATES = ("queued", "running", "done", "failed", "cancelled")
-
-
 class JobCollector(Collector):
     """`tokenfleet_plan_jobs{state}`."""
 
@@ -274,7 +271,7 @@ class JobCollector(Collector):
         family = GaugeMetricFamily(
             "tokenfleet_plan_jobs", "Plan jobs that are kept, by state", labels=["state"]
         )
-        for state in STATES:
+        for state in get_args(State):
             family.add_metric([state], counts.get(state, 0))
         yield family
 

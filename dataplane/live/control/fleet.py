@@ -268,7 +268,6 @@ class _Fleet:
         self.pool = pool = WorkerPool(
             await self._host(),
             core,
-            self.events,
             settings.max_workers,
             settings.types,
             self._revision(),
@@ -362,8 +361,6 @@ class _Fleet:
             facts,
             self.core,
             self.pool,
-            self.metrics,
-            self.events,
             self.arrived,
             self.step_times,
             self.gateway.revised,

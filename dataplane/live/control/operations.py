@@ -7,30 +7,31 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from controlplane.errors import BadInput
-from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Order
 from controlplane.placement.policies import MIGRATE, Policy
-from controlplane.snapshot import Note, Pace, Scale
+from controlplane.snapshot import Note, Scale
 from controlplane.types import Role, WorkerId
 from dataplane.http.rules import Conflict, UnknownName
 from dataplane.live.control.changes import Changes, HeldRow, MoveRow, PaceRow, RequestRow, WorkerRow
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
+from dataplane.live.control.views import (
+    bounds_view,
+    move_view,
+    pace_view,
+    plan_view,
+    request_view,
+    worker_view,
+)
 from dataplane.live.engine_api.processes import Estate, Tasks
-from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.demand_count import DemandCount
-from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
-from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
-from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.timeline import BUCKET_S
 from dataplane.live.gateways.keeper import Gateways
-from dataplane.live.migration.move import Move
-from dataplane.live.pool.member import Member, Revision
+from dataplane.live.pool.member import Revision
 from dataplane.live.pool.pool import WorkerPool
 from dataplane.live.pool.rollout import Rollout
 
@@ -66,15 +67,14 @@ class Operations:
         facts: FleetFacts,
         core: FleetCore,
         cluster: WorkerPool,
-        metrics: Metrics,
-        events: EventLog,
         arrived: DemandCount,
         step_times: StepTimes | None = None,
         revised: Callable[[str, Sequence[str]], Mapping[str, Any]] = lambda model, flags: {},
         unmeasured: Mapping[str, str] | None = None,
         gateways: Gateways | None = None,
     ) -> None:
-        self.facts, self.core, self.cluster, self.metrics, self.events = facts, core, cluster, metrics, events
+        self.facts, self.core, self.cluster = facts, core, cluster
+        self.metrics, self.events = core.metrics, core.events
         self.arrived, self.step_times, self._unmeasured = arrived, step_times, unmeasured or {}
         self._gateways, self._estate = gateways, facts.estate
         before = {} if facts.estate is None else facts.estate.record.found
@@ -84,7 +84,6 @@ class Operations:
         self._revised = revised
         self.rollout: Rollout | None = None
         self._number = 1  # of the last revision that was tried
-        self._rolling: asyncio.Task[None] | None = None
         self.needed: int | None = None  # of what the controller asks for
         self._moves = Tasks()
 
@@ -123,7 +122,7 @@ class Operations:
         attached = {at.worker: at for at in self.core.attached()}
         book, scale = self.core.requests, self.facts.autoscale
         views = [
-            _worker_view(m, self.cluster.types[m.kind].role, attached.get(m.worker), book.on_worker(m.worker))
+            worker_view(m, self.cluster.types[m.kind].role, attached.get(m.worker), book.on_worker(m.worker))
             | self._kept_by(m.worker)
             for m in self.cluster.members()
         ]
@@ -140,7 +139,7 @@ class Operations:
             "max_workers": self.cluster.max_workers,
             "auto": self.auto,
             # The bounds within which the controller may decide; null where it was not asked to.
-            "autoscale": None if scale is None else _bounds(scale),
+            "autoscale": None if scale is None else bounds_view(scale),
             "advisory": self.facts.advisory,
             "slo": asdict(self.core.settings.default_slo),
             "classes": self._classes(),
@@ -169,7 +168,7 @@ class Operations:
             # Why requests that run cannot be moved, and how many.
             "fixed": dict(Counter(filter(None, map(self.core.why_fixed, book)))),
             "transport": self._transport(),
-            "moving": [_move_view(move) for move in self.core.migrations.open.values()],
+            "moving": [move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
             "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
         }
@@ -181,10 +180,10 @@ class Operations:
             if at.telemetry is not None:
                 ways.update(at.telemetry.kv_fetched)
         pairs = [
-            {"source": source, "target": target} | _pace_view(pace)
+            {"source": source, "target": target} | pace_view(pace)
             for (source, target), pace in self.core.migrations.pairs.items()
         ]
-        return _pace_view(self.core.migrations.usual) | {"ways": dict(ways), "pairs": pairs}
+        return pace_view(self.core.migrations.usual) | {"ways": dict(ways), "pairs": pairs}
 
     def share(self) -> dict[str, Any]:
         """What a portfolio's broker goes by: the share, and the workers asked for, needed and held."""
@@ -233,7 +232,7 @@ class Operations:
         """Every running and waiting request."""
         now_s = time.monotonic()
         return [
-            _request_view(tracked, now_s) | {"fixed": self.core.why_fixed(tracked)}
+            request_view(tracked, now_s) | {"fixed": self.core.why_fixed(tracked)}
             for tracked in self.core.requests
         ]
 
@@ -243,7 +242,7 @@ class Operations:
         about = self.events.about(tracked.id if tracked else name)
         if tracked is None and not about:
             raise UnknownName(f"request {name}: is not running, and no decision about it is kept")
-        view = None if tracked is None else _request_view(tracked, time.monotonic())
+        view = None if tracked is None else request_view(tracked, time.monotonic())
         return {"request": view, "decisions": [event.as_json() for event in about]}
 
     def migration(self, number: str) -> dict[str, Any]:
@@ -251,7 +250,7 @@ class Operations:
         move = self.core.migrations.find(number)
         if move is None:
             raise UnknownName(f"migration {number}: no such migration is kept")
-        return _move_view(move)
+        return move_view(move)
 
     def exposition(self) -> bytes:
         """The metrics, with gauges brought up to date."""
@@ -312,7 +311,7 @@ class Operations:
         """Empty a worker within `seconds`; what its requests are to do, counted."""
         self._known(worker)
         plan = self.cluster.evacuate([WorkerId(worker)], seconds, reason)
-        return {"worker": worker, "state": "draining", "deadline_s": seconds, "plan": _counts(plan)}
+        return {"worker": worker, "state": "draining", "deadline_s": seconds, "plan": plan_view(plan)}
 
     async def evacuate_node(self, address: str, seconds: float, reason: str) -> dict[str, Any]:
         """Empty every worker of the node at an address within `seconds`, and start none there any more.
@@ -322,7 +321,7 @@ class Operations:
         here = self.cluster.at_address(address)
         plan = self.cluster.evacuate(here, seconds, reason)
         await self.cluster.host.leave_node(address, seconds)
-        return {"node": address, "workers": here, "deadline_s": seconds, "plan": _counts(plan)}
+        return {"node": address, "workers": here, "deadline_s": seconds, "plan": plan_view(plan)}
 
     def set_role(self, worker: str, role: Role) -> None:
         self._known(worker)
@@ -387,7 +386,7 @@ class Operations:
 
     def _roll(self, rollout: Rollout) -> dict[str, Any]:
         self.rollout = rollout
-        self._rolling = self.cluster.tasks.spawn(rollout.run())
+        self.cluster.tasks.spawn(rollout.run())
         return rollout.as_json()
 
     def _check_no_rollout(self) -> None:
@@ -416,7 +415,7 @@ class Operations:
         self._moves.spawn(self.core.move(tracked.id, chosen, reason))
         await asyncio.sleep(0)  # the move enters its record before its first wait
         move = self.core.migrations.open.get(tracked.id) or self.core.migrations.closed[-1]
-        return _move_view(move)
+        return move_view(move)
 
     # The controller's decisions: carried out, or only recorded where they are advice.
 
@@ -449,96 +448,3 @@ class Operations:
         if self.cluster.state_of(WorkerId(worker)) is None:
             names = ", ".join(member.worker for member in self.cluster.members()) or "none"
             raise UnknownName(f"worker {worker}: no such worker, there are: {names}")
-
-
-def _counts(plan: Sequence[Order]) -> dict[str, int]:
-    return {how: sum(order.how == how for order in plan) for how in (MOVE, REPLAY, STAY)}
-
-
-def _bounds(scale: Autoscale) -> dict[str, float | None]:
-    return {
-        "min_workers": scale.low,
-        "max_workers": scale.high,
-        "max_gpus": scale.max_gpus,
-        "budget_usd_per_h": scale.budget_usd_per_h,
-    }
-
-
-def _worker_view(member: Member, role: Role, at: Attached | None, here: list[Tracked]) -> dict[str, Any]:
-    view: dict[str, Any] = {
-        "worker": member.worker,
-        "kind": member.kind,
-        "role": role,
-        "state": member.state,
-        "reason": member.reason,
-        "revision": member.revision,
-        "for_s": round(time.monotonic() - member.since_s, 3),
-        "requests": len(here),
-        "tokens": sum(t.context_tokens for t in here),
-    }
-    if at is not None:
-        info = at.link.info
-        view |= {
-            "pid": info.pid,
-            "host": urlsplit(info.endpoint).hostname,
-            "silent": at.is_silent,
-            "tp_degree": info.tp_degree,
-            "max_seqs": info.max_seqs,
-            "block_tokens": info.block_tokens,
-            "kv_blocks": info.kv_blocks,
-            "kv_bytes_per_token": info.kv_bytes_per_token,
-            "fixed": info.why_fixed or None,
-        }
-        view["telemetry"] = None if at.telemetry is None else asdict(replace(at.telemetry, executed=()))
-    return view
-
-
-def _request_view(tracked: Tracked, now_s: float) -> dict[str, Any]:
-    params = tracked.request.sampling_params
-    return {
-        "request_id": tracked.id,
-        "x_request_id": tracked.ticket.id,
-        "key": tracked.ticket.key,
-        "priority": PRIORITY_NAMES[tracked.ticket.priority],
-        "state": tracked.state,
-        "worker": tracked.worker,
-        "prompt_tokens": tracked.prompt_tokens,
-        "output_tokens": len(tracked.output_token_ids),
-        "expected_tokens": tracked.predicted_tokens,
-        "max_tokens": None if params is None else params.max_tokens,
-        "age_s": round(now_s - tracked.arrival_s, 4),
-        "ttft_s": tracked.ttft_s(),
-        "tpot_s": tracked.tpot_s(),
-        "slo": {"ttft_s": tracked.slo.ttft_s, "tpot_s": tracked.slo.tpot_s},
-        "moves": tracked.moves,
-        "replays": tracked.replays,
-    }
-
-
-def _pace_view(pace: Pace) -> dict[str, Any]:
-    return {
-        "bytes_per_s": round(pace.bytes_per_s, 1),
-        "pause_s": round(pace.pause_s, 6),
-        "moves": pace.moves,
-    }
-
-
-def _move_view(move: Move) -> dict[str, Any]:
-    return {
-        "id": move.id,
-        "request_id": move.request,
-        "source": move.source,
-        "target": move.target,
-        "mode": move.mode,
-        "outcome": move.outcome,
-        "open": move.finished_s is None,
-        "why": move.why,
-        "reason": move.reason,
-        "stages_tokens": list(move.stages),
-        "cached_tokens": move.cached_tokens,
-        "tail_tokens": move.tail_tokens,
-        "bytes": move.bytes,
-        "downtime_s": move.downtime_s,
-        "started_s": move.started_s,
-        "finished_s": move.finished_s,
-    }

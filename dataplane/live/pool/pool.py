@@ -33,7 +33,6 @@ from controlplane.snapshot import Facts
 from controlplane.types import Role, WorkerId
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.processes import Record, Tasks, cancel_all, pause_s
-from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.fleet_types import FleetTypes
 from dataplane.live.pool.leaving import Exit, bring_to
@@ -61,7 +60,6 @@ class WorkerPool:
         self,
         host: Host,
         core: FleetCore,
-        events: EventLog,
         max_workers: int,
         types: FleetTypes,
         revision: Revision = FIRST,
@@ -70,7 +68,7 @@ class WorkerPool:
         measure: Measure | None = None,
         record: Record | None = None,
     ) -> None:
-        self.host, self.core, self.events = host, core, events
+        self.host, self.core, self.events = host, core, core.events
         self.max_workers, self.types = max_workers, types
         self.start_limit_s = start_limit_s
         self._record_file = record

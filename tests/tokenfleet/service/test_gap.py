@@ -28,10 +28,10 @@ from tokenfleet.cli.main import main
 from tokenfleet.planning.schedule import Stretch, paid
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.service.app import fleet_extension
+from tokenfleet.service.clairvoyant import fewest
 from tokenfleet.service.data_folder import Database
 from tokenfleet.service.gap import (
     asked,
-    fewest,
     gap_line,
     gap_of,
     gaps,

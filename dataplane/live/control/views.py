@@ -1,0 +1,118 @@
+"""Workers, requests, moves and bounds as the control API shows them: JSON objects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Order
+from controlplane.snapshot import Pace
+from controlplane.types import Role
+from dataplane.live.control.settings import Autoscale
+from dataplane.live.gateway.connections import Attached
+from dataplane.live.gateway.metrics import PRIORITY_NAMES
+from dataplane.live.gateway.request import Tracked
+from dataplane.live.migration.move import Move
+from dataplane.live.pool.member import Member
+
+
+def plan_view(plan: Sequence[Order]) -> dict[str, int]:
+    """Of an evacuation's plan how many requests are to go in which way."""
+    return {how: sum(order.how == how for order in plan) for how in (MOVE, REPLAY, STAY)}
+
+
+def bounds_view(scale: Autoscale) -> dict[str, float | None]:
+    """The bounds within which the controller may decide."""
+    return {
+        "min_workers": scale.low,
+        "max_workers": scale.high,
+        "max_gpus": scale.max_gpus,
+        "budget_usd_per_h": scale.budget_usd_per_h,
+    }
+
+
+def worker_view(member: Member, role: Role, at: Attached | None, here: list[Tracked]) -> dict[str, Any]:
+    """A worker with its engine, where one is attached, and its load."""
+    view: dict[str, Any] = {
+        "worker": member.worker,
+        "kind": member.kind,
+        "role": role,
+        "state": member.state,
+        "reason": member.reason,
+        "revision": member.revision,
+        "for_s": round(time.monotonic() - member.since_s, 3),
+        "requests": len(here),
+        "tokens": sum(t.context_tokens for t in here),
+    }
+    if at is not None:
+        info = at.link.info
+        view |= {
+            "pid": info.pid,
+            "host": urlsplit(info.endpoint).hostname,
+            "silent": at.is_silent,
+            "tp_degree": info.tp_degree,
+            "max_seqs": info.max_seqs,
+            "block_tokens": info.block_tokens,
+            "kv_blocks": info.kv_blocks,
+            "kv_bytes_per_token": info.kv_bytes_per_token,
+            "fixed": info.why_fixed or None,
+        }
+        view["telemetry"] = None if at.telemetry is None else asdict(replace(at.telemetry, executed=()))
+    return view
+
+
+def request_view(tracked: Tracked, now_s: float) -> dict[str, Any]:
+    """A request and how far it is."""
+    params = tracked.request.sampling_params
+    return {
+        "request_id": tracked.id,
+        "x_request_id": tracked.ticket.id,
+        "key": tracked.ticket.key,
+        "priority": PRIORITY_NAMES[tracked.ticket.priority],
+        "state": tracked.state,
+        "worker": tracked.worker,
+        "prompt_tokens": tracked.prompt_tokens,
+        "output_tokens": len(tracked.output_token_ids),
+        "expected_tokens": tracked.predicted_tokens,
+        "max_tokens": None if params is None else params.max_tokens,
+        "age_s": round(now_s - tracked.arrival_s, 4),
+        "ttft_s": tracked.ttft_s(),
+        "tpot_s": tracked.tpot_s(),
+        "slo": {"ttft_s": tracked.slo.ttft_s, "tpot_s": tracked.slo.tpot_s},
+        "moves": tracked.moves,
+        "replays": tracked.replays,
+    }
+
+
+def pace_view(pace: Pace) -> dict[str, Any]:
+    """How fast KV moves."""
+    return {
+        "bytes_per_s": round(pace.bytes_per_s, 1),
+        "pause_s": round(pace.pause_s, 6),
+        "moves": pace.moves,
+    }
+
+
+def move_view(move: Move) -> dict[str, Any]:
+    """A move, open or over."""
+    return {
+        "id": move.id,
+        "request_id": move.request,
+        "source": move.source,
+        "target": move.target,
+        "mode": move.mode,
+        "outcome": move.outcome,
+        "open": move.finished_s is None,
+        "why": move.why,
+        "reason": move.reason,
+        "stages_tokens": list(move.stages),
+        "cached_tokens": move.cached_tokens,
+        "tail_tokens": move.tail_tokens,
+        "bytes": move.bytes,
+        "downtime_s": move.downtime_s,
+        "started_s": move.started_s,
+        "finished_s": move.finished_s,
+    }
