@@ -34,7 +34,8 @@ class WorkerType:
     """One engine over `tp_degree` GPUs of the type `gpu`; None where any GPU will do.
 
     `known_profile`: its step times, KV memory and engine; None where nothing is known of them.
-    `usd_per_h`: the price of a worker, None where it is not known; `priced`: the price's date and source, for
+    `usd_per_h`: the price of a worker, None where it is not known; `host_usd_per_h`: the part of it that is
+    for host memory with KV, 0 where that has no price of its own; `priced`: the price's date and source, for
     people. `low`: so many are always kept. `limit`: so many can be had at most, None = no limit.
     `reclaims_per_h` above 0: spot workers, each taken away so often. `role`: `prefill` makes first tokens and
     hands requests over to `decode`, `any` does both; `kv_link`: what it
@@ -51,6 +52,7 @@ class WorkerType:
     reclaims_per_h: float = 0.0
     role: Role = "any"
     kv_link: KvLink | None = None
+    host_usd_per_h: float = 0.0
 
     def __post_init__(self) -> None:
         where = f"worker type {self.name}"

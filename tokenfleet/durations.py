@@ -38,20 +38,20 @@ def parse_duration_s(text: str, where: str = "duration", *, unit_needed: bool = 
     return seconds
 
 
-def parse_slo(text: str) -> Slo:
+def parse_slo(text: str, where: str = "--slo") -> Slo:
     """The targets in `ttft=1.6s,tpot=75ms`; both are needed, in any order. Raises BadInput."""
     targets: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
         key = _SLO_NAMES.get(name.strip().lower())
         if not equals or key is None:
-            raise BadInput(f"--slo: expected ttft=…,tpot=… such as ttft=1.6s,tpot=75ms, got {text!r}")
+            raise BadInput(f"{where}: expected ttft=…,tpot=… such as ttft=1.6s,tpot=75ms, got {text!r}")
         if key in targets:
-            raise BadInput(f"--slo: {key} is given twice in {text!r}")
-        targets[key] = parse_duration_s(value, f"--slo: {key}")
+            raise BadInput(f"{where}: {key} is given twice in {text!r}")
+        targets[key] = parse_duration_s(value, f"{where}: {key}")
     for key in ("ttft", "tpot"):
         if key not in targets:
-            raise BadInput(f"--slo: {key} is missing in {text!r}; both ttft and tpot are needed")
+            raise BadInput(f"{where}: {key} is missing in {text!r}; both ttft and tpot are needed")
     return Slo(ttft_s=targets["ttft"], tpot_s=targets["tpot"])
 
 
@@ -66,6 +66,8 @@ def parse_slo_class(text: str, attainment: float) -> SloClass:
     """
     name, _, targets = text.partition(":")
     where = f"--slo: {name}"
+    if not targets.strip():
+        raise BadInput(f"--slo: expected NAME:ttft=…,tpot=… or NAME:deadline=…, got {text!r}")
     if not _CLASS.fullmatch(name):
         raise BadInput(f"--slo: a class is named by letters, digits, '_', '.' and '-', got {name!r}")
     plain, deadline_s, tpot_s = [], None, DEADLINE_TPOT_S
@@ -78,7 +80,7 @@ def parse_slo_class(text: str, attainment: float) -> SloClass:
         else:
             plain.append(part)
     if deadline_s is None:
-        return SloClass(name, parse_slo(",".join(plain)), attainment)
+        return SloClass(name, parse_slo(",".join(plain), where), attainment)
     for part in plain:
         key, _, value = part.partition("=")
         if _SLO_NAMES.get(key.strip().lower()) != "tpot":

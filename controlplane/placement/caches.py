@@ -187,6 +187,19 @@ def new_mirrors(
     return caches._replace(ids=np.zeros(len(caches.held), np.int64))
 
 
+def new_host_mirrors(caches: Caches, blocks: int) -> HostMemory:
+    """Mirrors of nothing in host memory, below these, for workers of up to so many blocks."""
+    none = Prefixes(caches.tokens, np.zeros(1, np.int64), np.zeros(0, np.int64))
+    workers = len(caches.workers)
+    chunks = new_caches(
+        none, np.full(workers, blocks), np.full(workers, caches.tokens), np.zeros(0, np.int64)
+    )
+    chunks = chunks._replace(ids=caches.ids, requests=caches.requests, held=caches.held)
+    for w in range(workers):
+        forget(chunks, w, 0)
+    return HostMemory(chunks, np.zeros(workers, LINK), np.zeros(len(caches.requests), np.int64))
+
+
 @compiled
 def forget(caches: Caches, w: int, blocks: int) -> None:
     """Worker `w` starts with `blocks` empty blocks, 0 for one that caches nothing. Nothing may run there."""

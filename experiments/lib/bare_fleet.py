@@ -36,7 +36,8 @@ class Stream:
     stays: int = 1
     cut: asyncio.Future[bool] | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    cached_tokens: list[int] = field(default_factory=list)
+    cached_tokens: list[int] = field(default_factory=list)  # by segment,
+    loaded_tokens: list[int] = field(default_factory=list)  # and those of them that its connector loaded
 
     @property
     def id(self) -> RequestId:
@@ -167,6 +168,7 @@ class BareFleet:
             stream.logprobs += [float(row[0]) for row in output.new_logprobs.logprobs]
         if output.prefill_stats is not None:
             stream.cached_tokens.append(output.prefill_stats.num_cached_tokens)
+            stream.loaded_tokens.append(output.prefill_stats.num_external_cached_tokens)
         if output.new_token_ids and stream.cut is not None:
             self._settle(stream, True)
         if output.finish_reason is not None:

@@ -1,7 +1,7 @@
 """Plans in sessions: 120 recorded coding sessions on four types of GPU, their cliff, and their confidence.
 
-    python experiments/planning/sessions.py [--quick] [--part plan|cliff|confidence] [--sessions N]
-        [--cases N] [--seed 0] [--resume FOLDER]
+    python experiments/planning/sessions.py [--quick] [--part plan|cliff|confidence|agents|most]
+        [--sessions N] [--cases N] [--seed 0] [--resume FOLDER]
 
 `plan`: `tokenfleet plan` as a user would run it, in a closed loop with prefix caches, on A100, H100, H200 and
 RTX PRO 6000 (Llama-3.1-8B, TP 1), with everything that the report explains, and its wall time on two threads,
@@ -13,6 +13,13 @@ steps of 5 % that knows no search, until both are lost.
 `confidence`: sessions are halved at random. One half is planned for (one type, confidence 0.9), the other is
 held out and replayed on the planned fleet with coefficients drawn as they may be wrong. `covered`: the share
 of cases whose own lower bound was reached.
+
+`agents`: plans for so many agents on H200s beside what the load alone would ask for, workers with a fraction:
+`bound` if every answer took as long as its targets allow (a turn that misses takes longer, so it bounds
+nothing), `most` if every answer came as from an idle worker.
+
+`most`: `tokenfleet simulate --most-agents` on 8 H200s; then, of sessions halved at random, the most agents
+that 4 H200s carry with one half, and what so many, and 30 % more, attain with the other, coefficients drawn.
 """
 
 from __future__ import annotations
@@ -25,19 +32,22 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.perfmodel.profile import draw_profile
+from controlplane.perfmodel.capacity import answered_s, worker_seconds
+from controlplane.perfmodel.profile import draw_profile, rank_of
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.comparisons import BASELINES
+from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.inputs import Gathered, gather
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH
+from tokenfleet.planning.sizing import MostAgents, alone_session_s, most_agents
 from tokenfleet.planning.threads import Threads, threads
 from tokenfleet.planning.traffic.draws import next_like, units_of
 from tokenfleet.traces import Trace, read_trace
@@ -48,7 +58,10 @@ ASKED = PlanRequest(
     Slo(5.0, 0.05), model="llama-3.1-8b", tp=(1,), attainment=0.95, confidence=0.9, drop_too_long=True
 )
 MOST_S, OFF, POINTS = 60.0, 0.10, 0.04
-PARTS = ("plan", "cliff", "confidence")
+PARTS = ("plan", "cliff", "confidence", "agents", "most")
+AGENTS = (16, 32, 64)
+HELD = ("attained", "with those on the trace", "with 30 % more")
+MORE = 1.3  # times as many agents as were found
 STEP = 0.05
 MOST_THINK_S = 60.0
 
@@ -109,13 +122,17 @@ def load_kernels(gathered: Gathered) -> None:
         simulate(few, [WorkerSpec(gathered.worker_types[0].profile)] * 2, ASKED.slo, policy)
 
 
-def held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
-    """One half planned for, and what its fleet makes of the other."""
+def halves_of(trace: Trace, seed: int) -> list[Trace]:
+    """The trace's sessions, halved at random."""
     assert trace.workload.sessions is not None
     names = np.random.default_rng([seed, 1]).permutation(np.unique(trace.workload.sessions.session))
-    halves = [of_sessions(trace, names[i::2]) for i in (0, 1)]
+    return [of_sessions(trace, names[i::2]) for i in (0, 1)]
+
+
+def held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
+    """One half planned for, and what its fleet makes of the other."""
     request = replace(ASKED, gpu=("h100",), seed=seed)
-    known, later = (gather(half, request) for half in halves)
+    known, later = (gather(half, request) for half in halves_of(trace, seed))
     plan = answer(known, request, pool, explained=False)
     if plan.best is None or plan.best.estimate is None:
         return {"case": seed, "workers": None}
@@ -130,6 +147,60 @@ def held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
         "attained": outcome.attainment,
         "hits": outcome.prefix_hit_rate,
         "covered": bool(outcome.attainment >= low),
+    }
+
+
+def of_agents(trace: Trace, agents: int, seed: int, pool: Threads) -> dict[str, Any]:
+    """A plan for agents, and the workers that their work alone would ask for."""
+    request = replace(ASKED, gpu=("h200",), agents=agents, seed=seed)
+    gathered = gather(trace, request)
+    plan = answer(gathered, request, pool, explained=False)
+    assert plan.best is not None, plan.reason
+    workload, profile = gathered.workload, gathered.worker_types[0].profile
+    assert workload.sessions is not None
+    prompts, outputs, slo = workload.prompt_tokens, workload.output_tokens, request.slo
+    each_s = worker_seconds(prompts, outputs, rank_of(profile), slo, request.attainment, workload.ideal_hits)
+    ends_s = answered_s(workload, slo.ttft_s + slo.tpot_s * (outputs - 1))
+    begin_s, end_s = workload.sessions.spans(workload.arrival_s, ends_s)
+    alone_s = alone_session_s(profile, workload)
+    return {
+        "agents": agents,
+        "workers": plan.best.fleet.workers,
+        "on the trace": min(n for n, share in plan.on_trace.items() if share >= request.attainment),
+        "bound": agents * each_s * len(workload) / float((end_s - begin_s).sum()),
+        "most": agents * each_s * len(workload) / float(alone_s.sum()),
+    }
+
+
+def carried(gathered: Gathered, request: PlanRequest, workers: int, pool: Threads) -> MostAgents:
+    """The most agents of so many workers."""
+    workload = gathered.workload
+    lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+    replicates = Replicates(workload, request.slo, request.policy, request.seed, lengths)
+    return most_agents(replicates, request, of_one_kind(gathered.worker_types[0], workers), pool)
+
+
+def most_held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
+    """The most agents of 4 H200s with one half of the sessions, and how the other half does with them."""
+    request = replace(ASKED, gpu=("h200",), seed=seed)
+    known, later = (gather(half, request) for half in halves_of(trace, seed))
+    most = carried(known, request, 4, pool)
+    fleet = of_one_kind(known.worker_types[0], 4)
+    specs = fleet.specs(lambda p: draw_profile(p, np.random.default_rng([seed, 77])))
+    lengths = LengthTable.from_history(known.workload.prompt_tokens, known.workload.output_tokens)
+
+    def attained(agents: int) -> float:
+        return simulate(
+            later.workload, specs, request.slo, request.policy, predictor=lengths, agents=agents
+        ).attainment
+
+    return {
+        "case": seed,
+        "agents": most.agents,
+        "on the trace": most.on_trace,
+        "attained": attained(most.agents),
+        "with those on the trace": attained(most.on_trace),
+        "with 30 % more": attained(round(MORE * most.agents)),
     }
 
 
@@ -180,6 +251,25 @@ def main() -> int:
             rows += cases
             covered = float(np.mean([case["covered"] for case in planned])) if planned else 0.0
             bars[f"covered of {len(planned)}"] = bar(abs(covered - ASKED.confidence), POINTS)
+        if "agents" in parts or "most" in parts:
+            known = of_sessions(trace, np.arange(asked.sessions))
+            request = replace(ASKED, gpu=("h200",), seed=asked.seed)
+            load_kernels(gather(known, request))
+        if "agents" in parts:
+            rows += [of_agents(known, n, asked.seed, pool) for n in AGENTS[: 1 if asked.quick else None]]
+        if "most" in parts:
+            began = time.perf_counter()
+            most = carried(gather(known, request), request, 2 if asked.quick else 8, pool)
+            wall_s = time.perf_counter() - began
+            rows.append({"most agents": most.agents, "on the trace": most.on_trace, "wall_s": wall_s})
+            numbers = range(asked.seed, asked.seed + (1 if asked.quick else asked.cases))
+            cases = [asked.resume.part(f"most {i}", partial(most_held_out, trace, i, pool)) for i in numbers]
+            rows += cases
+            held = {name: sum(case[name] >= ASKED.attainment for case in cases) for name in HELD}
+            rows.append({f"held: {name}": f"{n} of {len(cases)}" for name, n in held.items()})
+            bars["held by the most agents"] = bar(
+                max(ASKED.confidence - held["attained"] / len(cases), 0.0), POINTS
+            )
     return show("plans in sessions", rows, bars, asked)
 
 

@@ -1,6 +1,7 @@
 """How often the interval of a predicted attainment holds the measured one, on LMBench's ladders.
 
-    python experiments/profiling/attainment_interval.py [--development] [--resume DIR] [--format table|json]
+    python experiments/profiling/attainment_interval.py [--development] [--by-phase] [--resume DIR]
+        [--format table|json]
 
 Each rate of each ladder (docs/data.md, `profiling/accuracy.py`) is simulated under DRAWS profiles, drawn from
 the library's as a plan's replicates draw them, with as many binomial draws of its requests each; the interval
@@ -12,7 +13,8 @@ lowest rates, which are then left out.
 
 `late too`: each draw also loses a share of its requests that are late whatever the engine does, of
 Beta(LATE): by the mean and variance of 1 - measured / median drawn at the three lowest rates of the
-development ladders. No plan counts them.
+development ladders. No plan counts them. `--by-phase`: decode and prefill of the library's profiles are in
+doubt by BY_PHASE, about what `profiling/profile_doubt.py` finds of dense models, not by what they state.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.perfmodel.profile import Profile, draw_profile
+from controlplane.perfmodel.profile import Profile, draw_profile, with_times
 from controlplane.types import Slo
 from dataplane.simulated.simulate import Outcome
 from experiments.lib.ladders import LMBENCH, ladder
@@ -37,6 +39,7 @@ DRAWS = 24
 MET, SURE, CONFIDENCE = 0.9, 0.995, 0.9
 WITHIN = 0.04
 LATE = (0.44, 2.78)
+BY_PHASE = (0.05, 0.12)
 
 
 def targets(runs: Ladder) -> Slo:
@@ -51,7 +54,13 @@ def shares(found: Any, of: Any, slo: Slo) -> float:
     return float(np.mean((found.ttft_s[of] <= slo.ttft_s) & ~(found.tpot_s[of] > slo.tpot_s)))
 
 
-def simulated(name: str, data: Path, calibrates: bool) -> list[dict[str, Any]]:
+def drawn_by_phase(profile: Profile, rng: np.random.Generator) -> Profile:
+    """A profile whose decode and prefill are in doubt by BY_PHASE."""
+    decode, prefill = np.exp(np.array(BY_PHASE) * rng.standard_normal(2))
+    return with_times(profile, float(decode), float(prefill))
+
+
+def simulated(name: str, data: Path, calibrates: bool, by_phase: bool) -> list[dict[str, Any]]:
     """Of each rate: the measured share, of how many requests, and the share under each drawn profile."""
     runs = ladder(data, name)
     profile: Profile = runs.worker()
@@ -63,7 +72,8 @@ def simulated(name: str, data: Path, calibrates: bool) -> list[dict[str, Any]]:
         known = np.concatenate([run.measured for run in learn])
         profile, _ = calibrated(joined([run.log for run in learn]), profile, known, workers, caches)
     rng = np.random.default_rng(0)
-    drawn = [draw_profile(profile, rng) for _ in range(DRAWS)]
+    draw = drawn_by_phase if by_phase else draw_profile
+    drawn = [draw(profile, rng) for _ in range(DRAWS)]
     found = []
     for run in judged:
         outcomes: list[Outcome] = [replay(run.log, one, workers, caches) for one in drawn]
@@ -107,13 +117,19 @@ def told(found: list[tuple[float, float, float]]) -> tuple[dict[str, Any], list[
 def main() -> int:
     parser = flags(__doc__, LMBENCH, resumes=True)
     parser.add_argument("--development", action="store_true", help="only those of development")
+    parser.add_argument(
+        "--by-phase", action="store_true", help="another doubt, of the library's profiles alone"
+    )
     asked = parser.parse_args()
     names = DEVELOPMENT if asked.development else (*DEVELOPMENT, *JUDGED)
     rows: list[dict[str, Any]] = []
     bars: dict[str, dict[str, Any]] = {}
-    for calibrates, words in ((False, "as it is"), (True, "calibrated")):
+    kinds = ((False, "by phase"),) if asked.by_phase else ((False, "as it is"), (True, "calibrated"))
+    for calibrates, words in kinds:
         simulates = {
-            name: asked.resume.part(f"{name} {words}", partial(simulated, name, asked.data, calibrates))
+            name: asked.resume.part(
+                f"{name} {words}", partial(simulated, name, asked.data, calibrates, asked.by_phase)
+            )
             for name in names
         }
         for late in (False, True):

@@ -93,7 +93,7 @@ async def talked(server: Server, conversations: int, turns: int, seed: int, dies
         ],
         "failed": sum(bool(s.error) or len(s.token_ids) != ANSWER for one in got for _, s in one),
         "errors": sorted({s.error for one in got for _, s in one if s.error}),
-        "prefix_tokens": {name: sum(t[name] for t in told) for name in ("queried", "hit", "expected", "off")},
+        "prefix_tokens": {name: sum(t[name] for t in told) for name in ("queried", "hit", "off", "ideal")},
     }
 
 
@@ -139,11 +139,9 @@ def main() -> int:
             "TTFT p50": float(np.median(ttft_s)),
             "TTFT p90": float(np.quantile(ttft_s, 0.9)),
         }
-        row |= {
-            "hit rate": told["hit"] / told["queried"] if told["queried"] else None,
-            "failed": part["failed"],
-        }
-        row |= {"off": told["off"] / told["queried"] if told["queried"] else None}
+        for name, what in (("hit", "hit rate"), ("ideal", "ideal"), ("off", "off")):
+            row[what] = told[name] / told["queried"] if told["queried"] else None
+        row["failed"] = part["failed"]
         rows.append(row)
         found[setting] = part | row
     bars: dict[str, Any] = {}

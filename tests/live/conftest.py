@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,9 @@ class TwoWorkers:
             context.destroy(linger=0)
 
 
-@pytest.fixture(scope="module")
-def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
-    """Room for 8192 tokens of KV each, in fp32; KV by NIXL, where it is (served fleets do without)."""
+@contextmanager
+def pair_of_workers(model_folder: Path, kv_tokens: int, **engine: Any) -> Iterator[TwoWorkers]:
+    """Workers with room for so many tokens of KV each, in fp32; KV by NIXL, where it is."""
     import quiet_vllm  # noqa: F401  # first
     import ray
 
@@ -147,7 +148,8 @@ def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
         "model": str(model_folder),
         "dtype": "float32",
         "max_model_len": 4096,
-        "kv_cache_memory_bytes": 8192 * 2048,
+        "kv_cache_memory_bytes": kv_tokens * 2048,
+        **engine,
     }
     transport = "nixl" if installed() else "auto"
     loop, key = asyncio.new_event_loop(), new_key()
@@ -167,3 +169,10 @@ def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
         loop.run_until_complete(worker.stop())
     loop.close()
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
+    """Room for 8192 tokens of KV each (served fleets do without NIXL)."""
+    with pair_of_workers(model_folder, 8192) as workers:
+        yield workers

@@ -86,7 +86,7 @@ def test_a_burst_raises_the_kind_that_can_be_had_and_silence_leaves_the_cheaper(
     )
     mixed_scaled_fleet.until(lambda: counts(mixed_scaled_fleet) == (1, 1, 1))
     check_whole(asyncio.run(burst(mixed_scaled_fleet, 3, 20, 0.0)), 20)
-    assert dear in mixed_scaled_fleet.explained()
+    assert dear in mixed_scaled_fleet.told("explain")
 
 
 def test_a_burst_raises_the_fleet_and_silence_brings_it_to_zero_and_back(scaled_fleet):
@@ -100,7 +100,7 @@ def test_a_burst_raises_the_fleet_and_silence_brings_it_to_zero_and_back(scaled_
     scaled_fleet.until(lambda: counts(scaled_fleet) == (0, 0, 0))
     # Nobody serves: the next request waits for a worker to start, and is served.
     check_whole(asyncio.run(burst(scaled_fleet, 3, 20, 0.0)), 20)
-    said = scaled_fleet.explained()
+    said = scaled_fleet.told("explain")
     assert "requests/s" in said
     assert "workers_per_rps" in said
     assert scaled_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0

@@ -300,7 +300,7 @@ def test_a_gateway_that_shuts_down_lets_finish_and_then_says_an_error(live_extra
         await asyncio.to_thread(front.core.shutdown, 0.4)
         assert front.finish["short"] == "LENGTH"
         assert front.finish["long"] == "ERROR"
-        assert (short.failure, long.failure) == (None, "the gateway is shutting down")
+        assert (short.failure, long.failure) == (None, "the fleet is shutting down")
 
     play(story)
 

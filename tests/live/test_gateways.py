@@ -195,7 +195,7 @@ def test_the_end_of_serve_ends_every_gateway_and_cuts_streams_with_an_error(flee
             pids = [g["pid"] for g in gateways(fleet)]
             os.killpg(fleet.process.pid, signal.SIGINT)
             got = await asyncio.gather(*tasks)
-        assert all(g.error and not g.is_done for g in got)
+        assert {(g.error, g.is_done) for g in got} == {("the fleet is shutting down", False)}
         assert await asyncio.to_thread(fleet.process.wait, 30) == 0
         assert not any(psutil.pid_exists(pid) for pid in pids)
 

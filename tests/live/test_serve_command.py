@@ -293,6 +293,7 @@ def test_it_stops_with_a_stream_open_in_an_explicit_error_and_leaves_nothing(gua
     guarded_fleet.process.send_signal(signal.SIGTERM)
     told = [line for line in lines if line]
     assert '"error"' in told[-1]
+    assert "the fleet is shutting down" in told[-1]
     assert "data: [DONE]" not in told
     assert guarded_fleet.stop() == 0
     guarded_fleet.until(lambda: not any(psutil.pid_exists(pid) for pid in started))

@@ -197,6 +197,14 @@ def test_what_workers_have_cached_is_known_before_they_are_asked(vllm_fleet):
     assert told["queried"] == 3 * (550 + 700 + 850 + 1000)
     assert told["expected"] == told["hit"] > 0.6 * told["queried"]
     assert told["off"] == 0
+    # What the turns before of one's own, and the shared beginning of any other, would let a single cache hit.
+    least = 2 * (400 // 32 * 32) + 3 * sum((so_far - 150) // 32 * 32 for so_far in (700, 850, 1000))
+    assert least <= told["ideal"] < told["queried"]
+    assert told["hit"] <= told["ideal"]
+    policy = vllm_fleet.ask("GET", "/v1/fleet")["placement"]["policy"]
+    exposed = vllm_fleet.metric("tokenfleet_worker_prefix_tokens", what="ideal", policy=policy)
+    assert exposed == prefix_tokens()["ideal"]
+    assert "if all workers had one cache" in vllm_fleet.told("status")
     assert {w["cache_known"] for w in workers(vllm_fleet)} == {"told"}  # by the engines' own events
 
 

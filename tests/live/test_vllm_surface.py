@@ -65,10 +65,11 @@ def test_requests_and_outputs_survive_the_codec():
 
 def test_the_connector_overrides_only_hooks_that_vllm_has():
     from dataplane.live.kv.connector import MigrationConnector
+    from dataplane.live.kv.host_memory import TieredConnector
 
     hooks = {n for n, _ in inspect.getmembers(surface.KVConnectorBase_V1, inspect.isfunction)}
     hooks.add("request_finished_all_groups")  # of SupportsHMA
-    ours = {n for n in vars(MigrationConnector) if not n.startswith("_")}
+    ours = {n for n in vars(MigrationConnector) | vars(TieredConnector) if not n.startswith("_")}
     assert ours <= hooks
     assert not MigrationConnector.__abstractmethods__
 
@@ -229,7 +230,8 @@ def test_engine_settings_that_the_live_plane_needs_cannot_be_taken_away():
     for asked in (
         {"kv_transfer_config": {"kv_connector": "Other"}},
         {"logits_processors": ["mine"]},
-        {"kv_offloading_size": 4.0},
+        {"kv_offloading_size": 0.0},
+        {"kv_offloading_backend": "lmcache", "kv_offloading_size": 1.0},
         {"no_such_flag": 1},
     ):
         with pytest.raises(BadInput, match=next(iter(asked))):

@@ -81,6 +81,19 @@ def test_the_connector_is_made_in_both_roles_for_a_gpu_engine(model):
         assert type(made).__name__ == "MigrationConnector"
 
 
+def test_host_memory_below_kv_is_vllms_own_for_a_gpu_engine(model):
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+    config = config_of(model, kv_offloading_size=1.0)
+    cache, _ = layers_of(config, "LBHNC", "full", torch.bfloat16)
+    made = {role: KVConnectorFactory.create_connector(config, role, cache) for role in KVConnectorRole}
+    assert {type(one).__name__ for one in made.values()} == {"TieredConnector"}
+    assert type(made[KVConnectorRole.WORKER]._host.connector_worker.spec) is CPUOffloadingSpec
+    assert type(made[KVConnectorRole.WORKER]).get_required_kvcache_layout(config) == "LBHNC"
+
+
 # Penalties of moved requests under the second runner.
 
 VOCABULARY = 40

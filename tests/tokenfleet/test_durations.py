@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
-from tokenfleet.durations import duration_text, parse_duration_s, parse_slo, parse_window_s
+from tokenfleet.durations import duration_text, parse_duration_s, parse_slo, parse_slo_class, parse_window_s
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,21 @@ def test_targets_come_in_any_order_and_atgt_means_tpot() -> None:
 def test_a_wrong_target_says_what_is_wrong(text: str, why: str) -> None:
     with pytest.raises(BadInput, match=why):
         parse_slo(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("gold", "expected NAME:ttft=…,tpot=… or NAME:deadline=…, got 'gold'"),
+        ("gold:", "expected NAME:ttft=…,tpot=… or NAME:deadline=…, got 'gold:'"),
+        ("gold:ttft=1s", "--slo: gold: tpot is missing"),
+        ("gold:ttft=1,tpot=1s", "--slo: gold: ttft: 1 has no unit"),
+    ],
+)
+def test_a_wrong_target_of_a_class_names_the_class(text: str, why: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        parse_slo_class(text, 0.99)
+    assert why in str(refused.value)
 
 
 def test_a_window_may_leave_either_end_open() -> None:

@@ -23,11 +23,14 @@ from dataplane.http.tls import client_context, distrust
 from tokenfleet.cli.flags import Format, OutputFormat, TlsCa
 from tokenfleet.durations import duration_text
 
-fleet_app = typer.Typer(add_completion=False, no_args_is_help=True, help="Operate a running fleet.")
+fleet_app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Operate a running fleet."
+)
 
 TIMEOUT_S = 10.0
 SHOWN_DECISIONS = 15  # lines
 SHOWN_PAIRS = 3
+NO_ADDRESS = ("Not Found", "HTTP 404")  # of servers that do not know what was asked
 
 
 @fleet_app.callback()
@@ -50,7 +53,7 @@ def fleet(
 
 @fleet_app.command()
 def status(context: typer.Context, format: Format = OutputFormat.TABLE) -> None:
-    """Workers and their load, what is moving, and the last decisions with their reasons."""
+    """Workers and their load, what is moving, and the last decisions."""
     view = context.obj.ask("GET", "/v1/fleet")
     _show(view, format, _status_tables)
 
@@ -62,7 +65,7 @@ def scale(
     kind: Annotated[str | None, typer.Option(help="of this kind, in a fleet of several")] = None,
     format: Format = OutputFormat.TABLE,
 ) -> None:
-    """Set the number of workers, or `auto` to let the controller decide."""
+    """Set the number of workers; with `auto` the controller decides."""
     if workers != "auto" and not workers.isdigit():
         raise BadInput(f"scale: expected a number of workers or auto, got {workers!r}")
     order: dict[str, Any] = {"auto": True} if workers == "auto" else {"workers": int(workers)}
@@ -87,7 +90,7 @@ def drain(
 
 @fleet_app.command()
 def role(context: typer.Context, worker: str, role: str, format: Format = OutputFormat.TABLE) -> None:
-    """Let a worker prefill, decode, or do both (any) from now on, without stopping.
+    """Let a worker prefill, decode, or do both (any) while it serves.
 
     tokenfleet fleet role w2 decode
     """
@@ -114,7 +117,9 @@ def explain(
     request: Annotated[str | None, typer.Argument(help="one request; all running ones by default")] = None,
     format: Format = OutputFormat.TABLE,
 ) -> None:
-    """Why a request runs where it runs; without one, why the fleet has the size it has."""
+    """Why a request runs where it does, or why a fleet has its size."""
+    if request == "":
+        raise BadInput("explain: expected a request's id, got none; `fleet explain` lists them")
     if request is None:
         reply = context.obj.ask("GET", "/v1/requests")
         reply["scaling"] = context.obj.ask("GET", "/v1/fleet")["scaling"]
@@ -143,12 +148,23 @@ class ControlClient:
             with urllib.request.urlopen(request, timeout=timeout_s, context=self._trust) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            raise BadInput(f"{self.address}: {_message(error)}") from None
+            message = _message(error)
+            if message in NO_ADDRESS:
+                raise BadInput(self._not_here()) from None
+            raise BadInput(f"{self.address}: {message}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:  # or what answers is no control API
             reason = getattr(error, "reason", error)
             if (why := distrust(reason)) is not None:
                 raise BadInput(f"--control: {self.address}: {why}") from None
             raise BadInput(f"--control: {self.address} does not answer ({reason})") from None
+
+    def _not_here(self) -> str:
+        """What to say where a server answers that has no such address."""
+        fleet, _, model = self.address.partition("/models/")
+        if model:
+            return f"--model: {fleet} is the control API of one fleet and no portfolio's; leave out --model"
+        where = "`tokenfleet serve` prints its address as `control`"
+        return f"--control: {self.address} is no control API of a fleet; {where}"
 
 
 def _message(error: urllib.error.HTTPError) -> str:
@@ -167,12 +183,25 @@ def _show(reply: Any, format: OutputFormat, tables: Any) -> None:
         console.print(part, highlight=False)
 
 
+def _cached_line(workers: Sequence[dict[str, Any]]) -> list[str]:
+    """What the fleet's workers had cached of their prompts, beside what one cache of all would have had."""
+    told = [w["prefix_tokens"] for w in workers if w.get("prefix_tokens")]
+    queried, hit, ideal = (sum(tokens[name] for tokens in told) for name in ("queried", "hit", "ideal"))
+    if not queried:
+        return []
+    return [
+        f"cached: {hit / queried:.1%} of {queried:,} prompt tokens,"
+        f" {ideal / queried:.1%} if all workers had one cache with room for everything"
+    ]
+
+
 def _cached_text(tokens: dict[str, int] | None) -> str:
-    """The share of prompt tokens that a worker had cached; beside it the expected one, if that differs."""
+    """The share of prompt tokens that a worker had, from host memory, and the expected one if it differs."""
     if not tokens or not tokens["queried"]:
         return "–"
-    hit, expected = (f"{tokens[name] / tokens['queried']:.0%}" for name in ("hit", "expected"))
-    return hit if hit == expected else f"{hit} ({expected})"
+    shares = {name: f"{tokens[name] / tokens['queried']:.0%}" for name in ("hit", "loaded", "expected")}
+    host = f", {shares['loaded']} host" if tokens["loaded"] else ""
+    return shares["hit"] + host + (f" ({shares['expected']})" if shares["hit"] != shares["expected"] else "")
 
 
 def _bare_table(named: Sequence[str], counted: Sequence[str], title: str | None = None) -> Table:
@@ -241,6 +270,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
     parts: list[Any] = [
         _workers_table(view),
         *_placement_lines(view),
+        *_cached_line(view["workers"]),
         f"wanted {_wanted(view)} of at most {view['max_workers']} ({mode}{advice}); "
         f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
     ]
@@ -261,15 +291,17 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
 def _lately(lately: dict[str, Any], target: float) -> str:
     """What has come of the requests of the last minutes, in two lines."""
     ttft, tpot, both = (lately["ttft_s"] or {}, lately["tpot_s"] or {}, lately["attainment"]["both"])
-    within = f"{both['met'] / both['of']:.2%}" if both["of"] else "none"
+    within = ""
+    if both["of"]:
+        within = f" {both['met'] / both['of']:.2%} within both targets ({target:.2%} is asked),"
     latencies = "; ".join(
         f"{name} p50 {duration_text(times['p50'])}, p90 {duration_text(times['p90'])}"
         for name, times in (("TTFT", ttft), ("TPOT", tpot))
         if times
     )
     return (
-        f"last {duration_text(lately['over_s'])}: {lately['finished']} finished, {within} within both targets"
-        f" ({target:.2%} is asked), {lately['failed']} failed, {lately['rejected']} rejected, "
+        f"last {duration_text(lately['over_s'])}: {lately['finished']} finished,{within}"
+        f" {lately['failed']} failed, {lately['rejected']} rejected, "
         f"{lately['tokens_per_s']:.0f} tokens/s" + (f"; {latencies}" if latencies else "")
     )
 
@@ -285,14 +317,22 @@ def _transport(shown: dict[str, Any]) -> list[str]:
         return []
     ways = ", ".join(f"{way} ({size / 1e6:.0f} MB)" for way, size in shown["ways"].items())
     pairs = [
-        f"{p['source']} → {p['target']} {p['bytes_per_s'] / 1e9:.2f} GB/s"
+        f"{p['source']} → {p['target']} {_pace(p['bytes_per_s'])}"
         for p in sorted(shown["pairs"], key=lambda pair: pair["bytes_per_s"])[:SHOWN_PAIRS]
     ]
     slowest = f"; slowest: {', '.join(pairs)}" if len(shown["pairs"]) > 1 else ""
     return [
-        f"KV by {ways or 'no engine (emulated)'}: {shown['bytes_per_s'] / 1e9:.2f} GB/s, pause"
-        f" {duration_text(shown['pause_s'])} in {shown['moves']} moves{slowest}"
+        f"KV by {ways or 'no engine (emulated)'}: {_pace(shown['bytes_per_s'])}, pause"
+        f" {duration_text(shown['pause_s'])} in {_counted(shown['moves'], 'move')}{slowest}"
     ]
+
+
+def _pace(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2g} MB/s"
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _placement_lines(view: dict[str, Any]) -> list[str]:
@@ -328,7 +368,7 @@ def _update(view: dict[str, Any]) -> list[str]:
     if update is None:
         return []
     cause = f": {update['cause']}" if update["cause"] else ""
-    return [f"{update['what']}: {update['state']}, {update['replaced']} workers replaced{cause}"]
+    return [f"{update['what']}: {update['state']}, {_counted(update['replaced'], 'worker')} replaced{cause}"]
 
 
 def _wanted(view: dict[str, Any]) -> str:
@@ -349,6 +389,8 @@ def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
     for (kind, worker, reason), members in alike[-SHOWN_DECISIONS:]:
         requests = [d["request_id"] for d in members if d.get("request_id")]
         whom = requests[0] if len(requests) == 1 else f"{len(requests)} requests" if requests else ""
+        if "workers" in (last := members[-1]):
+            whom = f"{members[0]['before']} → {last['workers']}" if "before" in last else f"{last['workers']}"
         at = datetime.fromtimestamp(members[0]["at_s"]).astimezone()
         table.add_row(f"{at:%H:%M:%S}", kind, f"{whom} {worker}".strip(), reason)
     return table

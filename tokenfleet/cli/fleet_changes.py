@@ -31,10 +31,10 @@ def evacuate(
     deadline: Annotated[str, typer.Option(help="when it must be empty and gone, from now")] = "30s",
     format: Format = OutputFormat.TABLE,
 ) -> None:
-    """Empty a worker by a deadline, since its machine goes away; another is launched in its place.
+    """Empty a worker by a deadline, and launch another in its place.
 
-    Requests are moved with their KV as far as time allows, the others computed anew elsewhere. Exits with 1
-    where it was too late, or a stream could not be continued.
+    Its machine goes away: requests are moved with their KV as far as time allows, the others computed anew
+    elsewhere. Exits with 1 where it was too late, or a stream could not be continued.
 
     Examples:
     tokenfleet fleet evacuate w0 --deadline 30s
@@ -74,11 +74,11 @@ def restart(
     finish_within: FinishWithin = "10m",
     format: Format = OutputFormat.TABLE,
 ) -> None:
-    """Replace a worker by a new one of its kind; its requests move there or elsewhere, or finish.
+    """Replace a worker by a new one of its kind.
 
-    The new one is started first where there is room for it. With `gateways` in place of a worker, all
-    gateways of a fleet that has several are replaced by new processes, one after another, as they are
-    installed by then; streams finish where they are.
+    Its requests move there or elsewhere, or finish. The new one is started first where there is room for it.
+    With `gateways` in place of a worker, all gateways of a fleet that has several are replaced by new
+    processes, one after another, as they are installed by then; streams finish where they are.
 
     Examples:
     tokenfleet fleet restart w0
@@ -117,11 +117,12 @@ def update(
     cancel: Annotated[bool, typer.Option("--cancel", help="roll back the update under way")] = False,
     format: Format = OutputFormat.TABLE,
 ) -> None:
-    """Replace all workers, one after another, by ones with other vLLM flags or of another model.
+    """Replace all workers by ones with other flags or another model.
 
-    A new worker takes requests once it has shown itself healthy; where one does not start, or is lost, the
-    fleet is made wholly old again. Requests move to a new worker where it has the same weights. On another
-    model they finish where they are, within --finish-within, or end in an error.
+    One after another; the flags are vLLM's. A new worker takes requests once it has shown itself healthy;
+    where one does not start, or is lost, the fleet is made wholly old again. Requests move to a new worker
+    where it has the same weights. On another model they finish where they are, within --finish-within, or
+    end in an error.
 
     Examples:
     tokenfleet fleet update -- --max-num-seqs 128 --dtype bfloat16

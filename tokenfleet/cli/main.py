@@ -90,7 +90,8 @@ def exit_code(run: Callable[[], int]) -> int:
         # Typer's own refusals (an unknown flag, say) carry a message; anything else is a fault of ours.
         message = getattr(error, "format_message", None)
         if message is not None:
-            return _fail(BAD_INPUT, f"{message()}{_value_refused(error)}{_misplaced(error)}")
+            told = message().replace("Value error, ", "").rstrip(".")
+            return _fail(BAD_INPUT, f"{told}{_value_refused(error, told)}{_misplaced(error)}")
         traceback.print_exc()
         return _fail(
             INTERNAL, f"internal error ({type(error).__name__}); please report it with the lines above"
@@ -126,12 +127,22 @@ def _run(arguments: list[str]) -> int:
 
 def _command(verb: Verb) -> Any:
     """The verb as something Typer can run."""
-    target = getattr(importlib.import_module(verb.module), verb.attribute)
-    if isinstance(target, typer.Typer):
-        return typer.main.get_command(target)
-    app = typer.Typer(add_completion=False)
-    app.command(epilog=_EPILOG)(target)
-    return typer.main.get_command(app)
+    app = getattr(importlib.import_module(verb.module), verb.attribute)
+    if not isinstance(app, typer.Typer):
+        # Rich's help cuts the names of options short in a terminal of 80 columns.
+        verb_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        verb_app.command(epilog=_EPILOG)(app)
+        app = verb_app
+    command = typer.main.get_command(app)
+    for one in (command, *getattr(command, "commands", {}).values()):
+        one.help = _with_examples(one.help or "")
+    return command
+
+
+def _with_examples(text: str) -> str:
+    """A help text whose examples keep their lines: Click joins those of a paragraph without this mark."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join("\b\n" + part if "tokenfleet " in part else part for part in paragraphs)
 
 
 def _help() -> str:
@@ -164,14 +175,15 @@ def _misplaced(error: Exception) -> str:
     return f"; it goes before the command: {group.command_path} {option} … {context.info_name}"
 
 
-def _value_refused(error: Exception) -> str:
+def _value_refused(error: Exception, told: str) -> str:
     """`, got '99999'`: the value that Typer's refusal of a flag leaves out, where pydantic refused it."""
     from pydantic import ValidationError
 
     cause = error.__cause__
     if not isinstance(cause, ValidationError):
         return ""
-    return f", got {str(cause.errors(include_url=False)[0]['input'])!r}"
+    got = repr(str(cause.errors(include_url=False)[0]["input"]))
+    return "" if got in told else f", got {got}"
 
 
 def _fail(code: int, message: str) -> int:

@@ -6,9 +6,10 @@ It reports latencies, attainment and utilisation.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import typer
 
 from controlplane.errors import BadInput
-from controlplane.types import EngineMode, SloClass
+from controlplane.types import SloClass
 from tokenfleet.cli.flags import Format, OutputFormat, takes_request
 from tokenfleet.durations import duration_text
 from tokenfleet.planning.request import PlanRequest
@@ -24,7 +25,9 @@ from tokenfleet.planning.request import PlanRequest
 if TYPE_CHECKING:
     from controlplane.perfmodel.profile import Profile
     from controlplane.workload import Workload
-    from dataplane.simulated.simulate import Outcome, WorkerSpec
+    from dataplane.simulated.simulate import Outcome
+    from tokenfleet.planning.fleet import Fleet
+    from tokenfleet.planning.sizing import MostAgents
 
 SCHEMA = "tokenfleet.simulation/1"
 MOST_WORKERS = 10_000  # beyond any fleet; a slip of the finger would fill the memory
@@ -51,13 +54,16 @@ class SessionFlags:
     ] = False
     most_agents: Annotated[
         bool,
-        typer.Option("--most-agents", help="find the most --agents that --attainment allows"),
+        typer.Option(
+            "--most-agents", help="find the most --agents that --attainment allows with --confidence"
+        ),
     ] = False
 
 
 @takes_request(
     "slo",
     "attainment",
+    "confidence",
     "class_of",
     "session_s",
     "agents",
@@ -97,7 +103,10 @@ def simulate_command(
     --slo ttft=400ms,tpot=30ms --policy jsq --per-request requests.csv
 
     tokenfleet simulate --trace sessions.parquet --model llama-3.1-8b --gpu h100 --tp 1 --workers 3
-    --slo ttft=2s,tpot=40ms --agents 24 --session-time 30m      # or --most-agents --attainment 0.95
+    --slo ttft=2s,tpot=40ms --agents 24 --session-time 30m
+
+    tokenfleet simulate --trace sessions.parquet --model llama-3.1-8b --gpu h200 --tp 1 --workers 8
+    --slo ttft=2s,tpot=40ms --most-agents --attainment 0.95 --confidence 0.95
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from controlplane.placement.policies import PlacementSettings
@@ -110,84 +119,64 @@ def simulate_command(
     if as_sessions.most_agents and request.agents is not None:
         raise BadInput("--most-agents: finds how many; leave out --agents")
     request = replace(request, agents=1) if as_sessions.most_agents else request
-    usd_per_h = None if request.agents is None else _usd_per_h(profile, workers, request)
-    specs = _specs(profile, workers, worker.prefill_workers, request)
+    fleet = _fleet(profile, workers, worker.prefill_workers, request)
     refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
         workload, classes, warnings = _workload(trace, request, profile)
     workload = _as_asked(workload, as_sessions, request)
     warn([*warnings, *what_drafts_do(workload, _of(worker, request)), *without_work(workload, request)])
 
-    def run(agents: int | None) -> Outcome:
+    began, most = time.perf_counter(), None
+    with console(stderr=True).status(f"simulating {len(workload):,} requests") as status:
+        if as_sessions.most_agents:
+            most = _most_agents(workload, classes, request, fleet, status.update)
+            request = replace(request, agents=most.agents)
         outcome = simulate(
             workload,
-            specs,
+            fleet.specs(),
             [one.slo for one in classes] or request.slo,
             request.policy,
             settings=PlacementSettings(headroom=request.priority_headroom),
             seed=request.seed,
-            prefix_caching=not request.no_prefix_cache,
-            agents=agents,
+            agents=request.agents,
         )
-        return replace(outcome, session_target_s=request.session_s)
-
-    began, most = time.perf_counter(), None
-    with console(stderr=True).status(f"simulating {len(workload):,} requests") as status:
-        if as_sessions.most_agents:
-            most = _most_agents(workload, classes, request, workers, run, status.update)
-            request = replace(request, agents=most.agents)
-        outcome = run(request.agents)
+        outcome = replace(outcome, session_target_s=request.session_s)
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: requests_csv(outcome)})
-    _say(outcome, classes, request, usd_per_h, most, wall_s, output_format)
+    _say(outcome, classes, request, fleet.usd_per_hour, most, wall_s, output_format)
     return 0
-
-
-@dataclass(frozen=True, slots=True)
-class MostAgents:
-    """So many sessions at once hold `target` (`attainment`); one more attains `one_more`. None: there are no
-    more sessions in the trace."""
-
-    agents: int
-    target: float
-    attainment: float
-    one_more: float | None
 
 
 def _most_agents(
     workload: Workload,
     classes: Sequence[SloClass],
     request: PlanRequest,
-    guess: int,
-    run: Callable[[int], Outcome],
+    fleet: Fleet,
     tell: Callable[[str], None],
 ) -> MostAgents:
-    """The most agents whose turns, and sessions where they have a target, are in time, by bisection.
+    """The most agents whose turns, and sessions where they have a target, are in time at the confidence.
 
     Raises Infeasible where a single one is too many.
     """
-    from controlplane.errors import Infeasible
-    from tokenfleet.planning.sizing import smallest
-    from tokenfleet.report.tables import share_text
+    from controlplane.placement.lengths import LengthTable
+    from controlplane.placement.policies import PlacementSettings
+    from tokenfleet.planning.planner import strictest
+    from tokenfleet.planning.replicates import Memory
+    from tokenfleet.planning.sizing import most_agents
+    from tokenfleet.planning.threads import threads
 
-    sessions = 0 if workload.sessions is None else int(workload.sessions.session.max(initial=-1)) + 1
-    asked = tuple(one.attainment for one in classes)
-    target = max(asked, default=request.attainment)
-    found: dict[int, float] = {}
-
-    def fails(agents: int) -> bool:
-        tell(f"simulating {agents:,} agents")
-        found[agents] = replace(run(agents), asked=asked).attainment
-        return found[agents] < target
-
-    few = smallest(fails, 1, guess, sessions)
-    if few == 1:
-        raise Infeasible(
-            f"one agent alone attains {share_text(found[1])} on this fleet, below {share_text(target)}"
-        )
-    most = sessions if few is None else few - 1
-    return MostAgents(most, target, found[most], None if few is None else found[few])
+    question = strictest(request, classes)
+    predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+    memory = Memory(draws=False)
+    replicates = replace(
+        memory.replicates(workload, question.slo, request.policy, request.seed, predictor, lambda: None),
+        classes=tuple(classes) if len(classes) > 1 else (),
+        settings=PlacementSettings(headroom=request.priority_headroom),
+        session_s=request.session_s,
+    )
+    with threads(os.cpu_count() or 1) as pool:
+        return most_agents(replicates, question, fleet, pool, tell)
 
 
 def _say(
@@ -207,17 +196,28 @@ def _say(
         told = simulation_json(outcome, wall_s)
         told["sessions"] = sessions_json(outcome, request.agents, usd_per_h)
         if most is not None:
-            told["most_agents"] = asdict(most)
+            told["most_agents"] = {
+                "agents": most.agents,
+                "target": most.target,
+                "confidence": most.estimate.confidence,
+                "expected": round(most.estimate.expected, 6),
+                "low": round(most.estimate.low, 6),
+                "on_trace": most.on_trace,
+                "sessions": most.sessions,
+            }
         told |= classes_json(outcome, classes)
         print(json.dumps(told, indent=1))
     else:
         rows = [*simulation_rows(outcome)]
         rows += sessions_rows(sessions_json(outcome, request.agents, usd_per_h))
         if most is not None:
-            beyond = "the trace has no more sessions"
-            if most.one_more is not None:
-                beyond = f"one more: {share_text(most.one_more)}"
-            rows.append(("most agents", f"{most.agents:,} hold {share_text(most.target)}; {beyond}"))
+            whole = ", all sessions of the trace" if most.on_trace == most.sessions else ""
+            words = (
+                f"{most.agents:,} hold {share_text(most.target)} at confidence {request.confidence:g}"
+                f" ({share_text(most.estimate.expected)} expected, at least {share_text(most.estimate.low)});"
+                f" {most.on_trace:,} on the trace as it is{whole}"
+            )
+            rows.append(("most agents", words))
         for one in classes_json(outcome, classes).get("classes", ()):
             asked = f"{share_text(one['target'])} asked, {one['requests']:,} requests"
             rows.append((one["name"], f"{share_text(one['attainment'])} ({asked})"))
@@ -242,6 +242,8 @@ def _as_asked(workload: Workload, flags: SessionFlags, request: PlanRequest) -> 
     agents = "most-agents" if flags.most_agents else "agents"
     refuse_without_sessions(workload, request, agents)
     refuse_without_prefixes(workload, request)
+    if request.no_prefix_cache:
+        workload = replace(workload, prefixes=None)
     sessions = workload.sessions
     if not flags.open_loop or sessions is None:
         return workload
@@ -250,14 +252,6 @@ def _as_asked(workload: Workload, flags: SessionFlags, request: PlanRequest) -> 
     nothing = np.zeros(0, np.int64)
     at_once = replace(sessions, offsets=np.zeros(len(workload) + 1, np.int64), before=nothing)
     return replace(workload, sessions=at_once)
-
-
-def _usd_per_h(profile: Profile, workers: int, request: PlanRequest) -> float | None:
-    """The price of the fleet; None where it is not known."""
-    from tokenfleet.planning.inputs import priced
-
-    (worker,), _ = priced([profile], request, None)
-    return None if worker.usd_per_h is None else worker.usd_per_h * workers
 
 
 def _profile(worker: OneWorker, request: PlanRequest) -> Profile:
@@ -309,21 +303,21 @@ def _workload(
     return workload, classes, [*read.warnings, *doctored, *warnings]
 
 
-def _specs(
-    worker: Profile, workers: int, prefill_workers: int | None, request: PlanRequest
-) -> list[WorkerSpec]:
-    from dataplane.simulated.simulate import WorkerSpec
-    from tokenfleet.planning.inputs import kv_link
+def _fleet(profile: Profile, workers: int, prefill_workers: int | None, request: PlanRequest) -> Fleet:
+    """The workers with their roles, and their price where it is known."""
+    from controlplane.worker_type import WorkerGroup
+    from tokenfleet.planning.fleet import Fleet
+    from tokenfleet.planning.inputs import priced
 
-    if worker.engine.mode != EngineMode.SPLIT:
+    (kind,), _ = priced([profile], request, None)
+    if not kind.is_split:
         if prefill_workers is not None:
             raise BadInput("--prefill-workers: only with --engine split")
-        return [WorkerSpec(worker)] * workers
+        return Fleet((WorkerGroup(kind, workers),))
     if prefill_workers is None or prefill_workers >= workers:
         raise BadInput(f"--prefill-workers: with --engine split, some of the {workers} workers but not all")
-    prefill = WorkerSpec(worker, "prefill", link=kv_link(worker.gpu, request))
-    decode = WorkerSpec(worker, "decode")
-    return [prefill] * prefill_workers + [decode] * (workers - prefill_workers)
+    prefill = WorkerGroup(replace(kind, role="prefill"), prefill_workers)
+    return Fleet((prefill, WorkerGroup(replace(kind, role="decode"), workers - prefill_workers)))
 
 
 def sessions_json(outcome: Outcome, agents: int | None, usd_per_h: float | None) -> dict[str, Any] | None:

@@ -51,10 +51,10 @@ def check_command(
         typer.Option(help="hold the reuse of prefixes against the KV of its workers", show_default=False),
     ] = None,
 ) -> None:
-    """Say what in a trace could make a plan from it wrong, and what of it a prefix cache could serve.
+    """Say what in a trace could make a plan from it wrong.
 
-    Order, duplicates, units, lengths, gaps, bursts, drift, and whether it is long enough to judge a p99.
-    Exit code 0, with or without warnings; 2 if the file cannot be used.
+    Order, duplicates, units, lengths, gaps, bursts, drift, whether it is long enough to judge a p99, and what
+    of it a prefix cache could serve. Exit code 0, with or without warnings; 2 if the file cannot be used.
     """
     kv_tokens = {} if model is None else _kv_tokens(model)
     checkup = check(_read(file))

@@ -120,16 +120,21 @@ def deployment(plan: PlanFile, weights: str | None = None, products: Sequence[st
         ),
         plan.inputs.clock_start_unix_s,
         plan.cold_start_s,
-        plan.unserved or _drafts(plan.groups),
+        plan.unserved or _unwritten(plan.groups),
         _labels_of(plan.groups, products),
     )
 
 
-def _drafts(groups: Sequence[WorkerGroup]) -> str | None:
-    """Why a plan with drafts is not written: what makes them is not known here."""
-    if all(group.worker_type.profile.speculation is None for group in groups):
-        return None
-    return "speculate: what makes the drafts is not in the plan; `serve --plan` takes it as vLLM's own flag"
+def _unwritten(groups: Sequence[WorkerGroup]) -> str | None:
+    """Why a plan that `serve --plan` runs is not written: for what is not known here, or asks for more."""
+    profiles = [group.worker_type.profile for group in groups]
+    if any(profile.speculation is not None for profile in profiles):
+        return (
+            "speculate: what makes the drafts is not in the plan; `serve --plan` takes it as vLLM's own flag"
+        )
+    if any(profile.host_kv is not None for profile in profiles):
+        return "host_kv: pods are given no memory for it here; `serve --plan` on their hosts keeps it"
+    return None
 
 
 def _labels_of(groups: Sequence[WorkerGroup], asked: Sequence[str]) -> dict[str, str]:

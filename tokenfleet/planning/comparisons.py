@@ -1,8 +1,9 @@
 """The answer beside its neighbours: other rates, other policies, other targets.
 
 Other rates are Aladdin's Eq 7, workers as a line in the arrival rate, N = ⌈k5·r + c5⌉, learned from
-simulation. The trace is replayed at several rates; at each, the count where attainment crosses the target is
-read between the last count that fails and the first that passes, on the logarithm of the share of misses.
+simulation; where so many agents run the sessions, in their number. The trace is replayed at several rates; at
+each, the count where attainment crosses the target is read between the last count that fails and the first
+that passes, on the logarithm of the share of misses.
 
 A target that cannot be met has a nearest one that can, found by loosening it as little as possible.
 """
@@ -55,15 +56,17 @@ _PLENTY = 8  # times the fluid bound: as good as endless workers
 
 @dataclass(frozen=True, slots=True)
 class DemandLine:
-    """N = workers_per_rps · rate + intercept, with how well it fits and the points it was fitted to.
+    """N = slope · rate + intercept, with how well it fits and the points it was fitted to.
 
-    It holds for requests of such lengths: `prompt_tokens` and `output_tokens` are their means.
+    It holds for requests of such lengths: `prompt_tokens` and `output_tokens` are their means. `of_agents`:
+    their number stands in the place of the rate (requests a second), since they set it.
     """
 
-    workers_per_rps: float
+    of_agents: bool
+    slope: float
     intercept: float
     r2: float
-    points: tuple[tuple[float, float], ...]  # (rate_rps, workers with a fraction)
+    points: tuple[tuple[float, float], ...]  # (rate or agents, workers with a fraction)
     prompt_tokens: float
     output_tokens: float
 
@@ -73,9 +76,8 @@ def demand_line(
 ) -> DemandLine | None:
     """The line for one kind of worker on this trace; None where too few rates say something."""
     assert sizing.workers is not None
-    if replicates.agents is not None:
-        return None  # they set the rate
-    rate = replicates.workload.rate_rps
+    agents = replicates.agents
+    rate = replicates.workload.rate_rps if agents is None else float(agents)
     scales = FOR_FEW if sizing.workers <= sizing.fewest + 1 else RATE_SCALES
     counts = pool.map(lambda scale: crossing(replicates, question, sizing, scale), scales)
     points = tuple((rate * scale, n) for scale, n in zip(scales, counts, strict=True) if n is not None)
@@ -87,7 +89,7 @@ def demand_line(
     left = float(((y - (slope * x + intercept)) ** 2).sum())
     r2 = 1.0 - left / spread if spread > 0 else 1.0
     lengths = replicates.workload.prompt_tokens.mean(), replicates.workload.output_tokens.mean()
-    return DemandLine(float(slope), float(intercept), r2, points, *map(float, lengths))
+    return DemandLine(agents is not None, float(slope), float(intercept), r2, points, *map(float, lengths))
 
 
 def crossing(
@@ -168,8 +170,8 @@ class TierWorth:
     """What host memory below the KV of a fleet's workers is worth on the trace.
 
     `host_kv`: a worker's. `hit_rate` and `from_host`, the part of it that is loaded, of the plan's fleet, and
-    its `hit_rate_without`. `fleet` and `fleet_without`: the fewest workers on the trace; None: more than
-    `tried`.
+    its `hit_rate_without`. `fleet` and `fleet_without`: the fewest workers on the trace, the memory's price
+    in that of the first; None: more than `tried`.
     """
 
     host_kv: HostKv
@@ -179,6 +181,13 @@ class TierWorth:
     fleet: Fleet
     fleet_without: Fleet | None
     tried: int
+
+    @property
+    def saved_usd_per_hour(self) -> float | None:
+        """What the fleet costs less with the memory, whose price counts; None where that is not known."""
+        with_it = self.fleet.usd_per_hour
+        without = None if self.fleet_without is None else self.fleet_without.usd_per_hour
+        return None if with_it is None or without is None else without - with_it
 
 
 def tier_worth(replicates: Replicates, question: PlanRequest, sizing: Sizing) -> TierWorth | None:
@@ -207,7 +216,14 @@ def tier_worth(replicates: Replicates, question: PlanRequest, sizing: Sizing) ->
 
 
 def _bare(worker_type: WorkerType) -> WorkerType:
-    return replace(worker_type, known_profile=replace(worker_type.profile, host_kv=None))
+    """The type without host memory for KV, nor its price."""
+    usd_per_h = worker_type.usd_per_h
+    return replace(
+        worker_type,
+        known_profile=replace(worker_type.profile, host_kv=None),
+        usd_per_h=None if usd_per_h is None else usd_per_h - worker_type.host_usd_per_h,
+        host_usd_per_h=0.0,
+    )
 
 
 def _without_tier(fleet: Fleet) -> Fleet:

@@ -111,6 +111,30 @@ def requests_needed(attainment: float, confidence: float) -> int:
     return low
 
 
+class TooFew(NamedTuple):
+    """A trace too short to show its target, whatever the fleet: why, and the most that it can show."""
+
+    reason: str
+    showable: float
+
+
+def too_few(replicates: Replicates, question: PlanRequest) -> TooFew | None:
+    """Whether the trace has too few requests, of several classes of one of them; None where it has enough."""
+    confidence = question.confidence
+    asked = [(len(replicates.workload), question.attainment, "")]
+    if replicates.classes:
+        whose = [f" of class {one.name}" for one in replicates.classes]
+        asked = list(zip(replicates.counts, replicates.asked, whose, strict=True))
+    for requests, target, of in asked:
+        if (showable := most_showable(requests, confidence)) < target:
+            return TooFew(
+                f"{requests} requests{of} are too few to show {target:g} at confidence {confidence:g}:"
+                f" {requests_needed(target, confidence)} are needed (or a lower target or confidence)",
+                showable,
+            )
+    return None
+
+
 class Trial:
     """A fleet in replicates, as many as it takes to tell whether its lower bound meets the target.
 

@@ -46,6 +46,11 @@ class Fleet:
         return total
 
     @property
+    def host_usd_per_hour(self) -> float:
+        """The part of the price that is for host memory with KV."""
+        return sum(group.workers * group.worker_type.host_usd_per_h for group in self.groups)
+
+    @property
     def cost(self) -> tuple[float, int, int]:
         """The rank of a fleet: dollars, then GPUs, then workers. An unknown price ranks last."""
         usd = self.usd_per_hour

@@ -223,8 +223,13 @@ def priced(
         of = f" at {request.provider}" if request.provider else ""
         source = f"{kind.replace('_', ' ')}{of}, {price.date}, {price.source}"
         usd_per_h = price.usd * profile.gpus * scale / profile.workers_per_gpu
+        host_gib = 0.0 if profile.host_kv is None else profile.host_kv.capacity_bytes / 2**30
+        host_usd_per_h = host_gib * price.host_memory_gib * scale
+        if host_usd_per_h:
+            source += f", with {host_gib:.4g} GiB of host memory at ${price.host_memory_gib:g} each"
         source += f", times {scale:g}" if scale != 1.0 else ""
-        worker_types.append(WorkerType.of(profile, usd_per_h, source))
+        priced_type = WorkerType.of(profile, usd_per_h + host_usd_per_h, source)
+        worker_types.append(replace(priced_type, host_usd_per_h=host_usd_per_h))
     if request.budget_usd_per_h is not None and unpriced:
         raise BadInput(
             f"--budget-usd-per-h: no price known for {', '.join(sorted(unpriced))}; give one with --prices"

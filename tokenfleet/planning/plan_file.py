@@ -245,8 +245,6 @@ class PlanFile(PlanBrief):
             profile = self.profile_of(part).whole()
             if (mode := profile.engine.mode) == EngineMode.PREFILL_FIRST:
                 return f"engine_mode: no engine here forms its steps {mode}; plan with --engine chunked"
-            if profile.host_kv is not None:
-                return "host_kv: no fleet here keeps KV in host memory; plan without --host-kv"
             if profile.ranks is not None:
                 flags = f"vllm serve --tensor-parallel-size {profile.tp_degree} {profile.ranks.flag}"
                 return f"ranks: no fleet here runs workers of {profile.ranks.name}; plain vLLM does: {flags}"

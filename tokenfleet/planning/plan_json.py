@@ -49,7 +49,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "one_fewer": _told(_one_fewer, plan.one_fewer),
         "doubt": _told(_doubt, plan.doubt),
         "nearest_feasible": _nearest(plan),
-        "demand_line": _told(_line, plan.line),
+        **_line(plan.line),
         "schedule": _schedule(plan),
         "schedule_detail": _schedule_detail(plan),
         "spares": _told(_spares, plan.spares),
@@ -247,15 +247,19 @@ def _nearest(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _line(line: DemandLine) -> dict[str, Any]:
-    return {
-        "workers_per_rps": _figures(line.workers_per_rps),
+def _line(line: DemandLine | None) -> dict[str, Any]:
+    """The line over rates, which a scaler may follow; over agents beside it, under a name of its own."""
+    if line is None:
+        return {"demand_line": None}
+    told = {
+        "workers_per_agent" if line.of_agents else "workers_per_rps": _figures(line.slope),
         "intercept": _figures(line.intercept),
         "r2": _share(line.r2),
         "points": [[_figures(x), _figures(y)] for x, y in line.points],
         "mean_prompt_tokens": _figures(line.prompt_tokens),
         "mean_output_tokens": _figures(line.output_tokens),
     }
+    return {"demand_line": None, "agents_line": told} if line.of_agents else {"demand_line": told}
 
 
 def _schedule(plan: Plan) -> list[dict[str, Any]]:
@@ -340,8 +344,9 @@ def _tier(tier: TierWorth) -> dict[str, Any]:
         "usd_per_hour": _usd(tier.fleet),
         "workers_without": without.workers if without else None,
         "usd_per_hour_without": _usd(without) if without else None,
+        "host_usd_per_hour": round(tier.fleet.host_usd_per_hour, 4),
+        "saved_usd_per_hour": None if (saved := tier.saved_usd_per_hour) is None else round(saved, 4),
         "tried_up_to": tier.tried,
-        "price": "none: a worker's price is taken to include its host's memory",
     }
 
 

@@ -37,10 +37,9 @@ from tokenfleet.planning.comparisons import (
 from tokenfleet.planning.estimate import (
     HOPELESS,
     Estimate,
+    TooFew,
     look,
-    most_showable,
-    requests_needed,
-    showable_of,
+    too_few,
     verdict_on,
 )
 from tokenfleet.planning.explain import Binding, binding, failing_rate, plateau
@@ -98,7 +97,7 @@ def make_plan(
     if not worker_types:
         raise BadInput("plan: no kind of worker to plan with")
     watch, parts = watch or Watch(), parts or Parts(worker_types, pool)
-    question = _strictest(question, inputs.classes)
+    question = strictest(question, inputs.classes)
     replicates_of = replicates_of or Memory(draws=False).replicates
     outline = workload.thinned(CURVE)
 
@@ -135,7 +134,7 @@ def make_plan(
     return replace(plan, classes=_classes(plan, workload, parts)) if explained else plan
 
 
-def _strictest(question: PlanRequest, classes: Sequence[SloClass]) -> PlanRequest:
+def strictest(question: PlanRequest, classes: Sequence[SloClass]) -> PlanRequest:
     """The question with the tightest class's targets, and the strictest one's attainment."""
     if not classes:
         return question
@@ -214,8 +213,8 @@ def _serving(
     possible = sorted((s for s in sizings if s.workers is not None), key=lambda s: s.cost)
     passed_over = tuple(PassedOver(s.worker_type, s.reason) for s in sizings if s.workers is None)
     blank = replace(blank, passed_over=passed_over)
-    if possible and _showable(replicates, question) < question.attainment:
-        return _too_short(blank, replicates, possible)
+    if possible and (few := too_few(replicates, question)):
+        return _too_short(blank, replicates, few, possible)
     watch.stage("confirming in worlds that might have been", 0.2)
     _confirm_cheapest(replicates, question, possible, pool, CONFIRMED_KINDS if explained else 1)
     watch.stage("looking for a cheaper mix", 0.45)
@@ -257,13 +256,6 @@ def _of_winner(
     if scheduled:
         return replace(plan, schedule=_schedule(plan, replicates, winner, pool))
     return plan
-
-
-def _showable(replicates: Replicates, question: PlanRequest) -> float:
-    """The highest attainment that a trace of so many requests can show."""
-    if replicates.asked:
-        return showable_of(replicates.counts, replicates.asked, question.confidence)
-    return most_showable(len(replicates.workload), question.confidence)
 
 
 def _winner(
@@ -540,23 +532,13 @@ def _infeasible(
     return replace(plan, reason=reason, nearest=near)
 
 
-def _too_short(plan: Plan, replicates: Replicates, possible: Sequence[Sizing]) -> Plan:
+def _too_short(plan: Plan, replicates: Replicates, few: TooFew, possible: Sequence[Sizing]) -> Plan:
     """A trace too short to show the target, whatever the fleet."""
-    question, requests, whose = plan.question, len(replicates.workload), ""
-    target = question.attainment
-    for one, count in zip(replicates.classes, replicates.counts, strict=True):
-        if most_showable(count, question.confidence) < one.attainment:
-            requests, target, whose = count, one.attainment, f" of class {one.name}"
-            break
-    need = requests_needed(target, question.confidence)
     fleet = possible[0].answer
     assert fleet is not None
     return replace(
         plan,
-        reason=(
-            f"{requests} requests{whose} are too few to show {target:g} at confidence"
-            f" {question.confidence:g}: {need} are needed (or a lower target or confidence)"
-        ),
+        reason=few.reason,
         alternatives=(_candidate(replicates, fleet, None, "sized on the trace alone"),),
-        nearest_attainment=most_showable(requests, question.confidence),
+        nearest_attainment=few.showable,
     )

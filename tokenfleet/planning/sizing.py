@@ -1,14 +1,14 @@
 """The sizing of one kind of worker: a bound from below, a search on the trace, then replicates.
 
 Requests that break their target with a worker all to themselves are found first: no count serves them in
-time.
+time. The other way round the most agents that one fleet carries are found in the same two steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,15 @@ from controlplane.workload import Workload
 from dataplane.simulated.outcome import attained_by_class
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.durations import duration_text
-from tokenfleet.planning.estimate import Estimate, Trial, look, rank, replicates_for, verdict_on
+from tokenfleet.planning.estimate import (
+    Estimate,
+    Trial,
+    look,
+    rank,
+    replicates_for,
+    too_few,
+    verdict_on,
+)
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
@@ -302,6 +310,65 @@ def confirm(
             f"{last} workers meet the target with a lower bound of {sizing.sure[last].low:.4f} only,"
             f" at confidence {question.confidence:g}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MostAgents:
+    """The most `agents` for whom a fleet holds a `target` at a confidence, with the estimate of that.
+
+    `on_trace`: the most for whom it does on the trace as it is. The trace has `sessions`, which bound both.
+    """
+
+    agents: int
+    target: float
+    estimate: Estimate
+    on_trace: int
+    sessions: int
+
+
+def most_agents(
+    replicates: Replicates,
+    question: PlanRequest,
+    fleet: Fleet,
+    pool: Threads,
+    tell: Callable[[str], None] = lambda _: None,
+) -> MostAgents:
+    """The most sessions at once that `fleet` carries, each followed by the next; `tell` hears of each trial.
+
+    Raises Infeasible where a single one is too many, or the trace too short to show the target.
+    """
+    if few := too_few(replicates, question):
+        raise Infeasible(few.reason)
+    known = replicates.workload.sessions
+    sessions = 0 if known is None else int(known.session.max(initial=-1)) + 1
+    target, trials = question.attainment, dict[int, Trial]()
+
+    def fails_on_trace(agents: int) -> bool:
+        tell(f"{agents:,} agents on the trace")
+        outcome = replace(replicates, agents=agents).replay(
+            fleet, most_missed=broken_off(replicates, question)
+        )
+        return not meets(outcome, question)
+
+    def fails(agents: int) -> bool:
+        tell(f"{agents:,} agents in worlds that might have been")
+        trials[agents] = Trial(replace(replicates, agents=agents), question, fleet, pool)
+        return not trials[agents].holds()
+
+    def most(fails: Callable[[int], bool], guess: int, cap: int) -> int:
+        few = smallest(fails, 1, guess, cap)
+        return cap if few is None else few - 1
+
+    on_trace = most(fails_on_trace, fleet.workers, sessions)
+    if on_trace == 0:
+        attained = replace(replicates, agents=1).replay(fleet).attainment
+        raise Infeasible(f"one agent alone attains {attained:.4f} on this fleet, below {target:g}")
+    agents = most(fails, round(on_trace / MORE_FOR_SESSIONS), on_trace)
+    if agents == 0:
+        raise Infeasible(
+            f"one agent alone attains {target:g} on the trace, and not at confidence {question.confidence:g}"
+        )
+    return MostAgents(agents, target, trials[agents].verdict(), on_trace, sessions)
 
 
 def workers_could_hold(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> bool:

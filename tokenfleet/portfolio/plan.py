@@ -141,7 +141,7 @@ class PortfolioPlan:
 class Made:
     """A model's fleet of one type of GPU in one zone, and when it has how many workers.
 
-    `on_demand_usd_per_h`: of a GPU, where some of a fleet on spot are on demand.
+    `on_demand_usd_per_h`: of a worker, where some of a fleet on spot are on demand.
     """
 
     model: int
@@ -168,7 +168,7 @@ class Made:
         if not on_demand:
             return gpus, gpus * self.kind.is_spot, usd
         worker_type = self.fleet.groups[0].worker_type
-        more_usd = self.on_demand_usd_per_h * worker_type.gpus - (worker_type.usd_per_h or 0.0)
+        more_usd = self.on_demand_usd_per_h - (worker_type.usd_per_h or 0.0)
         return gpus, gpus - on_demand * worker_type.gpus, usd + on_demand * more_usd
 
 
@@ -355,13 +355,16 @@ def _partly_on_demand(made: Sequence[Made], asked: Tasks, spot_share: float | No
     if spot_share is None or spot_share >= 1:
         return
     usd = {
-        (number, kind.gpu): task.worker_types[0].usd_per_gpu_h
+        (number, worker_type.name): worker_type.usd_per_h
         for number, kind, task in asked.tasks
+        for worker_type in task.worker_types
         if not kind.is_spot
     }
     for one in made:
         price = (
-            usd.get((one.model, one.kind.gpu)) if one.kind.is_spot and len(one.fleet.groups) == 1 else None
+            usd.get((one.model, one.fleet.groups[0].worker_type.name))
+            if one.kind.is_spot and len(one.fleet.groups) == 1
+            else None
         )
         for workers in () if price is None else _workers_on_demand(one.fleet.workers, one.spares, spot_share):
             yield replace(one, kind=one.kind._replace(on_demand=workers), on_demand_usd_per_h=price or 0.0)

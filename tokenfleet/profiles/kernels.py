@@ -18,7 +18,9 @@ from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import StepModel
 
-UNSEEN = 0.10  # standard deviation: drift between releases, graphs, clocks, what a host adds
+# Standard deviations: drift between releases, graphs, clocks, what a host adds; of dense models, and of
+# mixtures of experts, as measured runs show them (experiments/profiling/profile_doubt.py).
+UNSEEN, UNSEEN_MIXTURE = 0.10, 0.25
 
 
 class Windows(NamedTuple):

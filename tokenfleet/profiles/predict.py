@@ -3,8 +3,8 @@
 The package (optional: `pip install 'tokenfleet[predict]'`) adds up the kernels of a model's layers on a GPU
 from tables of single operations. Its step times are fitted like any measurement. Two things that tables
 cannot show are added and stated: the host's time a step (`Source.host_s`, which a running fleet's refit
-corrects), and an error of UNSEEN beside the fit's own, joined with how far its mixed steps are from the
-fitted ones.
+corrects), and an error of UNSEEN, or UNSEEN_MIXTURE, beside the fit's own, joined with how far its mixed
+steps are from the fitted ones.
 
 The package predicts any batch, also far beyond its tables. So it is asked only for batches that the model's
 context and the worker's KV allow, and a model or GPU without tables is refused.
@@ -41,7 +41,15 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Sourc
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode
 from tokenfleet.field_errors import nearest
-from tokenfleet.profiles.kernels import UNSEEN, Kernels, Windows, grid_samples, mixed_error, uneven_stages
+from tokenfleet.profiles.kernels import (
+    UNSEEN,
+    UNSEEN_MIXTURE,
+    Kernels,
+    Windows,
+    grid_samples,
+    mixed_error,
+    uneven_stages,
+)
 from tokenfleet.profiles.library import FRONTEND, canonical_gpus, canonical_model
 
 GIB = 1024**3
@@ -140,7 +148,8 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     asked = [(target.precision, "weights"), (target.kv_precision, "KV"), (parallel, "parallel")]
     if ranks is not None:
         asked.append((str(ranks.count), f"ranks of {ranks.of}"))
-    doubts = (UNSEEN, mixed, FILLED if stages > 1 else 0.0, 0.0 if windows is None else WINDOWED)
+    unseen = UNSEEN_MIXTURE if experts else UNSEEN
+    doubts = (unseen, mixed, FILLED if stages > 1 else 0.0, 0.0 if windows is None else WINDOWED)
     precision = "".join(f", {value} {of}" for value, of in asked if value)
     if windows is not None:
         precision += f"; windows of {windows.tokens} tokens, of which there are none, from attention to all"

@@ -4,8 +4,10 @@ schema: tokenfleet.prices/1
 prices:
 - {gpu: h100-sxm, on_demand: 2.69, spot: 1.52, date: 2026-05-22, source: "where from"}
 - {gpu: h100-sxm, provider: coreweave, on_demand: 6.16, spot: 2.46, date: 2026-09-28, source: "where from"}
+- {gpu: a100-sxm, on_demand: 1.39, host_memory_gib: 0.004, date: 2026-03-10, source: "where from"}
 
-Where no provider is asked for, a GPU's price of a kind is that of its first row that has one.
+Where no provider is asked for, a GPU's price of a kind is that of its first row that has one. A row may price
+a GiB of host memory that keeps KV, too; where it does not, the GPU's price is taken to include it.
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ def kind_of(spot: bool = False, reserved: bool = False) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class GpuPrice:
-    """US dollars for one GPU for one hour, when and where that was the price."""
+    """US dollars for one GPU for one hour, when and where that was the price.
+
+    `host_memory_gib`: those of a GiB of host memory beside it; 0 where the GPU's price includes it.
+    """
 
     usd: float
     date: datetime.date
     source: str
+    host_memory_gib: float = 0.0
 
     def age_warning(self, today: datetime.date) -> str | None:
         """A plain sentence when the price is old; None while it is recent."""
@@ -87,6 +93,7 @@ class _Row(FilePart):
     on_demand: _Usd | None = None
     reserved: _Usd | None = None
     spot: _Usd | None = None
+    host_memory_gib: _Usd | None = None
     date: datetime.date
     source: Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -107,12 +114,14 @@ def read_prices(path: Path | str | None = None) -> PriceList:
     file = parse_yaml(read_text(path, MAX_FILE_BYTES), str(path), _PriceFile, no_prices)
     prices: dict[tuple[str, Kind, str], GpuPrice] = {}
     for row in file.prices:
-        gpu = canonical_gpus(row.gpu)[0]
+        gpu, host_usd = canonical_gpus(row.gpu)[0], row.host_memory_gib or 0.0
+        if host_usd and not any(getattr(row, kind) for kind in KINDS):
+            raise BadInput(f"{path}: {row.gpu}: host_memory_gib: needs a price of the GPU in the same row")
         for kind in KINDS:
             usd = getattr(row, kind)
             if usd is None:
                 continue
             if (gpu, kind, row.provider) in prices:
                 raise BadInput(f"{path}: {row.gpu}: {kind}: given twice")
-            prices[gpu, kind, row.provider] = GpuPrice(usd, row.date, row.source)
+            prices[gpu, kind, row.provider] = GpuPrice(usd, row.date, row.source, host_usd)
     return PriceList(prices, str(path))

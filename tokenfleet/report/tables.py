@@ -168,7 +168,8 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
     if line is not None:
         yield (
             "worker line",
-            f"{line.workers_per_rps:.3g} x rate {line.intercept:+.2g}, rounded up (R² {line.r2:.4f})",
+            f"{line.slope:.3g} x {'agents' if line.of_agents else 'rate'} {line.intercept:+.2g}, rounded up"
+            f" (R² {line.r2:.4f})",
         )
     yield from _time_facts(plan, best)
     if plan.baselines:
@@ -264,11 +265,16 @@ def tier_text(tier: TierWorth) -> str:
         f" tokens are loaded from there, {share_text(tier.hit_rate)} hits in all beside"
         f" {share_text(tier.hit_rate_without)} without it; "
     )
+    own_usd = tier.fleet.host_usd_per_hour
     if tier.fleet_without is None:
-        return hits + f"it takes more than {tier.tried} workers without it (its price is not counted)"
-    if (saved := _saved(tier.fleet, tier.fleet_without)) is None:
-        return hits + "saves no worker on the trace"
-    return hits + f"saves {saved} on the trace, its own price not counted"
+        own = f"costs {usd_text(own_usd)}" if own_usd else "has no price of its own"
+        return hits + f"it takes more than {tier.tried} workers without it, and it {own}"
+    workers, saved = tier.fleet_without.workers - tier.fleet.workers, _saved(tier.fleet, tier.fleet_without)
+    if (usd := tier.saved_usd_per_hour) is None or not own_usd:
+        return hits + f"saves {saved or 'no worker'} on the trace; it has no price of its own"
+    workers_saved = workers_text(workers) if workers > 0 else "no worker"
+    net = f"{usd_text(usd)} less" if usd > 0 else f"{usd_text(-usd)} more"
+    return hits + f"saves {workers_saved} on the trace: {net} in all, its own {usd_text(own_usd)} counted"
 
 
 def _measured_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,8 @@ FEWEST_REQUESTS = 100
 SHORTEST_S = 60.0
 KEPT_FORKS = 50
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "priority", "tenant", "slo_class")
-SHARED = ("session", "hash_ids", "block_tokens", "ttft_s", "tpot_s")  # where a history keeps prefixes
+KEEPS_PREFIXES = "block_tokens"  # no row of a history without them has it
+SHARED = ("session", "hash_ids", KEEPS_PREFIXES, "ttft_s", "tpot_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,11 @@ def fork(data: Path, since: str, now_s: float, into: Path) -> Fork:
     many there were is a warning. Raises BadInput where too little is left to plan from.
     """
     asked_s = parse_duration_s(since, "--since")
-    rows = recent(data, since, asked_s, now_s)
+    columns: tuple[str, ...] = COLUMNS
+    rows = recent(data, since, asked_s, now_s, (*columns, KEEPS_PREFIXES))
+    if rows[KEEPS_PREFIXES].is_not_null().any():
+        columns = (*COLUMNS, *SHARED)
+        rows = recent(data, since, asked_s, now_s, columns)
     served = rows.filter(pl.col("output_tokens") > 0, pl.col("prompt_tokens") > 0)
     span_s = float(served["arrival_s"][-1] - served["arrival_s"][0]) if len(served) else 0.0
     if len(served) < FEWEST_REQUESTS or span_s < SHORTEST_S:
@@ -86,13 +91,12 @@ def fork(data: Path, since: str, now_s: float, into: Path) -> Fork:
     until = datetime.fromtimestamp(now_s, UTC)
     into.mkdir(parents=True, exist_ok=True)
     path = into / f"last-{since.strip().replace(' ', '')}-until-{until:%Y%m%dT%H%M%S}Z.parquet"
-    shared = SHARED if served["hash_ids"].is_not_null().any() else ()
-    served.select(*COLUMNS, *shared).write_parquet(path)
+    served.lazy().select(*columns).with_columns(pl.col(pl.Categorical).cast(pl.String)).sink_parquet(path)
     return Fork(path, f"the last {since} until {until:%Y-%m-%d %H:%M} UTC", tuple(warnings))
 
 
-def recent(data: Path, since: str, asked_s: float, now_s: float) -> pl.DataFrame:
-    """The rows of history of one model (history.files.SCHEMA). Raises BadInput, also for none at all."""
+def recent(data: Path, since: str, asked_s: float, now_s: float, columns: Sequence[str]) -> pl.DataFrame:
+    """These columns of the rows of history of one model. Raises BadInput, also for none at all."""
     folder = data / "history"
     if not folder.is_dir():
         raise BadInput(
@@ -100,7 +104,7 @@ def recent(data: Path, since: str, asked_s: float, now_s: float) -> pl.DataFrame
         )
     if not asked_s > 0:
         raise BadInput(f"--since: must be positive, got {since}")
-    rows = read_history(folder, now_s - asked_s, now_s)
+    rows = read_history(folder, now_s - asked_s, now_s, (*columns, "model"))
     models = rows["model"].unique().sort().to_list()
     if len(models) > 1:
         raise BadInput(

@@ -113,6 +113,14 @@ class PlanOrder(_Options):  # type: ignore[misc, valid-type]
             for path, text in zip(paths, _listed(getattr(self, name)), strict=True)
         }
 
+    def in_field_names(self, refusal: str, folder: Path) -> str:
+        """A refusal with the fields that the texts were sent in, in place of the files of `folder`."""
+        for name, paths in self._paths(folder).items():
+            for i, path in enumerate(paths):
+                field = f"{name}.{i}" if isinstance(getattr(self, name), list) else name
+                refusal = refusal.replace(str(path), field)
+        return refusal
+
     def _paths(self, folder: Path) -> dict[str, list[Path]]:
         return {
             option.field: [folder / f"{option.flag}-{i + 1}.yaml" for i in range(len(texts))]

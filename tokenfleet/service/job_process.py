@@ -82,7 +82,10 @@ def answer(job: dict[str, Any], watch: Watch) -> dict[str, Any]:
         write_files(order.files(Path(scratch)))
         request = order.request(Path(scratch))
         bias = None if request.bias_from is None else kept_bias(Path(job["data"]), request.bias_from)
-        gathered = gather(trace, request, bias, date.today())
+        try:
+            gathered = gather(trace, request, bias, date.today())
+        except ControlPlaneError as refusal:
+            raise type(refusal)(order.in_field_names(str(refusal), Path(scratch))) from None
     with threads(job["threads"]) as pool:
         return plan_json(
             make_plan(gathered.workload, gathered.worker_types, request, gathered.inputs, pool, watch)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -233,9 +233,7 @@ def _by_content(path: Path, head: bytes) -> TableFile:
             try:
                 lines = pl.read_lines(path, n_rows=HEAD_LINES, glob=False).to_series().to_list()
             except UNREADABLE as error:
-                raise BadInput(
-                    f"{path}: breaks off, or is no whole {packer} file: {one_line(error)}"
-                ) from error
+                raise _broken(path, packer, error) from error
             return replace(_by_text(path, [line.encode() for line in lines]), packer=packer)
     for magic, packer in PACKED.items():
         if head.startswith(magic):
@@ -301,27 +299,40 @@ def _json_object(path: Path, number: int, line: bytes) -> dict[str, object]:
 def blame(container: TableFile, error: BaseException) -> BadInput:
     """The first fault of a file that polars could not parse, found by reading it line by line."""
     path = container.path
-    if container.packer:
-        words = f"breaks off, or is no whole {container.packer} file of {container.kind}: {one_line(error)}"
-        return BadInput(f"{path}: {words}")
     try:
         if container.kind is Kind.JSONL:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        _json_object(path, number, line)
+            for number, line in enumerate(_lines(container), 1):
+                if line.strip():
+                    _json_object(path, number, line)
         elif container.kind is Kind.CSV:
-            with path.open(encoding="utf-8-sig", newline="") as text:
-                rows = csv.reader(text, delimiter=container.separator, strict=True)
-                for row in rows:
-                    if len(row) > len(container.columns):
-                        fields = f"{len(row)} fields, the header has {len(container.columns)}"
-                        return BadInput(f"{path}: line {rows.line_num}: {fields}")
+            text = (line.decode("utf-8-sig") for line in _lines(container))
+            rows = csv.reader(text, delimiter=container.separator, strict=True)
+            for row in rows:
+                if len(row) > len(container.columns):
+                    fields = f"{len(row)} fields, the header has {len(container.columns)}"
+                    return BadInput(f"{path}: line {rows.line_num}: {fields}")
     except BadInput as found:
         return found
     except (OSError, ValueError, csv.Error) as found:
         return BadInput(f"{path}: cannot be parsed as {container.kind}: {one_line(found)}")
     return BadInput(f"{path}: cannot be parsed as {container.kind}: {one_line(error)}")
+
+
+def _lines(container: TableFile) -> Iterator[bytes]:
+    """A text's lines with their ends, unpacked. Raises BadInput where its packing is broken."""
+    if not container.packer:
+        with container.path.open("rb") as file:
+            yield from file
+        return
+    try:
+        lines = pl.read_lines(container.path, glob=False).to_series()
+    except OSError as error:
+        raise _broken(container.path, container.packer, error) from error
+    yield from (f"{line}\n".encode() for line in lines)
+
+
+def _broken(path: Path, packer: str, error: BaseException) -> BadInput:
+    return BadInput(f"{path}: breaks off, or is no whole {packer} file: {one_line(error)}")
 
 
 def one_line(error: BaseException) -> str:

@@ -195,7 +195,7 @@ def _request_routes(app: FastAPI, operations: Operations) -> None:
         """Running and waiting requests, with worker and progress."""
         return _json({"requests": operations.requests()})
 
-    @app.get("/v1/requests/{request_id}")
+    @app.get("/v1/requests/{request_id:path}")  # a client may have / in its x-request-id
     async def explain(request_id: str) -> dict[str, Any]:
         """One request and every decision about it."""
         return operations.explain(request_id)

@@ -96,6 +96,10 @@ class Operations:
 
     # Views.
 
+    @property
+    def _policy(self) -> str:
+        return self.facts.policy + (MIGRATE if self.facts.moves else "")
+
     def _kept_by(self, worker: WorkerId) -> dict[str, Any]:
         """A worker's LoRA adapters, and what it had cached of prompts."""
         placement = self.core.placement
@@ -141,7 +145,7 @@ class Operations:
             "classes": self._classes(),
             "attainment_target": self.facts.attainment,
             "placement": {
-                "policy": self.facts.policy + (MIGRATE if self.facts.moves else ""),
+                "policy": self._policy,
                 # Without step times of every kind only KV and seats bound what a worker takes.
                 "by": "targets" if self.core.placement.goes_by_targets else "load",
                 "step_times_known": self.core.placement.knows_step_times,
@@ -259,7 +263,7 @@ class Operations:
         for at in self.core.attached():
             m.running.labels(at.worker).set(len(self.core.requests.on_worker(at.worker)))
             for what, tokens in asdict(self.core.placement.prefix_hits(at.worker)).items():
-                m.prefix_tokens.labels(at.worker, what).set(tokens)
+                m.prefix_tokens.labels(at.worker, what, self._policy).set(tokens)
             if at.telemetry is not None:
                 load = at.telemetry
                 m.context.labels(at.worker).set(load.context_tokens)

@@ -26,17 +26,23 @@ ROOT = 1  # the id before the first block of plain text
 class CacheChange:
     """The `number`-th change of what a worker has cached; with `is_all`, all that it has after that one.
 
-    `stored` and `removed` are ids, as the bytes of int64.
+    `stored` and `removed` are ids, as the bytes of int64; `to_host` and `off_host` those of its host memory.
     """
 
     number: int
     stored: bytes
     removed: bytes = b""
     is_all: bool = False
+    to_host: bytes = b""
+    off_host: bytes = b""
 
     def ids(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Those stored, and those removed. Raises ValueError for bytes that are no ids."""
         return np.frombuffer(self.stored, np.int64).copy(), np.frombuffer(self.removed, np.int64).copy()
+
+    def host_ids(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `ids`, of host memory."""
+        return np.frombuffer(self.to_host, np.int64).copy(), np.frombuffer(self.off_host, np.int64).copy()
 
 
 def tree(salt: str | None, adapter: str | None) -> int:
@@ -57,11 +63,21 @@ class CachedBlocks:
         self._blocks: dict[int | bytes, tuple[int, int]] = {}  # by vLLM's hash: the id, and how many copies
         self._number = 0
         self._news: dict[int, bool] = {}  # of ids: stored or removed since the last change
+        self._in_host: dict[int | bytes, int] = {}  # the ids of what host memory has, by vLLM's hash
+        self._host_news: dict[int, bool] = {}
         compile_now(chain, np.zeros(1, np.int64), block_tokens, ROOT, np.zeros(1, np.int64))
 
-    def take(self, events: Iterable[Mapping[str, Any]]) -> CacheChange | None:
-        """The change that these events are, in vLLM's form; None where they change nothing."""
+    def take(
+        self, events: Iterable[Mapping[str, Any]], in_host: Iterable[Mapping[str, Any]] = ()
+    ) -> CacheChange | None:
+        """The change that these events are, in vLLM's form; None where they change nothing.
+
+        `in_host`: those of host memory, which name blocks by their hashes alone. They come first: what has
+        just been copied there may leave KV in the same step.
+        """
         is_cleared = False
+        for event in in_host:
+            self._take_host(event)
         for event in events:
             if event["type"] == "BlockStored":
                 self._store(event)
@@ -72,19 +88,20 @@ class CachedBlocks:
                 self._blocks.clear()
                 is_cleared = True
         news, self._news = self._news, {}
-        if not news and not is_cleared:
+        host_news, self._host_news = self._host_news, {}
+        if not news and not host_news and not is_cleared:
             return None
         self._number += 1
         if is_cleared:
             return self.all()
-        more = np.array([i for i, is_stored in news.items() if is_stored], np.int64)
-        fewer = np.array([i for i, is_stored in news.items() if not is_stored], np.int64)
-        return CacheChange(self._number, more.tobytes(), fewer.tobytes())
+        (stored, removed), (to_host, off_host) = map(_told, (news, host_news))
+        return CacheChange(self._number, stored, removed, to_host=to_host, off_host=off_host)
 
     def all(self) -> CacheChange:
         """All that is cached now."""
         ids = np.fromiter((i for i, _ in self._blocks.values()), np.int64, len(self._blocks))
-        return CacheChange(self._number, ids.tobytes(), is_all=True)
+        in_host = np.fromiter(self._in_host.values(), np.int64, len(self._in_host))
+        return CacheChange(self._number, ids.tobytes(), is_all=True, to_host=in_host.tobytes())
 
     def _store(self, event: Mapping[str, Any]) -> None:
         names, adapter = event["block_hashes"], event.get("lora_name")
@@ -118,7 +135,29 @@ class CachedBlocks:
             del self._blocks[name]
             self._note(key, False)
 
+    def _take_host(self, event: Mapping[str, Any]) -> None:
+        is_stored = event["type"] == "BlockStored"
+        cleared = tuple(self._in_host) if event["type"] == "AllBlocksCleared" else ()
+        for name in cleared or event.get("block_hashes", ()):
+            if is_stored and name in self._blocks:
+                self._in_host[name] = self._blocks[name][0]
+            if name in self._in_host:
+                _note(self._host_news, self._in_host[name], is_stored)
+            if not is_stored:
+                self._in_host.pop(name, None)
+
     def _note(self, key: int, is_stored: bool) -> None:
-        """What goes and comes back between two changes has not changed."""
-        if self._news.pop(key, is_stored) is is_stored:
-            self._news[key] = is_stored
+        _note(self._news, key, is_stored)
+
+
+def _note(news: dict[int, bool], key: int, is_stored: bool) -> None:
+    """What goes and comes back between two changes has not changed."""
+    if news.pop(key, is_stored) is is_stored:
+        news[key] = is_stored
+
+
+def _told(news: dict[int, bool]) -> tuple[bytes, bytes]:
+    """The ids that were stored, and those that were removed."""
+    more = np.array([i for i, is_stored in news.items() if is_stored], np.int64)
+    fewer = np.array([i for i, is_stored in news.items() if not is_stored], np.int64)
+    return more.tobytes(), fewer.tobytes()

@@ -24,6 +24,7 @@ class WorkerInfo:
     `why_fixed`: why no request of it can be moved, or empty. `has_stateless_seeds`: it derives each draw from
     (seed, position), as vLLM's second model runner does. `carries_penalties`: it goes on counting the tokens
     that earlier segments of a request made. `device`: the name of its GPUs or of its processor.
+    `host_blocks`: blocks of KV that its host memory keeps below its KV; 0 for none.
     `link_key`: its door's public key. `kv_secret`: what readers of its KV must know; told over links alone.
     """
 
@@ -49,8 +50,14 @@ class WorkerInfo:
     has_stateless_seeds: bool = False
     carries_penalties: bool = True
     device: str = ""
+    host_blocks: int = 0
     link_key: str = ""
     kv_secret: str = field(default="", repr=False)
+
+    @property
+    def block_bytes(self) -> int:
+        """What a block of KV takes, over all ranks."""
+        return self.block_tokens * self.kv_bytes_per_token
 
 
 class Executed(NamedTuple):
@@ -72,7 +79,8 @@ class Telemetry:
     computed of prompts, `prefill_sum_sq` its Σ (end² - start²). `executed` are the last steps, the
     newest last, all since the telemetry before the last one at least (up to a few hundred): messages come at
     their own times, and long steps are likelier to be the last before one. Readers tell by `steps` which of
-    them are new to them. `kv_fetched`: bytes that its ranks have fetched, by the way that they took.
+    them are new to them. `kv_fetched`: bytes that its ranks have fetched, by the way that they took;
+    `host_loaded_bytes`, `host_loading_s`: those loaded from host memory, and how long its ranks took in all.
     """
 
     worker: WorkerId
@@ -89,6 +97,8 @@ class Telemetry:
     prefill_sum_sq: int = 0
     executed: tuple[Executed, ...] = ()
     kv_fetched: dict[str, int] = field(default_factory=dict)
+    host_loaded_bytes: int = 0
+    host_loading_s: float = 0.0
 
     def since(self, steps: int) -> tuple[Executed, ...]:
         """Those executed steps that came after the worker's first `steps`, as far as they are told."""

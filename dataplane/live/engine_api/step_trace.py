@@ -76,6 +76,7 @@ class StepTrace:
         self._ended_s: float | None = None  # of the last step, if it left work behind
         self._running = self._waiting = self._used_blocks = 0
         self._fetched: Counter[str] = Counter()
+        self._host_loaded_bytes, self._host_loading_s = 0, 0.0
 
     def add(
         self,
@@ -110,6 +111,11 @@ class StepTrace:
         """Count bytes of KV that came by each way."""
         self._fetched.update(by_way)
 
+    def loaded(self, from_host: Mapping[str, float]) -> None:
+        """Count what came from host memory: `bytes`, and the `seconds` that it took."""
+        self._host_loaded_bytes += int(from_host.get("bytes", 0))
+        self._host_loading_s += from_host.get("seconds", 0.0)
+
     def telemetry(self, now_s: float) -> Telemetry:
         """The load after the last step."""
         step = self._steps[-1] if self._steps else Step(0, 0, 0, 0.0, 0, 0)
@@ -130,6 +136,8 @@ class StepTrace:
             prefill_sum_sq=step.prefill_sum_sq,
             executed=executed,
             kv_fetched=dict(self._fetched),
+            host_loaded_bytes=self._host_loaded_bytes,
+            host_loading_s=self._host_loading_s,
         )
 
     def _executed(self, since: int, now_s: float) -> tuple[Executed, ...]:

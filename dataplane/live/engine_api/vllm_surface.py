@@ -38,6 +38,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import _TransferMetricName as _Offloaded
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -56,6 +58,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import group_kernel_blocks
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
@@ -90,6 +94,17 @@ def check_served(config: Any) -> None:
 def has_prompt_logprobs(config: Any) -> bool:
     """Whether an engine computes log-probabilities of prompts: vLLM's CPU kernels for LoRA die of them."""
     return config.lora_config is None or not current_platform.is_cpu()
+
+
+def fence_blocks(offloading: OffloadingConnector, blocks: list[int]) -> None:
+    """Have copies of these blocks to host memory end before this step writes, as if it had allocated them."""
+    offloading.scheduler._current_batch_allocated_block_ids.update(blocks)
+
+
+def loads_of(stats: Any) -> tuple[int, float]:
+    """What statistics of vLLM's offloading, or None, say of loads from host memory: bytes, and seconds."""
+    counted = {} if stats is None else stats.reduce()
+    return int(counted.get(_Offloaded.LOAD_BYTES, 0)), float(counted.get(_Offloaded.LOAD_TIME, 0.0))
 
 
 def sleep_while_spinning() -> None:

@@ -58,8 +58,8 @@ from controlplane.placement.ledger import (
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import RequestId, Role, Slo, WorkerId
 from dataplane.live.engine_api.cache_events import CacheChange
-from dataplane.live.engine_api.link import WorkerInfo
-from dataplane.live.gateway.mirrors import Hits, Mirrors
+from dataplane.live.engine_api.link import Telemetry, WorkerInfo
+from dataplane.live.gateway.mirrors import Found, Hits, Mirrors
 from dataplane.live.gateway.request import Tracked
 
 MOST_TARGETS = 64
@@ -126,6 +126,17 @@ class Account:
         """A worker tells what it has cached; return why it must be asked for all of it, or nothing."""
         return self._mirrors.take(self._led, self._worker_rows[worker], change)
 
+    def take_loads(self, info: WorkerInfo, told: Telemetry) -> None:
+        """How fast a worker has loaded KV from host memory so far, where it has loaded any."""
+        if told.host_loaded_bytes and told.host_loading_s and info.worker in self._worker_rows:
+            per_byte_s = told.host_loading_s / told.host_loaded_bytes / info.tp_degree
+            self._load_at(self._worker_rows[info.worker], info.block_bytes * per_byte_s)
+
+    def _load_at(self, w: int, block_s: float) -> None:
+        """Loading a block from host memory takes a worker so long."""
+        if self._led.host.chunks.tokens:
+            self._led.host.links[w]["copy_s"] = block_s
+
     def learn(self, lengths: LengthTable) -> None:
         """Use another table for requests that outlive their prediction."""
         self._led = self._led._replace(
@@ -169,9 +180,11 @@ class Account:
         w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
         self._worker_rows[info.worker], self._workers[w] = w, info.worker
         self._weights[w] = info.weights
-        caches = self._mirrors.attach(self._led.caches, w, info, len(self._led.requests))
-        self._led = self._led._replace(caches=caches)
+        self._led = self._mirrors.attach(self._led, w, info)
         self.become(info, kind, role)
+        planned = self._profiles[kind].host_kv if kind in self._profiles else None
+        if planned is not None:
+            self._load_at(w, info.block_bytes / (planned.bytes_per_s * info.tp_degree))
         self._led.workers[w]["status"] = SERVING
 
     def become(self, info: WorkerInfo, kind: str, role: Role) -> None:
@@ -191,7 +204,7 @@ class Account:
             return
         for request in [r for r, row in self._rows.items() if self._led.requests[row]["worker"] == w]:
             self._leave(self._rows[request])
-        self._mirrors.detach(self._led.caches, w)
+        self._mirrors.detach(self._led, w)
         self._expected = {r: at for r, at in self._expected.items() if at[0] != w}
         del self._workers[w], self._kinds[w], self._weights[w]
         self._lay_out()
@@ -239,7 +252,7 @@ class Account:
         worker: WorkerId,
         got: Sequence[tuple[Tracked, int]],
         now_s: float,
-        found: Mapping[RequestId, int] | None = None,
+        found: Mapping[RequestId, Found] | None = None,
         prefilled: int | None = None,
     ) -> bool:
         """A worker's step is over: told before its tokens join the requests' own lists. `begin_step` follows.
@@ -254,7 +267,7 @@ class Account:
         if self._led.workers[w]["queued"] > 0:
             end_step(self._led, w, self._computed, self._chunks, -1 if prefilled is None else prefilled)
         led, counts = self._led, {}
-        fresh: list[tuple[int, int, int | None]] = []
+        fresh: list[tuple[int, int, Found | None]] = []
         for request, tokens in got:
             r = self._rows.get(request.id)
             if r is None or tokens == 0:
@@ -367,10 +380,9 @@ class Account:
     def _grow(self) -> None:
         """Make room for twice as many requests."""
         n = len(self._led.requests)
-        self._led = self._led._replace(
-            requests=np.concatenate((self._led.requests, self._led.requests)),
-            caches=self._mirrors.widen(self._led.caches),
-        )
+        caches, host = self._mirrors.widen(self._led)
+        requests = np.concatenate((self._led.requests, self._led.requests))
+        self._led = self._led._replace(requests=requests, caches=caches, host=host)
         self._computed, self._chunks = np.tile(self._computed, 2), np.tile(self._chunks, 2)
         self._free = list(range(n, 2 * n))
 
@@ -379,7 +391,7 @@ class Account:
         running = self._led.running
         self._led = self._led._replace(running=np.concatenate((running, np.zeros_like(running)), axis=1))
 
-    def _begin_decoding(self, w: int, r: int, tokens: int, found: int | None = None) -> None:
+    def _begin_decoding(self, w: int, r: int, tokens: int, found: Found | None = None) -> None:
         at, row = self._led.workers[w], self._led.requests[r]
         at["queued_tokens"] -= self._left(r)
         if row["phase"] == QUEUED:

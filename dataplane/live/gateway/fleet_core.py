@@ -47,6 +47,7 @@ from dataplane.live.gateway.connections import AdapterBook, Attached, Attachment
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.handover import Handovers
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
+from dataplane.live.gateway.mirrors import Found
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked, tracked_from
 from dataplane.live.migration.coordinator import Migrations
@@ -57,6 +58,7 @@ LAST_WORDS_S = 2.0
 BACK_S = (
     20.0  # within which gateways bring back what an earlier core has left on a worker, or its client is gone
 )
+CLOSING = "the fleet is shutting down"
 MOST_FRUITLESS = 8  # segments in a row without a token, before a request is given up
 COMPUTE = Transfer()  # a segment that brings no KV
 
@@ -365,6 +367,7 @@ class FleetCore(FrontEndClient):
                 await self.unread.until_room()
             elif isinstance(event, Telemetry):
                 at.telemetry = event
+                self.placement.take_loads(at.link.info, event)
                 for take in self.on_step:
                     take(event)
                 self._admission.look()
@@ -555,11 +558,11 @@ class FleetCore(FrontEndClient):
 
     async def _close(self, timeout_s: float) -> None:
         for tell in self.on_closing:
-            tell("the gateway is shutting down")
+            tell(CLOSING)
         deadline_s = time.monotonic() + timeout_s
         while len(self.requests) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
-        await self.fail([tracked.id for tracked in self.requests], "the gateway is shutting down")
+        await self.fail([tracked.id for tracked in self.requests], CLOSING)
         with suppress(TimeoutError):  # a front end that has stopped reading is not waited for
             async with asyncio.timeout(LAST_WORDS_S):
                 while len(self.unread):
@@ -582,7 +585,16 @@ class FleetCore(FrontEndClient):
         self.events.record(time.time(), kind, why, request_id=tracked.id, worker=tracked.worker, **facts)
 
 
-def _found(listened: Sequence[tuple[Tracked, EngineCoreOutput]]) -> dict[RequestId, int]:
-    """The tokens that an engine had cached of those requests whose prefill is done with these outputs."""
-    told = ((tracked.id, output.prefill_stats) for tracked, output in listened)
-    return {request: stats.num_local_cached_tokens for request, stats in told if stats is not None}
+def _found(listened: Sequence[tuple[Tracked, EngineCoreOutput]]) -> dict[RequestId, Found]:
+    """The tokens that an engine had of those requests whose prefill is done with these outputs.
+
+    What the connector loaded for one that moves came from its source; else it is from host memory.
+    """
+    told = ((tracked, output.prefill_stats) for tracked, output in listened)
+    return {
+        tracked.id: Found(
+            stats.num_local_cached_tokens, stats.num_external_cached_tokens if tracked.cut is None else 0
+        )
+        for tracked, stats in told
+        if stats is not None
+    }

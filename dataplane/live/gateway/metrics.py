@@ -24,7 +24,6 @@ LATENCY_BUCKETS_S = (
 )  # fmt: skip
 TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
 DOWNTIME_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
-PREFIX_TOKENS = ("queried", "hit", "expected", "off")
 SLO_TARGETS = ("ttft", "tpot", "both")
 PRIORITY_NAMES = ("normal", "high")
 
@@ -83,9 +82,11 @@ class Metrics:
         self.preemptions = gauge("tokenfleet_worker_preemptions", started, by_worker)
         self.prefix_tokens = gauge(
             "tokenfleet_worker_prefix_tokens",
-            "Prompt tokens since it started: queried, hit (its engine had them cached), expected (placement"
-            " thought it had them), off (by how much the two differ, request by request)",
-            ["worker", "what"],
+            "Prompt tokens since it started: queried, hit (its engine had them), loaded (those of them that"
+            " came from its host memory), expected (placement thought it had them), off (by how much the two"
+            " differ, request by request), ideal (some worker had computed them before), by the policy that"
+            " placed them",
+            ["worker", "what", "policy"],
         )
         self.migrations = counter("tokenfleet_migrations", "Moves of a request by outcome", ["outcome"])
         downtime = "Cut-over to the first token from the target"
@@ -183,9 +184,7 @@ class Metrics:
         for gauge in (self.running, self.context, self.kv_used, self.step_s, self.preemptions):
             if (worker,) in gauge._metrics:
                 gauge.remove(worker)
-        for what in PREFIX_TOKENS:
-            if (worker, what) in self.prefix_tokens._metrics:
-                self.prefix_tokens.remove(worker, what)
+        self.prefix_tokens.remove_by_labels({"worker": worker})
 
     def exposition(self) -> bytes:
         """Everything registered, in Prometheus' text format."""

@@ -3,8 +3,8 @@
 It is named to vLLM's server by that server's own `--middleware` flag and delays the start of a response until
 the first piece of the body. By then the request has been placed or turned away, so a refusal can still be a
 429 with `Retry-After` although vLLM has begun to stream, and the header `x-tokenfleet-worker` is known. After
-a failure in mid-stream vLLM writes an error event and then `[DONE]`; the latter is dropped, so that no broken
-stream looks complete.
+a failure in mid-stream vLLM writes an error event and then `[DONE]`: the event gets the fleet's reason, and
+`[DONE]` is dropped, so that no broken stream looks complete.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ LONGEST_SESSION = 256  # characters
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 MAX_BODY_BYTES = 64 << 20
 DONE_EVENT = b"data: [DONE]\n\n"
+VLLMS_REASON = b'"Internal server error"'  # for every request that ends in an error
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -100,6 +101,13 @@ def _bad_header(name: str, expected: str, value: str) -> Refusal:
 
 def _too_busy(kind: str, message: str, wait_s: float) -> Refusal:
     return Refusal(429, kind, "rate_limit_exceeded", message, max(1, int(wait_s + 0.999)))
+
+
+def _unfinished(why: str, policy: DoorPolicy) -> Refusal:
+    """The answer to a request that failed before anything of it was sent."""
+    if policy.closing:
+        return Refusal(503, "service_unavailable", "shutting_down", why, 5)
+    return Refusal(500, "server_error", "unfinished", why)
 
 
 class FrontDoor:
@@ -318,6 +326,9 @@ class _Reply:
                     self._ticket.id,
                     self._send,
                 )
+            elif self._ticket.failure is not None:
+                self._replaced = True
+                await _answer(_unfinished(self._ticket.failure, self._policy), self._ticket.id, self._send)
             else:
                 self._start["headers"] = [*self._start.get("headers", ()), *self._own_headers()]
                 await self._send(self._start)
@@ -328,6 +339,9 @@ class _Reply:
         broken = self._ticket.failure is not None or self._ticket.rejection is not None
         if broken and message.get("body") == DONE_EVENT:
             message = {**message, "body": b""}
+        if self._ticket.failure is not None and VLLMS_REASON in message.get("body", b""):
+            said = message["body"].replace(VLLMS_REASON, json.dumps(self._ticket.failure).encode())
+            message = {**message, "body": said}
         await self._send(message)
 
     def _own_headers(self) -> list[tuple[bytes, bytes]]:

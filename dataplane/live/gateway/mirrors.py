@@ -8,6 +8,7 @@ asked for anew, and until it has come nothing else is believed. The cache of an 
 taken to be one of vLLM's, with what it was given here.
 
 Workers whose engine caches no prefixes, or in blocks that the first one's do not divide into, have no mirror.
+What lies in host memory below KV is known where engines tell, and of them alone.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.compiled import compile_now
-from controlplane.placement.caches import Caches, chain, forget, new_mirrors
+from controlplane.placement.caches import (
+    LINK,
+    Caches,
+    HostMemory,
+    chain,
+    forget,
+    new_host_mirrors,
+    new_mirrors,
+)
 from controlplane.placement.ledger import DECODING, Ledger
 from controlplane.placement.memory import begin, end, hold, learn, let_go
 from dataplane.live.engine_api.cache_events import ROOT, CacheChange, number_of, tree
@@ -36,20 +45,52 @@ if TYPE_CHECKING:
 LEAST_BLOCK = 16  # tokens
 ROOM = 2
 ASK_AGAIN = 64  # changes after which what was asked for is taken to be lost
+SEEN_BLOCKS = 1 << 19  # some 60 MB
+
+
+class Found(NamedTuple):
+    """Tokens of a prompt that an engine did not compute: cached in its KV, and loaded from host memory."""
+
+    cached: int
+    loaded: int = 0
 
 
 @dataclass(slots=True)
 class Hits:
     """Tokens of the prompts that a worker was given, since it came.
 
-    `hit`: those that its engine found cached; `expected`: those that were expected to be as the requests
-    were placed; `off`: by how much the two differ, request by request.
+    `hit`: those that its engine found, `loaded`: those of them that it loaded from host memory; `expected`:
+    those that were expected to be found as the requests were placed; `off`: by how much the two differ,
+    request by request; `ideal`: those that any worker had computed before, which one cache of all workers
+    with room for everything would hit.
     """
 
     queried: int = 0
     hit: int = 0
+    loaded: int = 0
     expected: int = 0
     off: int = 0
+    ideal: int = 0
+
+
+class Seen:
+    """Ids of blocks that any worker has computed: the last SEEN_BLOCKS at least, twice as many at most."""
+
+    def __init__(self) -> None:
+        self._late: set[int] = set()
+        self._early: set[int] = set()
+
+    def leading(self, ids: NDArray[np.int64]) -> int:
+        """How many of a request's blocks, from the first on, have been computed."""
+        for n, block in enumerate(ids.tolist()):
+            if block not in self._late and block not in self._early:
+                return n
+        return len(ids)
+
+    def add(self, ids: NDArray[np.int64]) -> None:
+        self._late.update(ids.tolist())
+        if len(self._late) >= SEEN_BLOCKS:
+            self._early, self._late = self._late, set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +142,9 @@ class Mirrors:
         self._requests: dict[int, Tracked] = {}  # those whose blocks are listed, or that hold memory
         self._engine_block = self._most_tokens = 0
         self.hits: dict[int, Hits] = {}
+        self._seen = Seen()
         self._room: dict[int, int] = {}  # tokens, by worker
+        self._host_room: dict[int, int] = {}  # blocks of host memory, by worker that has some
         self._told: dict[int, int] = {}  # the last change, by worker that tells
         self._asked: dict[int, int] = {}  # the change at which all was asked for, until it comes
         self.texts = Texts()
@@ -116,42 +159,65 @@ class Mirrors:
         compile_now(hold, caches, 0, 0, 0)
         compile_now(let_go, caches, 0, 0)
 
-    def attach(self, caches: Caches, w: int, info: WorkerInfo, requests: int) -> Caches:
-        """A worker is in row `w` and has cached nothing yet; return the caches, laid out if they were not."""
-        self.hits[w] = Hits()
+    def attach(self, led: Ledger, w: int, info: WorkerInfo) -> Ledger:
+        """A worker is in row `w` and has cached nothing yet; return the ledger, its caches laid out."""
+        self.hits[w], caches = Hits(), led.caches
         block = max(info.block_tokens, LEAST_BLOCK)
         if not info.caches_prefixes or info.engine == "emulated" or block % info.block_tokens:
-            return caches
+            return led
         if caches.tokens == 0:
             self._engine_block, self._most_tokens = info.block_tokens, info.max_model_len
-            room = ROOM * info.kv_blocks
-            caches = new_mirrors(self._workers, room, info.block_tokens, requests, info.max_model_len, block)
+            room, rows = ROOM * info.kv_blocks, len(led.requests)
+            caches = new_mirrors(self._workers, room, info.block_tokens, rows, info.max_model_len, block)
         if info.block_tokens == self._engine_block:
             forget(caches, w, min(info.kv_blocks, caches.copies.shape[1]))
             self._room[w] = info.kv_blocks * info.block_tokens
             self.texts.most = sum(self._room.values())
-        return caches
+        return led._replace(caches=caches, host=self._attach_host(led.host, caches, w, info))
 
-    def detach(self, caches: Caches, w: int) -> None:
+    def _attach_host(self, host: HostMemory, caches: Caches, w: int, info: WorkerInfo) -> HostMemory:
+        """Room for what a worker keeps in host memory; the host memory, laid out if it was not."""
+        if (
+            not info.host_blocks
+            or info.block_tokens != self._engine_block
+            or caches.tokens != info.block_tokens
+        ):
+            return host
+        if host.chunks.tokens == 0:
+            host = new_host_mirrors(caches, ROOM * info.host_blocks)
+        self._host_room[w] = min(info.host_blocks, host.chunks.copies.shape[1])
+        forget(host.chunks, w, self._host_room[w])
+        host.links[w] = np.zeros(1, LINK)[0]
+        return host
+
+    def detach(self, led: Ledger, w: int) -> None:
         """A worker is gone; nothing is on it any more."""
         for book in (self.hits, self._told, self._asked):
             book.pop(w, None)
-        if caches.tokens:
-            forget(caches, w, 0)
+        if led.caches.tokens:
+            forget(led.caches, w, 0)
             self._room.pop(w, None)
             self.texts.most = sum(self._room.values())
+        if self._host_room.pop(w, None) is not None:
+            forget(led.host.chunks, w, 0)
 
-    def widen(self, caches: Caches) -> Caches:
+    def widen(self, led: Ledger) -> tuple[Caches, HostMemory]:
         """Room for twice as many requests."""
+        caches, host = led.caches, led.host
         if caches.tokens == 0:
-            return caches
+            return caches, host
         before = len(caches.requests)
         rows, slot = np.zeros(2 * before, caches.requests.dtype), len(caches.held) // before
         rows[:before] = caches.requests
         rows["begins"] = rows["at"] = np.arange(len(rows)) * slot
         ids, held = np.zeros(len(rows) * slot, np.int64), np.zeros(len(rows) * slot, np.int32)
         ids[: len(caches.ids)], held[: len(caches.held)] = caches.ids, caches.held
-        return caches._replace(requests=rows, ids=ids, held=held)
+        caches = caches._replace(requests=rows, ids=ids, held=held)
+        if host.chunks.tokens:
+            loads = np.concatenate((host.loads, np.zeros_like(host.loads)))
+            chunks = host.chunks._replace(requests=rows, ids=ids, held=held)
+            host = host._replace(chunks=chunks, loads=loads)
+        return caches, host
 
     def enter(self, caches: Caches, r: int, request: Tracked) -> None:
         """A request has row `r` from now on."""
@@ -169,10 +235,10 @@ class Mirrors:
         row, prompt = caches.requests[r], tracked.request.prompt_token_ids or []
         blocks = min(int(row["listed"]), (tracked.context_tokens - 1) // caches.tokens)
         if blocks and tracked.output_token_ids:
-            at, template = int(row["begins"]), copy(tracked.request)
+            template = copy(tracked.request)
             template.prompt_token_ids = []
             tokens = array("q", [*prompt, *tracked.output_token_ids])
-            self.texts.add(Ended(template, tokens, caches.ids[at : at + blocks].copy()))
+            self.texts.add(Ended(template, tokens, self._ids(caches, r)[:blocks].copy()))
 
     def is_told(self, w: int) -> bool:
         """Whether a worker's engine tells what it has cached."""
@@ -186,8 +252,9 @@ class Mirrors:
         if change.is_all and change.number >= last:
             self._asked.pop(w, None)
             forget(caches, w, min(self._room[w] // caches.tokens, caches.copies.shape[1]))
-            learn(caches, w, *change.ids())
-            self._told[w] = change.number
+            if w in self._host_room:
+                forget(led.host.chunks, w, self._host_room[w])
+            self._learn(led, w, change)
             for r in (r for r in self._requests if led.requests[r]["worker"] == w):
                 caches.requests[r]["copies"] = caches.requests[r]["own"] = 0
                 if led.requests[r]["phase"] == DECODING:
@@ -197,12 +264,17 @@ class Mirrors:
                 self._asked[w] = change.number
                 return "all that it has cached was asked for, and has not come"
         elif change.number == last + 1:
-            learn(caches, w, *change.ids())
-            self._told[w] = change.number
+            self._learn(led, w, change)
         elif change.number > last:
             self._asked[w] = change.number
             return f"it was told up to change {last} of its cache, and then of change {change.number}"
         return ""
+
+    def _learn(self, led: Ledger, w: int, change: CacheChange) -> None:
+        learn(led.caches, w, *change.ids())
+        if w in self._host_room:
+            learn(led.host.chunks, w, *change.host_ids())
+        self._told[w] = change.number
 
     def bring(self, led: Ledger, w: int, r: int, ids: NDArray[np.int64]) -> None:
         """These blocks are cached at a worker from now on; `r` is a row that no request has."""
@@ -231,17 +303,27 @@ class Mirrors:
         chain(np.array(tokens, np.int64), caches.tokens, before, caches.ids[at + listed : at + full])
         row["listed"] = full
 
-    def begin(self, led: Ledger, w: int, r: int, tokens: int, found: int | None) -> None:
+    def _ids(self, caches: Caches, r: int) -> NDArray[np.int64]:
+        """The ids of the blocks that are listed of a request."""
+        at = int(caches.requests[r]["begins"])
+        return caches.ids[at : at + int(caches.requests[r]["listed"])]
+
+    def begin(self, led: Ledger, w: int, r: int, tokens: int, found: Found | None) -> None:
         """A request's first `tokens` are on a worker, whose engine had `found` of them, where it says so."""
         if led.caches.tokens == 0 or r not in self._requests or not led.caches.workers[w]["keeps"]:
             return
+        listed, block = self._ids(led.caches, r), led.caches.tokens
         if found is not None:
             counted, expected = self.hits[w], int(led.requests[r]["cached"])
             counted.queried += tokens
-            counted.hit += found
+            counted.hit += sum(found)
+            counted.loaded += found.loaded
             counted.expected += expected
-            counted.off += abs(found - expected)
+            counted.off += abs(sum(found) - expected)
+            # The last token is computed in any case. Blocks that this very step stores are not seen yet.
+            counted.ideal += max(self._seen.leading(listed[: (tokens - 1) // block]) * block, sum(found))
         tokens = min(tokens, self._most_tokens)
+        self._seen.add(listed[: tokens // block])
         if w in self._told:
             hold(led.caches, w, r, tokens // led.caches.tokens)
         else:
@@ -253,6 +335,7 @@ class Mirrors:
             return
         self._list(led.caches, r)
         tokens = min(self._requests[r].context_tokens - 1, self._most_tokens)
+        self._seen.add(self._ids(led.caches, r)[: tokens // led.caches.tokens])
         if w in self._told:
             let_go(led.caches, w, r)
         else:

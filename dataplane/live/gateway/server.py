@@ -235,6 +235,7 @@ def engine_config(arguments: argparse.Namespace) -> Any:
     """
     try:
         args = AsyncEngineArgs.from_cli_args(arguments)
+        args.kv_offloading_size = None  # the engines' alone: here it would only be a connector of its own
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
         raise BadInput(f"model {arguments.model}: {_first_line(error)}") from error

@@ -51,6 +51,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A step's orders, from the scheduler's connector to the ranks'."""
 
     orders: StepOrders = field(default_factory=StepOrders)
+    host: Any = None  # those of vLLM's offloading (host_memory.py)
 
 
 class StepStats(KVConnectorStats):  # type: ignore[misc]
@@ -118,7 +119,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if prior:
                 advance_grammar(request, prior)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         message = message_from(request.kv_transfer_params)
         if isinstance(message, Control):
             return 0, False

@@ -276,6 +276,29 @@ class FleetTypes:
             if asked and not planned:
                 raise BadInput(f"--speculative-config: the step times of {t.name} count no drafts; {AS_IS}")
 
+    def host_bytes(self, kind: str) -> int:
+        """The host memory below KV that a plan gives a worker; 0 for none."""
+        profile = self[kind].known_profile
+        has = kind in self.planned and not self.as_is and profile is not None and profile.host_kv is not None
+        return profile.host_kv.capacity_bytes if has else 0  # type: ignore[union-attr]
+
+    def check_host_memory(self, arguments: Any) -> None:
+        """Raise BadInput where workers would have host memory below KV beside what was not tried with it."""
+        asked: float | None = arguments.kv_offloading_size
+        planned = {kind: self.host_bytes(kind) / (1 << 30) for kind in self.names}
+        for kind, gib in planned.items() if self.planned and not self.as_is else ():
+            if asked not in (None, gib):
+                was = f"with {gib:g} GiB" if gib else "without"
+                raise BadInput(f"--host-kv: {kind} was planned {was}, not with {asked:g} GiB; {AS_IS}")
+        if asked is None and not any(planned.values()):
+            return
+        if any(t.role != "any" for t in self):
+            raise BadInput("--host-kv: not beside prefill and decode workers")
+        if arguments.speculative_config:
+            raise BadInput("--host-kv: not beside --speculative-config")
+        if arguments.enable_prefix_caching is False:
+            raise BadInput("--host-kv: what leaves KV is found by prefixes, which are not cached")
+
     def check_flags(self, arguments: object) -> None:
         """Raise BadInput where an operator's vLLM flags contradict what a plan fixed."""
         for kind, limits in () if self.as_is else self.planned.items():
@@ -304,6 +327,8 @@ class FleetTypes:
                 fixed["enable_prefix_caching"] = self.prefix_cache
             if profile is not None and not self.as_is:
                 memory = _memory(profile, on_cpus)
+            if host_bytes := self.host_bytes(kind):
+                fixed["kv_offloading_size"] = host_bytes / (1 << 30)
         settings = fixed | memory | dict(asked) | {"tensor_parallel_size": self[kind].tp_degree}
         # On a part of a GPU its neighbours have the rest.
         return settings if self[kind].workers_per_gpu == 1 else settings | memory

@@ -158,7 +158,7 @@ class Worker:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False while blocks are in use."""
-        return bool(await self._core.reset_prefix_cache_async())
+        return bool(await self._core.reset_prefix_cache_async(reset_connector=True))
 
     async def stop(self, core: int = 0) -> bool:
         """Tell the gateways, end the engine, close the door. False, and nothing of it, for a core whose
@@ -279,7 +279,7 @@ class Worker:
             did_something = bool(batch.outputs)
             if stats is not None:
                 connector_stats = stats.kv_connector_stats or {}
-                self._tell_cached(connector_stats.get("events", ()))
+                self._tell_cached(connector_stats.get("events", ()), connector_stats.get("host_events", ()))
                 batch.outputs += [_answer(*answer) for answer in connector_stats.get("answers", {}).items()]
                 did_something = bool(batch.outputs) | self._observe(stats, batch.timestamp)
                 stats.kv_connector_stats = step_stats(connector_stats.get("load", {}))
@@ -290,6 +290,7 @@ class Worker:
         """Take a step's statistics in; return whether it computed anything."""
         connector_stats = stats.kv_connector_stats or {}
         self._trace.fetched(connector_stats.get("fetched", {}))
+        self._trace.loaded(connector_stats.get("host_loads", {}))
         changed = self._trace.add(
             connector_stats.get("load", {}),
             ended_s - connector_stats.get("began_s", ended_s),
@@ -303,9 +304,11 @@ class Worker:
             self._tell_load(ended_s)
         return changed
 
-    def _tell_cached(self, events: Sequence[Mapping[str, Any]]) -> None:
+    def _tell_cached(self, events: Sequence[Mapping[str, Any]], in_host: Sequence[Mapping[str, Any]]) -> None:
         """Tell what a step has stored and removed, before its outputs."""
-        change = self._cached.take(events) if events and self._cached is not None else None
+        if not (events or in_host) or self._cached is None:
+            return
+        change = self._cached.take(events, in_host)
         if change is not None:
             self._peers.offer_all(_told(change))
 

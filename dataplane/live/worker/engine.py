@@ -71,11 +71,6 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
             raise BadInput(
                 f"engine argument {name}: the live plane sets it itself, got {engine_settings[name]!r}"
             )
-    if engine_settings.get("kv_offloading_size"):
-        raise BadInput(
-            "engine argument kv_offloading_size: vLLM would put its connector for host memory in the place of"
-            " the one that moves KV"
-        )
     if engine_settings.get("distributed_executor_backend") == "ray":
         raise BadInput(
             "engine argument distributed_executor_backend: ranks share one host, so it cannot be ray"
@@ -101,19 +96,49 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
     tells = engine_settings.get("enable_prefix_caching") is not False
     settings |= {"kv_events_config": KVEventsConfig(enable_kv_cache_events=tells, publisher="null")}
     settings |= {name: value for name, value in engine_settings.items() if value is not None}
+    host_bytes = _take_host_bytes(settings)
     settings |= {
         # What enters an engine's cache of images, a gateway would have to know of each engine.
         "mm_processor_cache_gb": 0,
         "disable_log_stats": False,
-        "kv_transfer_config": {
-            "kv_connector": "MigrationConnector",
-            "kv_connector_module_path": "dataplane.live.kv.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": asdict(door) | {"addresses": list(door.addresses)},
-        },
+        "kv_transfer_config": _connector(door, host_bytes),
     }
     return AsyncEngineArgs(**settings)
+
+
+def _take_host_bytes(settings: dict[str, Any]) -> int:
+    """Take the host memory below KV out of vLLM's arguments: its bytes, 0 for none.
+
+    vLLM would put its connector for it in the place of the one that moves KV. Raises BadInput.
+    """
+    size_gib, backend = settings.pop("kv_offloading_size", None), settings.pop("kv_offloading_backend", None)
+    if size_gib is None:
+        return 0
+    if not 0 < size_gib < float("inf"):
+        raise BadInput(f"engine argument kv_offloading_size: expected GiB above 0, got {size_gib!r}")
+    if backend not in (None, "native"):
+        raise BadInput(f"engine argument kv_offloading_backend: a fleet has native, got {backend!r}")
+    if settings.get("enable_prefix_caching") is False:
+        raise BadInput("--host-kv: what leaves KV is found by prefixes; leave out --no-enable-prefix-caching")
+    return int(size_gib * (1 << 30))
+
+
+def _connector(door: KvDoor, host_bytes: int) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config`: our connector, which owns vLLM's offloading where there is host memory."""
+    extra = asdict(door) | {"addresses": list(door.addresses)}
+    name, module = "MigrationConnector", "dataplane.live.kv.connector"
+    if host_bytes:
+        name, module = "TieredConnector", "dataplane.live.kv.host_memory"
+        extra["cpu_bytes_to_use"] = host_bytes
+        if current_platform.is_cpu():  # where vLLM's own half in the ranks refuses
+            extra |= {"spec_name": "CpuMemorySpec", "spec_module_path": module}
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def engine_config(args: AsyncEngineArgs) -> Any:
@@ -173,6 +198,7 @@ def worker_info(
         weights=weights_digest(model),
         kv_dtype=str(cache.cache_dtype),
         device=device_name() + _cores(parallel.tensor_parallel_size),
+        host_blocks=kv.get("host_blocks", 0),
     )
 
 
@@ -218,7 +244,7 @@ async def warm_up(core: Any) -> Mapping[str, Any]:
         for turn, kind in enumerate(kinds):
             waves = lengths if turn == 0 else lengths[:2]
             kv = await asyncio.wait_for(_run(core, f"warm-{turn}", waves, kind), WARM_UP_S)
-        await core.reset_prefix_cache_async()
+        await core.reset_prefix_cache_async(reset_connector=True)
     except TimeoutError:
         raise BadInput(f"engine: did not get through its warm-up within {WARM_UP_S:g} s") from None
     return kv

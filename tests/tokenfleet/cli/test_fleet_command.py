@@ -54,6 +54,9 @@ def control() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
+        def do_POST(self) -> None:
+            self.send_error(404)
+
         def log_message(self, *_: Any) -> None:
             pass
 
@@ -149,6 +152,29 @@ def test_status_says_by_which_way_kv_moves_and_how_fast(
     said = capsys.readouterr().out
     assert "KV by memory (40 MB): 2.00 GB/s, pause 10 ms in 12 moves" in said
     assert "slowest: w1 → w0 1.00 GB/s, w0 → w1 3.00 GB/s" in said
+    monkeypatch.setitem(FLEET, "transport", moved | {"moves": 1, "bytes_per_s": 2.4e6, "pairs": []})
+    assert main(["fleet", "--control", control, "status"]) == 0
+    assert "KV by memory (40 MB): 2.4 MB/s, pause 10 ms in 1 move\n" in capsys.readouterr().out
+
+
+def test_status_says_to_how_many_workers_an_operator_scaled(
+    control: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"at_s": 1e9, "kind": "scale", "reason": "an operator asked", "before": 2, "workers": 0}
+    monkeypatch.setitem(FLEET, "decisions", [asked])
+    assert main(["fleet", "--control", control, "status"]) == 0
+    assert re.search(r"scale +│ 2 → 0 +│ an operator asked", capsys.readouterr().out)
+
+
+def test_what_is_asked_of_no_request_or_of_another_address_says_what_to_do(
+    control: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fleet", "--control", control, "explain", ""]) == 2
+    assert "expected a request's id" in capsys.readouterr().err
+    assert main(["fleet", "--control", control, "--model", "chat", "drain", "w0"]) == 2
+    assert f"--model: {control} is the control API of one fleet" in capsys.readouterr().err
+    assert main(["fleet", "--control", f"{control}/x", "drain", "w0"]) == 2
+    assert f"--control: {control}/x is no control API of a fleet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The command line as a whole: verbs, exit codes, one line per error."""
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,8 +91,32 @@ def test_version_and_help_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
 def test_every_verb_is_there_and_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert hasattr(importlib.import_module(cli.VERBS[verb].module), cli.VERBS[verb].attribute)
-    assert cli.main([verb, "--help"]) == 0
+    assert cli.main([*verb.split(), "--help"]) == 0
     assert "Usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", [*cli.VERBS, "fleet evacuate", "trace synth"])
+def test_help_names_every_option_whole_in_eighty_columns(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = verb.split()
+    name = " ".join(words[:2]) if " ".join(words[:2]) in cli.VERBS else words[0]
+    command = cli._command(cli.VERBS[name])
+    for word in words[len(name.split()) :]:
+        command = command.commands[word]
+    assert cli.main([*words, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert not re.findall(r"--\S*…|\w,?\.\.\.$", said, re.MULTILINE)
+    assert all(re.search(rf"{option}\b", said) for p in command.params for option in p.opts if "--" in option)
+
+
+def test_a_choice_that_is_none_is_refused_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fleet", "status", "--format", "xml"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: Invalid value for '--format': 'xml' is not one of 'table', 'json'\n"
+    )
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -225,7 +225,7 @@ def test_agents_without_sessions_to_run_are_said(talks: Path, capsys: pytest.Cap
     assert "warning: --agents: 2,000, of whom 10 at most run at once" in capsys.readouterr().err
 
 
-def test_the_most_agents_hold_the_target_and_one_more_does_not(
+def test_the_most_agents_hold_the_target_with_confidence_and_are_no_more_than_on_the_trace(
     talks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (talks / "trace.csv").unlink()
@@ -238,21 +238,33 @@ def test_the_most_agents_hold_the_target_and_one_more_does_not(
         assert simulated(talks, *asked, *more, "--format", "json") == 0
         return dict(json.loads(capsys.readouterr().out))
 
-    most = told("--most-agents")["most_agents"]
-    assert 1 < most["agents"] < 100
-    for agents, attainment in ((most["agents"], "attainment"), (most["agents"] + 1, "one_more")):
+    whole = told("--most-agents")
+    most = whole["most_agents"]
+    assert 1 < most["agents"] <= most["on_trace"] < most["sessions"] == 100
+    assert (most["target"], most["confidence"]) == (0.9, 0.95)
+    assert most["target"] <= most["low"] <= most["expected"]
+    assert whole["sessions"]["agents"] == most["agents"]
+    for agents, holds in ((most["on_trace"], True), (most["on_trace"] + 1, False)):
         with_them = told("--agents", str(agents))
-        assert most[attainment] == min(with_them["attainment"], with_them["sessions"]["within_target"])
-    assert most["one_more"] < most["target"] <= most["attainment"]
+        attained = min(with_them["attainment"], with_them["sessions"]["within_target"])
+        assert (attained >= most["target"]) == holds
+    assert told("--most-agents", "--confidence", "0.5")["most_agents"]["agents"] >= most["agents"]
     assert simulated(talks, *asked, "--most-agents") == 0
-    assert f"{most['agents']} hold 90.00 %; one more: " in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{most['agents']} hold 90.00 % at confidence 0.95 (" in said
+    assert f"{most['on_trace']} on the trace as it is" in said
 
 
 def test_the_most_agents_are_all_there_are_or_none(talks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulated(talks, "--most-agents") == 0
-    assert "10 hold 99.00 %; the trace has no more sessions" in capsys.readouterr().out
-    assert simulated(talks, "--most-agents", "--session-time", "1s") == 1
-    assert "one agent alone attains 0 % on this fleet, below 99.00 %" in capsys.readouterr().err
+    asked = ("--most-agents", "--attainment", "0.8", "--confidence", "0.8")
+    assert simulated(talks, *asked) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "10 hold 80.00 % at confidence 0.8 (" in said
+    assert "10 on the trace as it is, all sessions of the trace" in said
+    assert simulated(talks, *asked, "--session-time", "1s") == 1
+    assert "one agent alone attains 0.0000 on this fleet, below 0.8" in capsys.readouterr().err
+    assert simulated(talks, "--most-agents") == 1
+    assert "40 requests are too few to show 0.99 at confidence 0.95: " in capsys.readouterr().err
     assert simulated(talks, "--most-agents", "--agents", "2") == 2
     assert "--most-agents: finds how many; leave out --agents" in capsys.readouterr().err
 

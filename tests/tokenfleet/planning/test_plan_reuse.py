@@ -1,7 +1,9 @@
 """Plans for traffic that shares prefixes: what caches save, how much traffic more they bear, what is said."""
 
 import json
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,20 +15,21 @@ from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from tokenfleet.planning import replicates as rough
+from tokenfleet.planning.comparisons import tier_worth
 from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
-from tokenfleet.planning.inputs import chosen_profiles, gather
+from tokenfleet.planning.inputs import chosen_profiles, gather, priced
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Memory, Replicates, workload_digest
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH, WITHIN, cliff_of, session_cost, working_set_tokens
 from tokenfleet.planning.schedule import followed
-from tokenfleet.planning.sizing import Sizing
+from tokenfleet.planning.sizing import Sizing, most_agents, size_on_trace
 from tokenfleet.planning.threads import threads
 from tokenfleet.planning.traffic.draws import in_sessions, units_of
 from tokenfleet.report.figures import figures
-from tokenfleet.report.tables import facts
+from tokenfleet.report.tables import facts, tier_text
 from tokenfleet.traces import Trace
 
 KV = 24_000  # tokens: some talks at once, not all
@@ -91,7 +94,46 @@ def test_host_memory_below_kv_saves_workers_and_the_plan_says_how_many_and_what_
     said = dict(facts(plan))["host memory"]
     assert said.startswith("1 GiB a worker at 50 GB/s a GPU: ")
     assert "without it" in said
+    assert said.endswith("it has no price of its own")
+    assert told["host_usd_per_hour"] == 0.0
     assert "host_kv" not in plan_json(bare)
+
+
+@pytest.mark.parametrize(("usd", "words"), [(0.1, " less in all, its own"), (9.0, " more in all, its own")])
+def test_what_host_memory_saves_is_told_net_of_its_price(usd: float, words: str) -> None:
+    at_a_price = replace(worker_type(tiered(3_000)), usd_per_h=2.0 + usd, host_usd_per_h=usd)
+    busy = busy_talks()
+    replicates = replicates_of(replace(busy, arrival_s=busy.arrival_s / 3.0))
+    question = PlanRequest(SLO, attainment=0.9)
+    sizing = size_on_trace(replicates, question, at_a_price)
+    tier = tier_worth(replicates, question, sizing)
+    assert tier is not None
+    assert tier.fleet_without is not None
+    assert tier.fleet.workers < tier.fleet_without.workers, "a load on which it saves none shows nothing"
+    assert tier.fleet.usd_per_hour == pytest.approx(tier.fleet.workers * (2.0 + usd))
+    assert tier.fleet.host_usd_per_hour == pytest.approx(tier.fleet.workers * usd)
+    assert tier.fleet_without.usd_per_hour == pytest.approx(tier.fleet_without.workers * 2.0)
+    net = tier.fleet_without.workers * 2.0 - tier.fleet.workers * (2.0 + usd)
+    assert tier.saved_usd_per_hour == pytest.approx(net)
+    assert words in tier_text(tier)
+
+
+def test_a_price_list_prices_the_host_memory_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text(
+        "schema: tokenfleet.prices/1\nprices:\n"
+        "- {gpu: h100-sxm, on_demand: 2, host_memory_gib: 0.01, date: 2026-11-01, source: x}\n"
+    )
+    plain = PlanRequest(SLO, model="llama-3.1-70b", gpu=("h100",), tp=(2,), prices=path)
+    for asked, usd, of_host in (
+        (plain, 4.0, 0.0),
+        (replace(plain, host_kv="64GiB"), 4.64, 0.64),
+        (replace(plain, host_kv="64GiB", price_scale=2.0), 9.28, 1.28),
+    ):
+        (kind,), _ = priced(chosen_profiles(asked), asked, None)
+        assert kind.usd_per_h == pytest.approx(usd)
+        assert kind.host_usd_per_h == pytest.approx(of_host)
+        assert ("with 64 GiB of host memory at $0.01 each" in kind.priced) == (of_host > 0.0)
 
 
 def test_host_memory_is_refused_where_nothing_would_be_loaded_and_beside_no_caches() -> None:
@@ -303,11 +345,39 @@ def test_more_agents_need_more_workers_and_none_knows_a_time_of_day() -> None:
     assert many.best is not None
     assert few.best.fleet.workers < many.best.fleet.workers
     assert many.schedule is None
-    assert many.line is None
+    line = many.line
+    assert line is not None
+    assert line.of_agents
+    assert [agents for agents, _ in line.points] == [80, 200, 320, 480]  # a small fleet says little
+    assert line.r2 > 0.9
+    on_trace = min(n for n, share in many.on_trace.items() if share >= 0.9)
+    assert abs(math.ceil(line.slope * 40 + line.intercept) - on_trace) <= 1
+    told = json.loads(json.dumps(plan_json(many)))
+    assert told["demand_line"] is None
+    assert told["agents_line"]["workers_per_agent"] == pytest.approx(line.slope, rel=1e-4)
+    assert "x agents" in dict(facts(many))["worker line"]
     assert many.reuse is not None
     assert many.reuse.sessions is not None
     assert many.reuse.sessions.at_once == 40
     assert dict(facts(many))["target"].endswith("for 40 agents, at confidence 0.9")
+
+
+def test_the_most_agents_hold_in_traffic_that_was_not_seen_where_some_more_do_not() -> None:
+    replicates = replace(replicates_of(busy_talks(waits=True)), policy="spread")
+    fleet, question = of_one_kind(worker_type(worker(kv=KV, doubt=0.1)), 2), PlanRequest(SLO, attainment=0.9)
+    with threads(2) as pool:
+        most = most_agents(replicates, question, fleet, pool)
+    assert most.agents < most.on_trace < most.sessions
+    assert most.estimate.low >= question.attainment
+
+    def held(agents: int) -> int:
+        """Of ten draws from other seeds."""
+        others = [replace(replicates, seed=1000 + i, agents=agents) for i in range(10)]
+        return sum(other.replay(fleet, 1).attainment >= question.attainment for other in others)
+
+    assert held(most.agents) >= 9
+    assert held(most.on_trace) < 9
+    assert held(round(1.3 * most.agents)) <= 3
 
 
 def test_a_limit_too_tight_is_told_by_no_share_that_was_not_replayed() -> None:

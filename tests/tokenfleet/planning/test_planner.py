@@ -219,9 +219,9 @@ def test_the_worker_line_fits_and_agrees_with_the_answer(busy: Plan) -> None:
     line = busy.line
     assert line is not None
     assert line.r2 > 0.95
-    assert line.workers_per_rps > 0
+    assert line.slope > 0
     on_trace = min(n for n, share in busy.on_trace.items() if share >= busy.question.attainment)
-    assert abs(math.ceil(line.workers_per_rps * busy.inputs.rate_rps + line.intercept) - on_trace) <= 1
+    assert abs(math.ceil(line.slope * busy.inputs.rate_rps + line.intercept) - on_trace) <= 1
 
 
 def test_baselines_and_other_targets_are_sized_too(busy: Plan) -> None:

@@ -399,9 +399,29 @@ def test_a_price_list_of_ones_own_stands_alone(tmp_path: Path) -> None:
     assert prices.gpus == ["h100-sxm"]
 
 
+def test_host_memory_has_the_price_of_its_row_and_else_none_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text(
+        "schema: tokenfleet.prices/1\nprices:\n"
+        "- {gpu: h100, on_demand: 2, spot: 1, host_memory_gib: 0.004, date: 2026-11-01, source: x}\n"
+        "- {gpu: h100, provider: other, on_demand: 3, date: 2026-11-01, source: y}\n"
+    )
+    prices = read_prices(path)
+    of = [("on_demand", None, 0.004), ("spot", None, 0.004), ("on_demand", "other", 0.0)]
+    for kind, provider, usd in of:
+        price = prices.usd_per_gpu_h("h100", kind, provider)  # type: ignore[arg-type]
+        assert price is not None
+        assert price.host_memory_gib == usd
+    assert not any(price.host_memory_gib for price in read_prices().prices.values())
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
+        ("{gpu: h100, on_demand: 2, host_memory_gib: -1, date: 2026-11-01, source: x}", "host_memory_gib"),
+        ("{gpu: h100, on_demand: 2, host_memory_gib: .inf, date: 2026-11-01, source: x}", "host_memory_gib"),
+        ("{gpu: h100, on_demand: 2, host_memory_gib: yes, date: 2026-11-01, source: x}", "host_memory_gib"),
+        ("{gpu: h100, host_memory_gib: 0.01, date: 2026-11-01, source: x}", "needs a price of the GPU"),
         ("{gpu: h100, on_demand: 0, date: 2026-11-01, source: x}", "on_demand"),
         ("{gpu: h100, on_demand: .nan, date: 2026-11-01, source: x}", "on_demand"),
         ("{gpu: h100, on_demand: 2, source: x}", "date"),

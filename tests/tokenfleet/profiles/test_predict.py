@@ -61,7 +61,7 @@ def test_a_composed_profile_says_what_it_is_made_of(
     assert profile.source.host_s == 0.002
     assert (profile.model, profile.gpu) == ("llama-3.1-8b", "h100-sxm")
     assert told["kv_tokens"] == profile.kv.capacity_tokens
-    assert profile.residuals.unseen_relative >= 0.1
+    assert 0.1 <= profile.residuals.unseen_relative < 0.2
     # The shipped one was composed from the same tables by another route.
     (shipped,) = find_profiles("llama-3.1-8b", ["h100-sxm"], [1])
     for batch in (1, 16, 128):
@@ -275,7 +275,7 @@ def test_ranks_are_composed_as_the_tables_have_them_all_alike() -> None:
     # Experts are most of a prefill here; the tables' mixed steps on all ranks are those of the sum.
     shared_s = ranked.ranks.shared_token_s * 4096
     assert 0.3 < shared_s / (ranked.alone_ttft_s(4096) - ranked.frontend.per_request_s) < 0.8
-    assert ranked.residuals.unseen_relative < 0.2
+    assert 0.25 <= ranked.residuals.unseen_relative < 0.3  # mixtures are further off on measured runs
     # Keys and values are no longer split over two GPUs, nor attention over them.
     assert ranked.kv.capacity_tokens == pytest.approx(whole.kv.capacity_tokens / 2, rel=0.15)
 

@@ -81,6 +81,21 @@ def test_a_packed_stream_that_breaks_off_is_refused_wherever_it_does(
         assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("packer", ["gzip", "zstd"])
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (f"{HEAD}\n" + "0,1,1\n" * 700 + "0,1,1,1\n", "line 702: 4 fields, the header has 3"),
+        ('{"timestamp": 0, "input_length": 7, "output_length": 1}\n' * 700 + "{NaN}\n", "line 701: not JSON"),
+    ],
+)
+def test_a_fault_in_a_packed_text_is_named_by_its_line(file: Path, rows: str, says: str, packer: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        read_trace(written(file, packed_with(packer, rows.encode())))
+    assert says in str(refused.value)
+    assert "breaks off" not in str(refused.value)
+
+
 def packed_with(packer: str, text: bytes) -> bytes:
     if packer == "gzip":
         return gzip.compress(text)

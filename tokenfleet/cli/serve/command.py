@@ -39,6 +39,7 @@ from tokenfleet.cli.serve.workers import (
     ATTAINMENT,
     autoscale_of,
     check_budget,
+    engine_words,
     headroom_of,
     most_workers,
     targets_asked,
@@ -193,11 +194,12 @@ def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
 
     if flags.engine == "vllm" and current_platform.is_cpu():
         checked.types.check_cpus()
-    arguments = parse_flags(["--model", checked.model, *(flags.engine_flags or ())])
+    arguments = parse_flags(["--model", checked.model, *engine_words(flags)])
     if checked.plan is not None:
         checked.types.check_flags(arguments)
     if flags.engine == "vllm":
         checked.types.check_drafts(arguments.speculative_config)
+        checked.types.check_host_memory(arguments)
 
 
 def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
@@ -205,6 +207,7 @@ def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
         raise BadInput(f"--engine: expected vllm or emulated, got {flags.engine!r}")
     model = model_at(*flags.model)
     types = types_asked(flags, plan, model)
+    engine_words(flags)  # refused here, if at all
     most = most_workers(flags, sum(types.workers.values()))
     check_budget(flags, types)
     if flags.reclaim_notice is not None:
@@ -270,7 +273,7 @@ def _settings(
         checked.model,
         flags.host,
         flags.port,
-        tuple(flags.engine_flags or ()),
+        tuple(engine_words(flags)),
         checked.shutdown_s,
         certificate=certificate,
         keys_file=flags.api_keys,

@@ -158,6 +158,14 @@ class ServeFlags:
             min=0.001, max=1, help="and share of a core's time they may take (default: 0.01 on CPUs)"
         ),
     ] = None
+    host_kv: Annotated[
+        str | None,
+        typer.Option(
+            metavar="64GiB",
+            help="host memory of a worker, below its KV: what has left KV of prompts is loaded from there"
+            " (default: the plan's, else none)",
+        ),
+    ] = None
     kv_transport: Annotated[
         str,
         typer.Option(

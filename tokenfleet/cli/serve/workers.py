@@ -14,7 +14,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.types import PLAIN_CLASS, Role, Slo, SloClass
 from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.cli.serve.flags import WORKERS, ServeFlags
-from tokenfleet.durations import parse_duration_s, parse_slo, parse_slo_class
+from tokenfleet.durations import parse_duration_s, parse_host_kv, parse_slo, parse_slo_class
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import kind_of, read_prices
@@ -33,6 +33,7 @@ AS_IS_MEANS = (
 NAMES = ("gpu", "tp", "workers", "role", "max", "usd", "reclaims")
 KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38,reclaims=0.05 (tp and workers default to 1)"
 OF_WHOLE_GPUS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override")
+HOST_GIB = "--kv-offloading-size"
 
 
 def types_asked(flags: ServeFlags, plan: PlanFile | None, model: str) -> FleetTypes:
@@ -53,10 +54,28 @@ def types_asked(flags: ServeFlags, plan: PlanFile | None, model: str) -> FleetTy
 
 
 def _check_memory(flags: ServeFlags, types: FleetTypes) -> None:
-    """Raise BadInput where flags say what of a GPU engines take that share it."""
+    """Raise BadInput for flags by which engines would not have the memory that they were planned with."""
+    if flags.engine == "emulated" and any(types.host_bytes(name) for name in types.names):
+        raise BadInput("--engine emulated: keeps no KV in host memory, which the plan has")
     own = sorted(engine_flag_names(flags) & set(OF_WHOLE_GPUS))
     if own and any(t.workers_per_gpu > 1 for t in types):
         raise BadInput(f"{own[0]}: the plan says what its workers take of a GPU that they share")
+
+
+def engine_words(flags: ServeFlags) -> list[str]:
+    """vLLM's flags that were given, and that for --host-kv. Raises BadInput."""
+    words = list(flags.engine_flags or ())
+    if flags.host_kv is None or (asked := parse_host_kv(flags.host_kv)) is None:
+        return words
+    if flags.engine == "emulated":
+        raise BadInput("--host-kv: emulated engines keep no KV in host memory")
+    if asked[1] is not None:
+        raise BadInput(
+            f"--host-kv: how fast it is loaded is measured here; give its size alone, got {flags.host_kv!r}"
+        )
+    if HOST_GIB in engine_flag_names(flags):
+        raise BadInput(f"--host-kv: is {HOST_GIB} of all workers; give either")
+    return [HOST_GIB, repr(asked[0] / (1 << 30)), *words]
 
 
 def engine_flag_names(flags: ServeFlags) -> set[str]:
@@ -126,6 +145,8 @@ def planned_types(plan: PlanFile, profiles: Sequence[Path], as_is: bool) -> Flee
             for t, of in alike.items()
         }
     known = _with_profiles(groups, profiles, is_emulated=False)
+    if not as_is:
+        known = [_with_host_kv(one, group) for one, group in zip(known, groups, strict=True)]
     return FleetTypes(known, limits, as_is, plan.prefix_cache)
 
 
@@ -229,6 +250,12 @@ def _with_profiles(
             own = find_profiles(EMULATED[0], [t.gpu or EMULATED[1]], [t.tp_degree])
         found.append(replace(group, worker_type=t.with_profile(own[0])) if own else group)
     return found
+
+
+def _with_host_kv(group: WorkerGroup, planned: WorkerGroup) -> WorkerGroup:
+    """The group with the host memory that it was planned with, whoever's step times it has now."""
+    profile = replace(group.worker_type.profile, host_kv=planned.worker_type.profile.host_kv)
+    return replace(group, worker_type=group.worker_type.with_profile(profile))
 
 
 def _is_of(profile: Profile, worker_type: WorkerType) -> bool:

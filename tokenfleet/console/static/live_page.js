@@ -152,6 +152,15 @@ function rangeOf({ auto, autoscale }) {
   return `The controller ${auto ? "decides" : "may decide"} between ${least} and ${counted(most, "worker")}.`;
 }
 
+/** What share of their prompts' tokens the workers had cached, and what one endless cache of all would have had. */
+function cachedTile(workers) {
+  const told = workers.map((w) => w.prefix_tokens).filter(Boolean);
+  const [queried, hit, ideal] = ["queried", "hit", "ideal"].map((name) => told.reduce((sum, t) => sum + t[name], 0));
+  return queried
+    ? [share(hit / queried), `of prompt tokens cached, ${share(ideal / queried)} ideally`, ""]
+    : ["–", "of prompt tokens cached", ""];
+}
+
 function showTiles(now) {
   const serving = now.workers.filter((w) => w.state === "serving").length;
   const { lately } = now;
@@ -170,6 +179,7 @@ function showTiles(now) {
       within === null ? "" : tone(within, now.attainment_target),
     ],
     [count(lately.failed), "failed", lately.failed ? "bad" : ""],
+    cachedTile(now.workers),
   ];
   const list = byId("tiles");
   if (list.children.length !== tiles.length) {

@@ -6,9 +6,9 @@ import { bar } from "./chart.js";
 import { byId, make, say } from "./dom.js";
 import { count, duration, percent } from "./format.js";
 
-const COLUMNS = ["worker", "kind", "state", "KV in use", "running", "waiting", "tokens", "step", "action"];
+const COLUMNS = ["worker", "kind", "state", "KV in use", "running", "waiting", "tokens", "cached", "step", "action"];
 const MANY = 12; // beyond them rows are a line each, and scroll
-const NUMBERS = new Set(["running", "waiting", "tokens", "step"]);
+const NUMBERS = new Set(["running", "waiting", "tokens", "cached", "step"]);
 
 /** The table of workers. `onDrain(worker, isDraining)` is called by a worker's button. */
 export class Workers {
@@ -91,6 +91,12 @@ function update(row, worker) {
   say(row.cells.running, count(load?.running ?? worker.requests));
   say(row.cells.waiting, count(load?.waiting ?? null));
   say(row.cells.tokens, count(worker.tokens));
+  const told = worker.prefix_tokens;
+  say(row.cells.cached, told?.queried ? percent(told.hit / told.queried) : "–");
+  row.cells.cached.title = told?.queried
+    ? `of ${count(told.queried)} prompt tokens; ${percent(told.expected / told.queried)} were expected, ` +
+      `${percent(told.ideal / told.queried)} had been computed by some worker before`
+    : "";
   say(row.cells.step, load === null ? "–" : duration(load.step_s, 2));
   row.isDraining = worker.state === "draining";
   row.button.disabled = !["serving", "draining"].includes(worker.state);

@@ -31,6 +31,11 @@ def told(change) -> tuple[set[int], set[int]]:
     return set(more.tolist()), set(fewer.tolist())
 
 
+def host(change) -> tuple[set[int], set[int]]:
+    more, fewer = change.host_ids()
+    return set(more.tolist()), set(fewer.tolist())
+
+
 def test_blocks_are_named_as_gateways_name_them_whatever_events_they_came_in():
     cached = CachedBlocks(BLOCK)
     first = cached.take([stored([1, 2], TEXT[:32]), stored([3], TEXT[32:48], parent=2)])
@@ -40,6 +45,19 @@ def test_blocks_are_named_as_gateways_name_them_whatever_events_they_came_in():
     assert told(cached.all()) == (set(ids_of(TEXT[:80])), set())
     assert cached.all().is_all
     assert cached.all().number == 2
+
+
+def test_what_is_in_host_memory_keeps_its_name_when_it_has_left_kv():
+    cached, ids = CachedBlocks(BLOCK), ids_of(TEXT[:48])
+    cached.take([stored([1, 2, 3], TEXT[:48])])
+    copied = {"type": "BlockStored", "block_hashes": [1, 2, 9], "block_size": 0, "token_ids": []}
+    change = cached.take([removed(2)], [copied])  # told in one step: copied, and evicted from KV
+    assert (told(change), host(change)) == ((set(), {ids[1]}), ({ids[0], ids[1]}, set()))
+    assert (told(cached.all()), host(cached.all())) == (({ids[0], ids[2]}, set()), ({ids[0], ids[1]}, set()))
+    assert host(cached.take([], [removed(2)])) == (set(), {ids[1]})
+    assert cached.take([], [removed(2)]) is None
+    assert host(cached.take([], [{"type": "AllBlocksCleared"}])) == (set(), {ids[0]})
+    assert host(cached.all()) == (set(), set())
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from controlplane.placement.ledger import cached_tokens
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.cache_events import ROOT, CacheChange
-from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.engine_api.link import Telemetry, WorkerInfo
 from dataplane.live.gateway.account import ROWS
-from dataplane.live.gateway.mirrors import ASK_AGAIN
+from dataplane.live.gateway.mirrors import ASK_AGAIN, Found, Hits, Seen
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 
@@ -167,11 +167,64 @@ def test_old_text_is_forgotten_as_memory_runs_out_the_oldest_first():
 
 def test_what_engines_found_is_counted_beside_what_was_expected():
     placement = fleet()
-    serve(placement, request(0, TEXT[:320]), A, [1, 2], found=0)
-    serve(placement, request(1, TEXT[:100]), A, [1, 2], found=32)
-    serve(placement, request(2, TEXT[:100]), A, [1, 2], found=96)
-    hits = placement.prefix_hits(A)
-    assert (hits.queried, hits.hit, hits.expected, hits.off) == (520, 128, 192, 64)
+    serve(placement, request(0, TEXT[:320]), A, [1, 2], found=Found(0))
+    serve(placement, request(1, TEXT[:100]), A, [1, 2], found=Found(16, loaded=16))
+    serve(placement, request(2, TEXT[:100]), A, [1, 2], found=Found(96))
+    assert placement.prefix_hits(A) == Hits(queried=520, hit=128, loaded=16, expected=192, off=64, ideal=192)
+
+
+def test_what_engines_tell_of_host_memory_is_expected_there_and_takes_as_long_as_it_took():
+    placement = fleet(replace(INFO, host_blocks=50, kv_bytes_per_token=1000), replace(INFO, worker=B))
+    ids = np.zeros(20, np.int64)
+    chain(np.array(TEXT[:320], np.int64), 16, ROOT, ids)
+    placement.take_cached(A, CacheChange(0, ids[:4].tobytes(), is_all=True, to_host=ids[:12].tobytes()))
+    placement.put(request(0, TEXT[1000:1200]), A, has_kv=False, now_s=0.0)  # its step begins, the next waits
+    tracked = request(1, TEXT[:320])
+    placement.put(tracked, A, has_kv=False, now_s=0.0)
+    led, r = placement.ledger, placement.row(tracked)
+    assert led.requests[r]["cached"] == 12 * 16
+    assert led.host.loads[r] == led.host.links[0]["waiting"] == 8
+    load = Telemetry(A, *[0] * 6, 0.0, 0, 0, 0, host_loaded_bytes=64_000, host_loading_s=0.5)
+    placement.take_loads(replace(INFO, kv_bytes_per_token=1000), load)
+    assert led.host.links[0]["copy_s"] == pytest.approx(0.5 * 16_000 / 64_000)
+    placement.forget(tracked)
+    assert led.host.links[0]["waiting"] == 0
+    placement.take_cached(A, CacheChange(1, b"", ids[:4].tobytes(), off_host=ids[2:].tobytes()))
+    placement.put(tracked := request(2, TEXT[:320]), A, has_kv=False, now_s=0.0)
+    assert placement.ledger.requests[placement.row(tracked)]["cached"] == 2 * 16
+    placement.forget(tracked)
+    for i in range(ROWS + 5):
+        placement.row(request(i + 3, TEXT[:320]))
+    placement.put(tracked := request(ROWS + 9, TEXT[:320]), A, has_kv=False, now_s=0.0)
+    assert placement.ledger.requests[placement.row(tracked)]["cached"] == 2 * 16
+    placement.detach(A)
+    placement.attach(replace(INFO, host_blocks=50), "")
+    placement.put(tracked := request(ROWS + 10, TEXT[:320]), A, has_kv=False, now_s=0.0)
+    assert placement.ledger.requests[placement.row(tracked)]["cached"] == 0
+
+
+def test_beside_hits_stands_what_one_endless_cache_of_all_workers_would_have_hit():
+    placement = fleet(replace(INFO, kv_blocks=40), replace(INFO, worker=B, kv_blocks=40))
+    serve(placement, request(0, TEXT[:320]), A, [1, 2], found=Found(0))
+    serve(
+        placement, request(1, TEXT[:320]), B, [1, 2], found=Found(0)
+    )  # all but the last block, which is computed
+    serve(placement, request(2, TEXT[2000:2600]), B, [1, 2], found=Found(0))  # B has forgotten the others
+    serve(placement, request(3, [*TEXT[:320], 1, *TEXT[500:600]]), B, [1, 2], found=Found(0))
+    assert placement.prefix_hits(A).ideal == 0
+    assert placement.prefix_hits(B).ideal == 304 + 0 + 320
+    serve(placement, request(4, TEXT[:320], cache_salt="mine"), A, [1, 2], found=Found(0))
+    assert placement.prefix_hits(A).ideal == 0
+
+
+def test_of_what_was_computed_long_ago_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr("dataplane.live.gateway.mirrors.SEEN_BLOCKS", 8)
+    seen = Seen()
+    seen.add(np.arange(8))
+    assert seen.leading(np.arange(10)) == 8
+    seen.add(np.arange(20, 28))
+    assert seen.leading(np.arange(8)) == 0
+    assert seen.leading(np.arange(20, 28)) == 8
 
 
 def test_a_worker_that_caches_nothing_or_came_anew_has_nothing():

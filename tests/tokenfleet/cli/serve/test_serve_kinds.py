@@ -282,6 +282,41 @@ def test_engines_draft_as_many_tokens_as_their_step_times_count(tmp_path):
         serve_words(deployment(read_plan(path), "weights"), "plan.json", ())
 
 
+def test_a_plans_host_memory_is_its_workers_whatever_profile_stands_in(tmp_path):
+    document = plan_of_fleet(MIX[:1])
+    document["inputs"]["profiles"][0]["profile"] = TIERED
+    path, own = tmp_path / "plan.json", tmp_path / "own.yaml"
+    path.write_text(json.dumps(document))
+    own.write_text((LIBRARY / "h100-sxm" / "llama-3.1-70b_tp2.yaml").read_text())
+    plan, plain = read_plan(path), {"speculative_config": None, "enable_prefix_caching": None}
+
+    def asked(gib, **more):
+        return SimpleNamespace(**(plain | {"kv_offloading_size": gib} | more))
+
+    for profiles in ((), (own,)):
+        types = planned_types(plan, profiles, as_is=False)
+        settings = types.engine_settings("h100-sxm TP2", {}, on_cpus=False)
+        assert settings["kv_offloading_size"] == 64.0
+        types.check_host_memory(asked(64.0))
+        with pytest.raises(BadInput, match="planned with 64 GiB, not with 32 GiB; --as-is"):
+            types.check_host_memory(asked(32.0))
+        for more, says in (
+            ({"speculative_config": {"method": "ngram"}}, "not beside --speculative-config"),
+            ({"enable_prefix_caching": False}, "prefixes, which are not cached"),
+        ):
+            with pytest.raises(BadInput, match=says):
+                types.check_host_memory(asked(None, **more))
+    there = planned_types(plan, (), as_is=True)
+    assert "kv_offloading_size" not in there.engine_settings(there.names[0], {}, on_cpus=True)
+    there.check_host_memory(asked(32.0))
+    split = FleetTypes([WorkerGroup(WorkerType(None, 1, role=role), 1) for role in ("prefill", "decode")])
+    split.check_host_memory(asked(None))
+    with pytest.raises(BadInput, match="not beside prefill and decode workers"):
+        split.check_host_memory(asked(1.0))
+    with pytest.raises(BadInput, match=r"^export: host_kv: pods are given no memory for it"):
+        serve_words(deployment(plan, "weights"), "plan.json", ())
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -289,7 +324,6 @@ def test_engines_draft_as_many_tokens_as_their_step_times_count(tmp_path):
         ({"fleet": "role"}, "fleet: prefill and decode workers need each other, got"),
         ({"profiles": {"profile": document_of("llama-3.1-70b", "h100-sxm", 2, EngineMode.PREFILL_FIRST)}},
          "engine_mode: no engine here forms its steps prefill-first; plan with --engine chunked"),
-        ({"profiles": {"profile": TIERED}}, "host_kv: no fleet here keeps KV in host memory; plan without"),
     ],
 )  # fmt: skip
 def test_a_plan_that_no_fleet_runs_is_refused_whole(tmp_path, change, says):
@@ -396,6 +430,10 @@ def test_kinds_that_cannot_be_are_refused(given, says):
         (["--policy", "fastest"], "--policy: one of spread"),
         (["--model", "meta-llama/Llama-3.1-8B"], "--model: meta-llama/Llama-3.1-8B goes by no name"),
         (["--engine", "emulated", "--as-is"], "--as-is: emulated engines are what the plan says"),
+        (["--host-kv", "64GB"], "--host-kv: expected memory of a worker"),
+        (["--host-kv", "64GiB@25GB/s"], "--host-kv: how fast it is loaded is measured here"),
+        (["--host-kv", "64GiB", "--engine", "emulated"], "--host-kv: emulated engines keep no KV"),
+        (["--host-kv", "1GiB", "--", "--kv-offloading-size", "2"], "--host-kv: is --kv-offloading-size"),
     ],
 )
 def test_flags_that_contradict_a_plan_are_refused_before_anything_starts(tmp_path, capsys, words, says):

@@ -1,0 +1,35 @@
+"""What a job says of the texts that its order was sent with."""
+
+import pytest
+
+from controlplane.errors import BadInput
+from tokenfleet.planning.threads import Watch
+from tokenfleet.service.job_process import answer
+
+NO_PRICE = """schema: tokenfleet.prices/1
+prices:
+- {gpu: h100-sxm, on_demand: -1, date: 2026-01-01, source: us}
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        ({"prices": NO_PRICE}, "prices: prices.0.on_demand: "),
+        ({"prices": "gpu: 1"}, "prices: schema: "),
+        ({"profiles": ["a: 1"], "gpu": []}, "profiles.0: "),
+    ],
+)
+def test_a_faulty_text_is_named_by_the_field_that_it_was_sent_in(tmp_path, sent, says):
+    trace = tmp_path / "day.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,100,20\n1,100,20\n")
+    order = {
+        "trace": {"upload": "any"},
+        "slo": {"ttft_s": 1.0, "tpot_s": 0.05},
+        "model": "llama-3.1-8b",
+        "gpu": ["h100"],
+    }
+    job = {"question": order | sent, "trace_path": str(trace), "trace_name": "day.csv", "threads": 1}
+    with pytest.raises(BadInput) as refused:
+        answer(job, Watch())
+    assert str(refused.value).startswith(says), refused.value
