@@ -19,7 +19,7 @@ of cases whose own lower bound was reached.
 nothing), `most` if every answer came as from an idle worker.
 
 `most`: `tokenfleet simulate --most-agents` on 8 H200s; then, of sessions halved at random, the most agents
-that 4 H200s carry with one half, and what so many, and 30 % more, attain with the other, coefficients drawn.
+that 2 H200s carry with one half, and what so many, and 30 % more, attain with the other, coefficients drawn.
 """
 
 from __future__ import annotations
@@ -191,11 +191,11 @@ def most_of_all(trace: Trace, workers: int, seed: int, pool: Threads) -> dict[st
 
 
 def most_held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
-    """The most agents of 4 H200s with one half of the sessions, and how the other half does with them."""
+    """The most agents of 2 H200s with one half of the sessions, and how the other half does with them."""
     request = replace(ASKED, gpu=("h200",), seed=seed)
     known, later = (gather(half, request) for half in halves_of(trace, seed))
-    most = carried(known, request, 4, pool)
-    fleet = of_one_kind(known.worker_types[0], 4)
+    most = carried(known, request, 2, pool)
+    fleet = of_one_kind(known.worker_types[0], 2)
     specs = fleet.specs(lambda p: draw_profile(p, np.random.default_rng([seed, 77])))
     lengths = LengthTable.from_history(known.workload.prompt_tokens, known.workload.output_tokens)
 
