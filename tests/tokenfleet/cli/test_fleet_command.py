@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tokenfleet.cli.fleet import _cached_text
 from tokenfleet.cli.main import main
 
 REPLAYED = {"at_s": 1e9, "kind": "replay", "worker": None, "reason": "w0 is gone"}
@@ -201,3 +202,13 @@ def test_what_is_no_control_api_is_told_in_one_line(said: bytes, capsys: pytest.
         thread.join()
     assert capsys.readouterr().err.startswith(f"error: --control: {address} does not answer (")
     assert main(["fleet", "--control", "http://[::1", "status"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("hit", "loaded", "expected", "says"),
+    [(50, 0, 50, "50%"), (50, 0, 40, "50% (40%)"), (50, 30, 50, "50%, 30% host"), (0, 0, 0, "0%")],
+)
+def test_what_a_worker_had_of_prompts_is_told_with_what_came_from_host_memory(hit, loaded, expected, says):
+    tokens = {"queried": 100, "hit": hit, "loaded": loaded, "expected": expected, "off": 0}
+    assert _cached_text(tokens) == says
+    assert _cached_text(None) == _cached_text(tokens | {"queried": 0}) == "–"
