@@ -79,7 +79,7 @@ def demand_line(
     assert sizing.workers is not None
     agents = replicates.agents
     rate = replicates.workload.rate_rps if agents is None else float(agents)
-    scales = RATE_SCALES
+    scales: tuple[float, ...] = RATE_SCALES
     if sizing.workers <= sizing.fewest + 1:
         scales = FOR_FEW if agents is None else OF_FEW_AGENTS
     counts = pool.map(lambda scale: crossing(replicates, question, sizing, scale), scales)
