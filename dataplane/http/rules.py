@@ -8,7 +8,9 @@ it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -29,6 +31,7 @@ from dataplane.http.tls import is_loopback
 if TYPE_CHECKING:
     from dataplane.http.server import Extension
 
+log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready"})
 BODY_BYTES = 1 << 20
 BODY_IDLE_S = 30.0  # a body of which nothing more comes for so long is given up
@@ -97,6 +100,8 @@ def application(title: str, keys: KeyRing, extensions: Sequence[Extension], **op
     app.add_exception_handler(ControlPlaneError, _bad_input)
     app.add_exception_handler(RequestValidationError, _bad_body)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(OSError, _no_disk)
+    app.add_exception_handler(sqlite3.OperationalError, _no_disk)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -213,6 +218,13 @@ async def _bad_input(request: Request, error: Exception) -> Response:
     if isinstance(error, TooBusy):
         return error_reply(429, str(error), "rate_limit_error", retry_after=str(error.retry_after_s))
     return error_reply(400, str(error))
+
+
+async def _no_disk(request: Request, error: Exception) -> Response:
+    """What could not be kept, of a full disk or a folder that cannot be written any more."""
+    why = getattr(error, "strerror", None) or str(error)
+    log.error("%s %s: %s", request.method, request.url.path, error)
+    return error_reply(507, f"nothing can be kept here now: {why}", "server_error", "no_storage")
 
 
 async def _bad_body(request: Request, error: Exception) -> Response:

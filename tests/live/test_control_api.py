@@ -61,6 +61,7 @@ def test_the_fleet_is_described(emulated_fleet):
         ("POST", "/v1/migrations", {"request_id": "nobody"}, 404, "not running"),
         ("GET", "/v1/migrations/none", None, 404, "no such migration"),
         ("GET", "/v1/requests/nobody", None, 404, "not running"),
+        ("GET", "/v1/requests/no/body", None, 404, "request no/body: is not running"),
         ("GET", "/v1/nothing", None, 404, "Not Found"),
     ],
 )

@@ -34,3 +34,15 @@ def test_a_name_from_a_hub_is_served_as_it_is() -> None:
 
 def test_the_operators_own_name_wins() -> None:
     assert names("meta-llama/Llama-3.1-8B", "--served-model-name", "mine") == ["mine"]
+
+
+def test_host_memory_below_kv_is_the_engines_and_not_the_servers(model_folder: Path) -> None:
+    from tokenfleet.cli.serve_plan import engine_words
+
+    from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_settings_of
+    from tokenfleet.cli.serve import ServeFlags
+
+    words = engine_words(ServeFlags(model=[str(model_folder)], host_kv="1.5GiB", engine_flags=["--seed=1"]))
+    gateway = Gateway(GatewaySettings(str(model_folder), "127.0.0.1", 8000, tuple(words)))
+    assert engine_settings_of(gateway.arguments)["kv_offloading_size"] == 1.5
+    assert gateway.config.kv_transfer_config is None

@@ -67,11 +67,17 @@ def test_the_connector_overrides_only_hooks_that_vllm_has():
     from dataplane.live.kv.connector import MigrationConnector
     from dataplane.live.kv.host_memory import TieredConnector
 
-    hooks = {n for n, _ in inspect.getmembers(surface.KVConnectorBase_V1, inspect.isfunction)}
+    hooks = {n for n, _ in inspect.getmembers(surface.KVConnectorBase_V1, inspect.isroutine)}
     hooks.add("request_finished_all_groups")  # of SupportsHMA
     ours = {n for n in vars(MigrationConnector) | vars(TieredConnector) if not n.startswith("_")}
     assert ours <= hooks
     assert not MigrationConnector.__abstractmethods__
+    # All that vLLM's offloading does, but what is nothing there, what other hooks of ours call, and metrics.
+    left = {"wait_for_layer_load", "save_kv_layer", "get_finished", "request_finished_all_groups"}
+    left |= {"take_events", "build_kv_connector_stats", "build_prom_metrics"}
+    assert (
+        hooks & vars(surface.OffloadingConnector).keys() - vars(TieredConnector).keys() - {"__init__"} == left
+    )
 
 
 def test_the_scheduler_output_has_the_fields_that_a_steps_load_is_read_from():

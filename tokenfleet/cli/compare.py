@@ -276,6 +276,8 @@ async def _counters(flags: CompareFlags, trust: ssl.SSLContext) -> dict[str, int
         async with control.session(30.0) as session:
             async with session.get(f"{control.url}/v1/fleet") as reply:
                 fleet = await reply.json(content_type=None)
+                if reply.status != 200 or "workers" not in fleet:
+                    raise ValueError(f"HTTP {reply.status} to /v1/fleet")
             async with session.get(f"{control.url}/metrics") as reply:
                 metrics = await reply.text()
     except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:

@@ -42,6 +42,7 @@ from tokenfleet.planning.threads import Threads
 
 RATE_SCALES = (0.5, 1.0, 1.5, 2.0)
 FOR_FEW = (2.0, 5.0, 8.0, 12.0)  # rates for a fleet of one or two, which says little about a slope
+OF_FEW_AGENTS = (1.5, 2.0, 3.0, 4.0)  # with them grow their sessions, and many take long to replay
 FEWEST_POINTS = 3  # two are on a line whatever they are
 _BROKEN_OFF = 40.0  # times the misses allowed, where a trial of another rate ends
 BASELINES = ("jsq", "p2c", "round-robin")
@@ -78,7 +79,9 @@ def demand_line(
     assert sizing.workers is not None
     agents = replicates.agents
     rate = replicates.workload.rate_rps if agents is None else float(agents)
-    scales = FOR_FEW if sizing.workers <= sizing.fewest + 1 else RATE_SCALES
+    scales = RATE_SCALES
+    if sizing.workers <= sizing.fewest + 1:
+        scales = FOR_FEW if agents is None else OF_FEW_AGENTS
     counts = pool.map(lambda scale: crossing(replicates, question, sizing, scale), scales)
     points = tuple((rate * scale, n) for scale, n in zip(scales, counts, strict=True) if n is not None)
     if len(points) < FEWEST_POINTS or rate <= 0:

@@ -340,7 +340,7 @@ def most_agents(
     if few := too_few(replicates, question):
         raise Infeasible(few.reason)
     known = replicates.workload.sessions
-    sessions = 0 if known is None else int(known.session.max(initial=-1)) + 1
+    sessions = 0 if known is None else len(np.unique(known.session[known.session >= 0]))
     target, trials = question.attainment, dict[int, Trial]()
 
     def fails_on_trace(agents: int) -> bool:

@@ -64,7 +64,7 @@ def scraped(url: str) -> str:
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as reply:
             return str(reply.read(MOST_BYTES).decode("utf-8", "replace"))
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise BadInput(f"--metrics: {address}: does not answer: {error}") from None
+        raise BadInput(f"--metrics: {address}: does not answer: {getattr(error, 'reason', error)}") from None
 
 
 def engine_counts(text: str, at_s: float, where: str = "metrics") -> dict[str, EngineCounts]:

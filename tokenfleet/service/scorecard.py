@@ -152,7 +152,9 @@ def scorecard_of(data: Path, plan: str) -> dict[str, Any]:
     Raises UnknownName where there is no such plan, BadInput where history cannot be read.
     """
     if not (data / "tokenfleet.db").is_file():
-        raise UnknownName(f"plan {plan}: {data} keeps no plans")
+        raise UnknownName(
+            f"plan {plan}: {data} keeps no plans; `tokenfleet serve --plan FILE --data {data}` does"
+        )
     database = Database(data / "tokenfleet.db")
     try:
         plans, jobs = Plans(database), Jobs(database)

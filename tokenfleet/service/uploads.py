@@ -77,8 +77,11 @@ class Uploads:
     def keep_text(self, text: str, name: str) -> dict[str, Any]:
         """Keep a trace that came as text."""
         draft = self.draft()
-        draft.write_text(text, encoding="utf-8")
-        return self.keep(draft, name)
+        try:
+            draft.write_text(text, encoding="utf-8")
+            return self.keep(draft, name)
+        finally:
+            draft.unlink(missing_ok=True)
 
     def _let_go(self, newest: str) -> None:
         """Remove the files longest unused beyond the bound; jobs over keep their summary and their plan."""

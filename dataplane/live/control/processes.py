@@ -5,7 +5,7 @@
 loaded, so that the next begins within seconds. A core that has served and then dies, or hangs for SILENT_S
 and is killed, gets a successor, once its parent has seen its end. One that ends in its own time ends the
 fleet. Told to end, the supervisor tells the core, and kills it if it hangs on its way, as where Ray does not
-answer; what is left below it then is killed.
+answer, or compiles or loads for long as it starts; what is left below it then is killed.
 
 Fleets of several models have a supervisor each, forked by the household from one process that has loaded all
 modules, and one more process before them, their front.
@@ -60,7 +60,8 @@ class Parent:
     """
 
     def __init__(self) -> None:
-        self._is_told = False
+        self._is_told = self._is_told_again = False
+        self._told_s = 0.0  # when it was first told
 
     def _pass_on(self) -> list[int]:
         """The processes that are told to end when this one is."""
@@ -102,7 +103,9 @@ class Parent:
         """Wait so long for signals, and take them; the exit codes of the processes that have ended."""
         told = signal.sigtimedwait(SIGNS, max(0.0, seconds))
         if told is not None and told.si_signo != signal.SIGCHLD:
-            self._is_told = True
+            if not self._is_told:
+                self._told_s = time.monotonic()
+            self._is_told, self._is_told_again = True, self._is_told
             for pid in self._pass_on():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
@@ -174,6 +177,8 @@ class Supervisor(Parent):
             self._core = self._fork(partial(self._run_core, estate))
             code = self._end_of_core()
             self._core = 0
+            if self._is_told and not self._pulse.has_served and code < 0:
+                return 128 + signal.SIGINT  # as one that has ended by itself before it could answer
             if code == 0 or self._is_told or not self._pulse.has_served:
                 return code if code >= 0 else 128 - code
             wait_s = pause_s(wait_s, time.monotonic() - began_s)
@@ -188,8 +193,11 @@ class Supervisor(Parent):
             codes = self._wait(1.0)
             if self._core in codes:
                 return codes[self._core]
-            if self._pulse.silent_s > (LAST_S if self._is_told else SILENT_S):
+            if self._is_told and not self._pulse.has_served:  # no client has anything open there
+                is_over = self._is_told_again or time.monotonic() - self._told_s > END_S
+            elif is_over := self._pulse.silent_s > (LAST_S if self._is_told else SILENT_S):
                 log.warning("the core has not run for %.0f s: it is killed", self._pulse.silent_s)
+            if is_over:
                 with suppress(ProcessLookupError):
                     os.kill(self._core, signal.SIGKILL)
 

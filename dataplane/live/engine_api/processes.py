@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import select
@@ -28,6 +29,7 @@ import psutil
 
 Result = TypeVar("Result")
 
+log = logging.getLogger(__name__)
 GRACE_S = 5.0
 YOUNG_S, LONGEST_PAUSE_S = 30.0, 30.0
 # vLLM and Ray tell nobody. vLLM's log goes to stderr, where `worker.cause` looks for the reason of a failed
@@ -118,7 +120,10 @@ class Record:
         """Write what is so from now on."""
         if any(self._now.get(name) != fact for name, fact in facts.items()):
             self._now |= facts
-            replace_text(self._path, json.dumps(self._now))
+            try:
+                replace_text(self._path, json.dumps(self._now))
+            except OSError as error:  # a full disk must not end what serves
+                log.error("a successor of this core would not know %s: %s", ", ".join(facts), error)
 
 
 class Pulse:

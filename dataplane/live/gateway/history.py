@@ -8,10 +8,12 @@ sample taken at intervals would hold too many of the long ones.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +24,7 @@ from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.metrics import PRIORITY_NAMES
 from dataplane.live.gateway.request import Tracked
 
+log = logging.getLogger(__name__)
 REMEMBERED = 20_000
 LEARN_FROM = 50  # finished requests before history is believed
 LEARN_EVERY = 200
@@ -149,14 +152,21 @@ class History:
         if now_s - self._written_s < WRITE_EVERY_S:
             return
         self._write_steps(now_s)
-        if self._steps.tell() > STEP_FILE_BYTES and self._folder is not None:
-            self._steps.close()
-            os.replace(self._folder / "steps.csv", self._folder / "steps.1.csv")
-            self._steps = _open_steps(self._folder)
 
     def _write_steps(self, now_s: float) -> None:
-        if self._steps is not None and self._unwritten:
+        if self._steps is None or self._folder is None:
+            return
+        try:
             self._steps.write("".join(self._unwritten))
+            if self._steps.tell() > STEP_FILE_BYTES:
+                self._steps.close()
+                os.replace(self._folder / "steps.csv", self._folder / "steps.1.csv")
+                self._steps = _open_steps(self._folder)
+        except (OSError, BadInput) as error:  # a full disk must not end who reads a worker's steps
+            log.error("step times end here: %s: %s", self._folder, getattr(error, "strerror", error))
+            with suppress(OSError):
+                self._steps.close()
+            self._steps = None
         self._unwritten, self._written_s = [], now_s
 
     def close(self) -> None:
@@ -180,10 +190,10 @@ def _open_steps(folder: Path) -> TextIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("a", encoding="utf-8", buffering=1)
+        if file.tell() == 0:
+            file.write(",".join(STEP_COLUMNS) + "\n")
+        else:
+            _same_columns(path)
     except OSError as error:
         raise BadInput(f"--data: {path}: cannot be written: {error.strerror}") from error
-    if file.tell() == 0:
-        file.write(",".join(STEP_COLUMNS) + "\n")
-    else:
-        _same_columns(path)
     return file

@@ -70,6 +70,8 @@ class RayHost:
         try:
             address = os.environ.get("RAY_ADDRESS") or await _address_of(own)
             await asyncio.to_thread(_join, address, NAMESPACE + own.parent.name)
+            # Ray has put its own in its place, which writes addresses of its code to stderr.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             # Others of a portfolio are not there to be waited for by a successor, which adopts what is.
             await _until_nodes(types, site if core == 1 else replace(site, beside=()), nodes_wait_s)
         except BaseException:

@@ -1,10 +1,13 @@
 """What a faulty body is told."""
 
 import asyncio
+import errno
+import sqlite3
 from typing import Annotated
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane.http.keys import KeyRing
@@ -40,10 +43,32 @@ def test_of_two_forms_the_fault_of_the_one_that_was_sent_is_said(trace: object, 
     async def order(order: Order) -> None:
         raise AssertionError(order)
 
-    async def asked() -> httpx.Response:
-        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.post("/orders", json={"trace": trace})
-
-    reply = asyncio.run(asked())
+    reply = asyncio.run(answer(app, {"trace": trace}))
     assert (reply.status_code, reply.json()["error"]["message"]) == (422, said)
+
+
+async def answer(app: FastAPI, body: object) -> httpx.Response:
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        return await client.post("/orders", json=body)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "No space left on device"),
+        (sqlite3.OperationalError("database or disk is full"), "database or disk is full"),
+    ],
+)
+def test_a_full_disk_is_said_in_the_apis_own_form(error: Exception, why: str) -> None:
+    app = application("made", KeyRing([]), [])
+
+    @app.post("/orders")
+    async def order() -> None:
+        raise error
+
+    reply = asyncio.run(answer(app, {}))
+    assert (reply.status_code, reply.json()["error"]["message"]) == (
+        507,
+        f"nothing can be kept here now: {why}",
+    )

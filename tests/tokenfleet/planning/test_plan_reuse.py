@@ -348,7 +348,7 @@ def test_more_agents_need_more_workers_and_none_knows_a_time_of_day() -> None:
     line = many.line
     assert line is not None
     assert line.of_agents
-    assert [agents for agents, _ in line.points] == [80, 200, 320, 480]  # a small fleet says little
+    assert [agents for agents, _ in line.points] == [60, 80, 120, 160]  # a small fleet says little
     assert line.r2 > 0.9
     on_trace = min(n for n, share in many.on_trace.items() if share >= 0.9)
     assert abs(math.ceil(line.slope * 40 + line.intercept) - on_trace) <= 1

@@ -221,7 +221,7 @@ def test_an_access_log_of_another_engine_corrects_a_profile(tmp_path, capsys):
         (("--metrics", "h:1", "--log", "x"), "give --metrics ADDRESS (or several), or --log FILE"),
         (("--metrics", "ftp://h/metrics"), "expected an http:// or https:// address"),
         (("--metrics", "h:port"), "http://h:port/metrics: does not answer: nonnumeric port"),
-        (("--metrics", "127.0.0.1:9"), "http://127.0.0.1:9/metrics: does not answer"),
+        (("--metrics", "127.0.0.1:9"), "http://127.0.0.1:9/metrics: does not answer: [Errno 111]"),
         (("--log", "no-such-log"), "cannot be read"),
     ],
 )

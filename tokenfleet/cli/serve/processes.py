@@ -143,10 +143,8 @@ def _run_core(settings: FleetSettings, tell: Say, name: str, estate: Estate) -> 
 
         try:
             uvloop.run(run_fleet(settings, estate, announce, told))
-        except asyncio.CancelledError:  # told to stop before it could answer
-            if name:  # by another of the portfolio, which says why, or as that is
-                return INTERRUPTED
-            raise KeyboardInterrupt from None
+        except asyncio.CancelledError:  # told to stop before it could answer; who told it says so
+            return INTERRUPTED
         except RuntimeError as error:
             raise BadInput(f"serve: {name and name + ': '}{error}") from error
         except BadInput as error:

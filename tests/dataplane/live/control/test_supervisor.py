@@ -16,7 +16,8 @@ from dataplane.live.control import processes
 from dataplane.live.engine_api import processes as lives
 
 fates = sys.argv[1:]
-lives.LONGEST_PAUSE_S, processes.END_S = 0.0, 0.2
+lives.LONGEST_PAUSE_S = 0.0
+processes.END_S = 600.0 if "computes" in fates else 0.2
 processes.SILENT_S = 3.0 if "hangs" in fates else 60.0  # a busy machine keeps a core waiting, too
 processes.LAST_S = 0.5 if "lingers" in fates else 60.0
 
@@ -27,6 +28,11 @@ def core(estate):
     estate.record.note(left=fate)
     if fate == "refuses":
         return 2
+    if fate in ("starts", "computes"):  # and does not look at what it is told
+        signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+        print("ready", flush=True)
+        while True:
+            signal.pause()
     with suppress(TimeoutError):
         asyncio.run(asyncio.wait_for(estate.pulse.show(), 0.05))
     if fate == "waits":
@@ -146,6 +152,21 @@ def test_told_to_end_it_kills_a_core_that_does_not():
     process.send_signal(signal.SIGTERM)
     assert said(process) == []
     assert process.returncode == 128 + signal.SIGKILL
+
+
+def test_told_to_end_it_kills_a_core_that_starts_and_does_not_and_at_once_where_it_is_told_again():
+    process = play("starts")
+    assert [process.stdout.readline() for _ in range(2)] == ["1 starts None\n", "ready\n"]
+    process.send_signal(signal.SIGTERM)
+    assert said(process) in (["told"], [])  # it had little time to say so
+    assert process.returncode == 128 + signal.SIGINT
+    process = play("computes")  # which may take ten minutes to end
+    assert [process.stdout.readline() for _ in range(2)] == ["1 computes None\n", "ready\n"]
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "told\n"
+    process.send_signal(signal.SIGINT)
+    assert "told" not in said(process)[1:]
+    assert process.returncode == 128 + signal.SIGINT
 
 
 def test_a_household_ends_its_fleets_before_the_front_that_passes_on_what_they_still_say():

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from multiprocessing.shared_memory import SharedMemory
 
-from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
+from dataplane.live.engine_api.processes import Record, descendants, shared_memory, unlink
 
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
 
@@ -29,3 +29,9 @@ def test_the_shared_memory_of_a_process_is_found_and_removed():
     unlink(found)  # twice is no error
     memory.close()
     SharedMemory(memory.name, create=True, size=64).unlink()  # the name is free again
+
+
+def test_a_record_that_cannot_be_written_does_not_end_what_serves(tmp_path, caplog):
+    record = Record(tmp_path / "gone" / "record.json")
+    record.note(wanted=3)
+    assert "a successor of this core would not know wanted: " in caplog.text

@@ -54,6 +54,21 @@ def test_steps_of_any_length_are_all_written_once_and_their_mean_is_the_true_one
     assert np.mean(sampled) > 1.2 * lasts_s.mean()  # why the last step of each message would not do
 
 
+def test_a_full_disk_ends_the_record_of_steps_and_not_who_reads_the_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace, history = StepTrace(WorkerId("w0"), 100), History(64.0, tmp_path)
+    history._steps.close()
+    history._steps = Path("/dev/full").open("w", encoding="utf-8", buffering=1)  # noqa: SIM115  # it closes it
+    for i in range(3):
+        trace.add(load(4), 0.01, 0.01 * i, 4, 0, 0.1)
+        history.add_step(trace.telemetry(0.01 * i))
+    history.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"step times end here: {tmp_path}: No space left on device"
+    ]
+
+
 def test_executed_steps_survive_the_wire_and_say_which_are_new() -> None:
     trace = StepTrace(WorkerId("w0"), 100)
     for i in range(5):
