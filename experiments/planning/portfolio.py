@@ -45,7 +45,8 @@ from controlplane.workload import Workload
 from experiments.lib.public_data import AZURE_HOUR, azure_hour
 from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.portfolio.plan import PortfolioPlan, cheapest, fleets_of, plan_portfolio, tasks_of
+from tokenfleet.portfolio.offers import fleets_of, tasks_of
+from tokenfleet.portfolio.plan import PortfolioPlan, cheapest, plan_portfolio
 from tokenfleet.portfolio.request import Model, Portfolio
 from tokenfleet.whatif.cache import Cache
 

@@ -37,10 +37,9 @@ def test_the_operators_own_name_wins() -> None:
 
 
 def test_host_memory_below_kv_is_the_engines_and_not_the_servers(model_folder: Path) -> None:
-    from tokenfleet.cli.serve_plan import engine_words
-
     from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_settings_of
-    from tokenfleet.cli.serve import ServeFlags
+    from tokenfleet.cli.serve.flags import ServeFlags
+    from tokenfleet.cli.serve.workers import engine_words
 
     words = engine_words(ServeFlags(model=[str(model_folder)], host_kv="1.5GiB", engine_flags=["--seed=1"]))
     gateway = Gateway(GatewaySettings(str(model_folder), "127.0.0.1", 8000, tuple(words)))

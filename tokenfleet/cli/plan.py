@@ -79,7 +79,8 @@ def portfolio_command(
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.cli.terminal import answer, counted_bar, warn
     from tokenfleet.files import cache_folder, refuse_unwritable, write_files
-    from tokenfleet.portfolio.plan import plan_portfolio, tasks_of
+    from tokenfleet.portfolio.offers import tasks_of
+    from tokenfleet.portfolio.plan import plan_portfolio
     from tokenfleet.portfolio.request import read_portfolio
     from tokenfleet.portfolio.view import portfolio_json, portfolio_report, portfolio_tables
     from tokenfleet.whatif.cache import Cache

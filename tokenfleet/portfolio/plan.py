@@ -1,12 +1,5 @@
-"""The plan of a portfolio: for each model and type of GPU the planner's own fleet, and the cheapest choice.
+"""The plan of a portfolio: the cheapest choice among the fleets that its models could have (offers.py).
 
-Each model is planned by itself on every type of GPU that it may have, on demand, on spot or both, with its
-schedule. These plans, in each zone that the model may be in, are the offers among which choose.py chooses.
-Where the share on spot is limited, so is the fleet planned on spot with some of its workers on demand, which
-stay while others come and go; with as many spares, but for the time when it has none on spot. Reclaims can
-take fewer of it, so it attains at least what its plan says.
-Where several workers may be on a GPU, a model that one worker of one GPU serves is planned once more on
-workers that have such a part of it (Profile.shared), on demand: a reclaim would take all that are on it.
 All schedules are laid on one axis of time: that of the clock where every trace has one, all days being alike;
 else all traces begin together. Beside its trace a model has its whole fleet. The requests of a model's LoRA
 adapters are among its own: what they add is told by a plan of its fleet without them.
@@ -14,23 +7,15 @@ adapters are among its own: what they add is told by a plan of its fleet without
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.errors import BadInput, ControlPlaneError, Infeasible
-from controlplane.worker_type import WorkerType
-from tokenfleet.planning.fleet import Fleet, apportioned
-from tokenfleet.planning.inputs import Gathered, gather, within_kv
+from controlplane.errors import Infeasible
+from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
-from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.schedule import Stretch, paid
 from tokenfleet.portfolio.choose import (
     Choice,
     Group,
@@ -42,35 +27,13 @@ from tokenfleet.portfolio.choose import (
     least_excess,
     raised,
 )
-from tokenfleet.portfolio.request import Adapter, Model, Portfolio
-from tokenfleet.traces import Trace, merged, read_traces
-from tokenfleet.whatif.axes import Task
+from tokenfleet.portfolio.offers import Kind, Made, Tasks, Without, fleets_of
+from tokenfleet.portfolio.request import Portfolio
 from tokenfleet.whatif.cache import Cache
 from tokenfleet.whatif.run import results_of
 from tokenfleet.whatif.solve import Result
 
 DAY_S = 86_400.0
-WORKERS_PER_GPU = (2, 4)  # that share one
-PARTLY_ON_DEMAND = 8  # numbers of a fleet's workers
-
-
-class Kind(NamedTuple):
-    """A type of GPU, how it is bought, and how many workers are on one.
-
-    `on_demand`: of a fleet on spot the workers that are not; while as many or fewer serve, all of them.
-    """
-
-    gpu: str
-    is_spot: bool = False
-    workers_per_gpu: int = 1
-    on_demand: int = 0
-
-    def __str__(self) -> str:
-        part = f" x 1/{self.workers_per_gpu}" if self.workers_per_gpu > 1 else ""
-        return f"{self.gpu}{part}{' on spot' if self.is_spot else ''}"
-
-
-Without = dict[tuple[int, Kind], str]  # why a model, by its number, has no fleet of a kind of GPU
 
 
 @dataclass(frozen=True)
@@ -137,169 +100,6 @@ class PortfolioPlan:
     warnings: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Made:
-    """A model's fleet of one type of GPU in one zone, and when it has how many workers.
-
-    `on_demand_usd_per_h`: of a worker, where some of a fleet on spot are on demand.
-    """
-
-    model: int
-    kind: Kind
-    zone: str | None
-    plan: PlanFile
-    fleet: Fleet
-    stretches: tuple[Stretch, ...]
-    on_demand_usd_per_h: float = 0.0
-
-    @property
-    def spares(self) -> int:
-        """Workers beyond those that serve, for reclaimed ones."""
-        return 0 if self.plan.spares is None else self.plan.spares.workers
-
-    def bought(self, workers: int) -> tuple[float, float, float]:
-        """GPUs, those of them on spot, and dollars an hour when so many workers are planned.
-
-        Spares are on spot, and there are none while all that serve are on demand.
-        """
-        on_demand = min(self.kind.on_demand, workers - self.spares) if self.kind.on_demand else 0
-        fleet = apportioned(self.fleet, on_demand if on_demand == workers - self.spares else workers)
-        gpus, usd = float(fleet.gpus), fleet.usd_per_hour or 0.0
-        if not on_demand:
-            return gpus, gpus * self.kind.is_spot, usd
-        worker_type = self.fleet.groups[0].worker_type
-        more_usd = self.on_demand_usd_per_h - (worker_type.usd_per_h or 0.0)
-        return gpus, gpus - on_demand * worker_type.gpus, usd + on_demand * more_usd
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """The plans to make: each with its model's number and its GPU. Their numbers are their places.
-
-    `bare`: the same of models that have adapters, without them, by model and kind of GPU. `adapters`: each
-    one's share of its model's requests, by model. `parts`: by the number of another, the plans on parts of
-    GPUs to make where that is a single worker's, by the workers on a GPU, or why there is none.
-    """
-
-    tasks: tuple[tuple[int, Kind, Task], ...]
-    parts: Mapping[int, Mapping[int, Task | str]]
-    warnings: tuple[str, ...]
-    bare: Mapping[tuple[int, Kind], Task]
-    adapters: Mapping[int, Mapping[str, float]]
-
-    @property
-    def count(self) -> int:
-        """Plans to make at most."""
-        return len(self.tasks) + sum(map(len, self.parts.values()))
-
-
-def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
-    """A plan to make for each model and type of GPU.
-
-    Raises BadInput for a trace, a model or a price that is not known, and GPUs that no model may have.
-    """
-    tasks: list[tuple[int, Kind, Task]] = []
-    parts: dict[int, dict[int, Task | str]] = {}
-    warnings: dict[str, None] = {}
-    bare: dict[tuple[int, Kind], Task] = {}
-    adapters: dict[int, dict[str, float]] = {}
-    for number, model in enumerate(portfolio.models):
-        own = _read(model)
-        of_adapters = {one.name: _read(one) for one in model.adapters}
-        trace = merged([own, *of_adapters.values()])
-        adapters[number] = {name: len(one) / len(trace) for name, one in of_adapters.items()}
-        for request, gathered in _gathered(model, trace, today):
-            warnings.update(dict.fromkeys(f"{model.name}: {w}" for w in gathered.inputs.warnings))
-            for gpu, types in _on_offer(portfolio, model, request, gathered).items():
-                task = Task(len(tasks), gathered.workload, types, request, gathered.inputs, True)
-                tasks.append((number, Kind(gpu, request.spot), task))
-                parts[task.number] = {n: _on_parts(task, n) for n in _ways(portfolio, model, request)}
-        for request, gathered in _gathered(model, own, today) if of_adapters else ():
-            for gpu, types in _on_offer(portfolio, model, request, gathered).items():
-                task = Task(len(bare), gathered.workload, types, request, gathered.inputs, False)
-                bare[number, Kind(gpu, request.spot)] = task
-    _check_wanted(portfolio, {kind.gpu for _, kind, _ in tasks})
-    return Tasks(tuple(tasks), parts, tuple(warnings), bare, adapters)
-
-
-def _ways(portfolio: Portfolio, model: Model, request: PlanRequest) -> list[int]:
-    """The numbers of workers that may be on a GPU of the model, where they share it."""
-    # Adapters take memory of a GPU that profiles do not know.
-    is_whole = request.spot or bool(model.adapters)
-    return [n for n in WORKERS_PER_GPU if n <= portfolio.models_per_gpu and not is_whole]
-
-
-def _on_parts(task: Task, workers_per_gpu: int) -> Task | str:
-    """The task with workers that share their GPUs, or why there are none."""
-    shared, why = [], ""
-    for worker_type in task.worker_types:
-        try:
-            shared.append(worker_type.shared(workers_per_gpu))
-        except BadInput as refusal:
-            why = str(refusal)
-    if not shared:
-        return why
-    try:
-        usable, _ = within_kv(task.workload, shared, task.inputs.trace)
-    except BadInput as refusal:
-        return str(refusal)
-    n = workers_per_gpu
-    counted = f"{n} workers on a GPU take turns: each step is counted as {n} times as long"
-    inputs = replace(task.inputs, warnings=(*task.inputs.warnings, counted))
-    return replace(task, worker_types=usable, inputs=inputs)
-
-
-def _on_offer(
-    portfolio: Portfolio, model: Model, request: PlanRequest, gathered: Gathered
-) -> dict[str, tuple[WorkerType, ...]]:
-    """The types of worker that a model may have, by GPU. Raises BadInput where one has no price."""
-    offers: dict[str, tuple[WorkerType, ...]] = {}
-    for gpu in sorted({t.gpu or "" for t in gathered.worker_types}):
-        types = tuple(t for t in gathered.worker_types if t.gpu == gpu)
-        if portfolio.gpus.get(gpu) == 0 or not _zones(portfolio, model, gpu):
-            continue
-        if types[0].usd_per_h is not None:
-            offers[gpu] = types
-        elif len(model.asked) == 1 or not request.spot:  # where it may be either, spot may have no price
-            raise BadInput(f"{model.name}: no price known for {gpu}; give one with `prices`")
-    return offers
-
-
-def _zones(portfolio: Portfolio, model: Model, gpu: str) -> Sequence[str | None]:
-    """The zones in which a model may have this type of GPU; one without a name where there are no zones."""
-    if not portfolio.zones:
-        return [None]
-    may = portfolio.zones if model.zones is None else model.zones
-    return [zone for zone in may if portfolio.zones[zone].get(gpu)]
-
-
-def _read(one: Model | Adapter) -> Trace:
-    with _named(one):
-        return read_traces(one.traces)
-
-
-def _gathered(model: Model, trace: Trace, today: date | None) -> list[tuple[PlanRequest, Gathered]]:
-    with _named(model):
-        return [(request, gather(trace, request, None, today)) for request in model.asked]
-
-
-def _check_wanted(portfolio: Portfolio, gpus: Set[str]) -> None:
-    """Raise BadInput where limits have GPUs that no model may have."""
-    limits = [("gpus", portfolio.gpus), *((f"zones.{zone}", most) for zone, most in portfolio.zones.items())]
-    for name, by_gpu in limits:
-        if unwanted := next((gpu for gpu, most in by_gpu.items() if most and gpu not in gpus), None):
-            raise BadInput(f"limits.{name}: {unwanted}: no model may have it")
-
-
-@contextmanager
-def _named(model: Model | Adapter) -> Iterator[None]:
-    """Name the model in what is refused."""
-    try:
-        yield
-    except ControlPlaneError as refusal:
-        raise BadInput(f"{model.name}: {refusal}") from None
-
-
 def plan_portfolio(
     portfolio: Portfolio, asked: Tasks, jobs: int, cache: Cache, told: Callable[[], None] = lambda: None
 ) -> PortfolioPlan:
@@ -318,70 +118,6 @@ def plan_portfolio(
     return replace(chosen, rows=rows)
 
 
-def fleets_of(
-    portfolio: Portfolio, asked: Tasks, jobs: int, cache: Cache, told: Callable[[], None] = lambda: None
-) -> tuple[Sequence[Made], Without]:
-    """The fleets that each model could have, in each zone that it may be in, and why there are no others.
-
-    Raises Infeasible where a model has none.
-    """
-    made, without = _made_of(portfolio, asked.tasks, jobs, cache, told)
-    small = {(one.model, one.kind) for one in made if one.plan.gpus == 1}
-    on_parts: list[tuple[int, Kind, Task]] = []
-    for number, kind, task in asked.tasks:
-        for n, part in asked.parts.get(task.number, {}).items() if (number, kind) in small else ():
-            if isinstance(part, Task):
-                part = replace(part, number=len(on_parts))
-                on_parts.append((number, kind._replace(workers_per_gpu=n), part))
-            else:
-                without[number, kind._replace(workers_per_gpu=n)] = part
-    for _ in range(asked.count - len(asked.tasks) - len(on_parts)):
-        told()
-    more, why_not = _made_of(portfolio, on_parts, jobs, cache, told)
-    made, without = [*made, *more], without | why_not
-    for number in sorted(set(range(len(portfolio.models))) - {one.model for one in made}):
-        found = [f"{kind}: {why}" for (n, kind), why in without.items() if n == number]
-        reasons = "; ".join(found) or "no zone has a GPU for it"
-        name = portfolio.models[number].name
-        raise Infeasible(f"{name}: no GPU on offer serves it within its targets ({reasons})")
-    return [*made, *_partly_on_demand(made, asked, portfolio.spot_share)], without
-
-
-def _partly_on_demand(made: Sequence[Made], asked: Tasks, spot_share: float | None) -> Iterator[Made]:
-    """The fleets on spot with some of their workers on demand, where their model may be either.
-
-    Without a limit of the share on spot none of them is cheaper than all on spot.
-    """
-    if spot_share is None or spot_share >= 1:
-        return
-    usd = {
-        (number, worker_type.name): worker_type.usd_per_h
-        for number, kind, task in asked.tasks
-        for worker_type in task.worker_types
-        if not kind.is_spot
-    }
-    for one in made:
-        price = (
-            usd.get((one.model, one.fleet.groups[0].worker_type.name))
-            if one.kind.is_spot and len(one.fleet.groups) == 1
-            else None
-        )
-        for workers in () if price is None else _workers_on_demand(one.fleet.workers, one.spares, spot_share):
-            yield replace(one, kind=one.kind._replace(on_demand=workers), on_demand_usd_per_h=price or 0.0)
-
-
-def _workers_on_demand(workers: int, spares: int, spot_share: float) -> list[int]:
-    """How many of a fleet's workers may be on demand: not none, and not all that serve.
-
-    Of a large fleet every number would be more than the program needs: eight that are spread evenly, and the
-    least with which the fleet by itself keeps to the limit.
-    """
-    most = workers - spares - 1
-    spread = {round(float(n)) for n in np.linspace(1, most, max(0, min(most, PARTLY_ON_DEMAND)))}
-    least = math.ceil(workers * (1.0 - spot_share) - 1e-9)
-    return sorted(n for n in spread | {least} if 0 < n <= most)
-
-
 def _with_adapters(row: Row, adapters: Mapping[str, float], alone: Result) -> Row:
     """The row of a model with adapters, where its plan without them is `alone`."""
     adds = None
@@ -392,39 +128,6 @@ def _with_adapters(row: Row, adapters: Mapping[str, float], alone: Result) -> Ro
             both = [Fleet(plan.groups).usd_per_hour or 0.0 for plan in (row.plan, bare)]
             adds = both[0] - both[1]
     return replace(row, adapters=adapters, adapters_usd_per_h=adds)
-
-
-def _made_of(
-    portfolio: Portfolio,
-    tasks: Sequence[tuple[int, Kind, Task]],
-    jobs: int,
-    cache: Cache,
-    told: Callable[[], None],
-) -> tuple[list[Made], Without]:
-    """The fleets of these plans in each of their zones, and why others have none."""
-    made: list[Made] = []
-    without: Without = {}
-    results = results_of([task for _, _, task in tasks], jobs, None, cache, told)
-    for number, kind, task in tasks:
-        result, model = results[task.number], portfolio.models[number]
-        plan = None if result["plan"] is None else parse_plan(result["plan"], f"{model.name} on {kind}")
-        if plan is None or not plan.feasible:
-            without[number, kind] = result["error"] if plan is None else plan.reason or "no fleet"
-        else:
-            first = _of_plan(number, kind, plan)
-            made += [replace(first, zone=zone) for zone in _zones(portfolio, model, kind.gpu)]
-    return made, without
-
-
-def _of_plan(number: int, kind: Kind, plan: PlanFile) -> Made:
-    scale = plan.inputs.rate_scale
-    # In whole seconds, so that stretches of two traces that end together do so.
-    wanted = [Stretch(round(s.start_s * scale), round(s.end_s * scale), s.workers) for s in plan.schedule]
-    wanted = [s for s in wanted if s.end_s > s.start_s]
-    detail = plan.schedule_detail
-    if wanted and detail is not None and detail.paid is not None:
-        wanted = list(paid(wanted, detail.paid.cold_start_s).stretches)
-    return Made(number, kind, None, plan, Fleet(plan.groups), tuple(wanted))
 
 
 def cheapest(

@@ -9,7 +9,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tokenfleet import __version__
-from tokenfleet.portfolio.plan import Kind, PortfolioPlan, Row, Use
+from tokenfleet.portfolio.offers import Kind
+from tokenfleet.portfolio.plan import PortfolioPlan, Row, Use
 from tokenfleet.report.figures import Figure
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import share_text, table, usd_text

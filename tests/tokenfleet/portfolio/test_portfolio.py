@@ -13,7 +13,7 @@ from controlplane.perfmodel.profile import KvModel
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.planning.plan_file import read_plan
-from tokenfleet.portfolio.plan import _workers_on_demand
+from tokenfleet.portfolio.offers import _workers_on_demand
 from tokenfleet.portfolio.request import read_portfolio
 from tokenfleet.profiles.library import write_profile
 
