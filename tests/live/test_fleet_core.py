@@ -106,7 +106,7 @@ def test_with_no_worker_in_time_the_client_is_told_in_an_error(live_extra):
         other = await front.send("fresh")
         await front.ended("begun", "fresh")
         assert front.finish["begun"] == front.finish["fresh"] == "ERROR"
-        assert "within 0.3 s" in ticket.failure
+        assert "the fleet has no worker, and got none within 0.3 s" in ticket.failure
         assert other.rejection is not None
         assert other.rejection.retry_after_s >= 1
 

@@ -114,6 +114,11 @@ class Account:
         """The ledger now; it is another one after `row` had to make room."""
         return self._led
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether any worker is attached, open or draining."""
+        return bool(self._workers)
+
     def prefix_hits(self, worker: WorkerId) -> Hits:
         """What a worker had cached of what it was given, and what was expected."""
         return self._mirrors.hits.get(self._worker_rows.get(worker, NONE), Hits())

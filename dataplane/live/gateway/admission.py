@@ -146,8 +146,9 @@ class Admission:
                 await self._offer_in_order()
 
     def _turn_away_overdue(self, now_s: float) -> None:
+        why = "no worker had room" if self._placement.has_workers else "the fleet has no worker, and got none"
         while (r := int(overdue(self._placement.ledger, self._queue, now_s))) != NONE:
-            self._turn_away(self._waiting[r], f"no worker had room within {self._settings.max_wait_s:g} s")
+            self._turn_away(self._waiting[r], f"{why} within {self._settings.max_wait_s:g} s")
 
     async def _offer_in_order(self) -> None:
         now_s = self._clock()
