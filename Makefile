@@ -28,7 +28,7 @@ unit: .venv/all  ## tests that start no engine; the kernels are compiled once, b
 
 live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side choices, without a GPU
 	$(BIN)/pytest -n 2 tests/rehearsal
-	timeout -k 30 1800 $(BIN)/pytest -n 2 --dist loadfile tests/live --durations 10
+	timeout -k 30 2700 $(BIN)/pytest -n 2 --dist loadfile tests/live --durations 10
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1
 	$(BIN)/tokenfleet serve --model tokenfleet-out/tiny-llama --workers 2
