@@ -41,6 +41,7 @@ from controlplane.types import Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.live.engine_api.cache_events import CachedBlocks, tree
 from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.gateway.mirrors import Found
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 from dataplane.simulated.cluster import advance
@@ -164,7 +165,7 @@ class Mirror:
             change = self._engine.take(msgspec.msgpack.decode(msgspec.msgpack.encode(events)))
             assert change is None or self.placement.take_cached(WORKER, change) == ""
         got = [(self._sent[name], len(tokens)) for name, tokens in sampled.items() if tokens]
-        self.placement.advance(WORKER, got, 0.0, {t.id: found[int(t.id)] for t, _ in got})
+        self.placement.advance(WORKER, got, 0.0, {t.id: Found(found[int(t.id)]) for t, _ in got})
         for tracked, _ in got:
             tracked.output_token_ids.extend(sampled[tracked.id])
 
