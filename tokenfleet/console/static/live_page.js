@@ -153,18 +153,19 @@ function rangeOf({ auto, autoscale }) {
 }
 
 /** What share of their prompts' tokens the workers had cached, and what one endless cache of all would have had. */
-function cachedTile(workers) {
+function cachedOf(workers) {
   const told = workers.map((w) => w.prefix_tokens).filter(Boolean);
   const [queried, hit, ideal] = ["queried", "hit", "ideal"].map((name) => told.reduce((sum, t) => sum + t[name], 0));
-  return queried
-    ? [share(hit / queried), `of prompt tokens cached, ${share(ideal / queried)} ideally`, ""]
-    : ["–", "of prompt tokens cached", ""];
+  if (!queried) return "";
+  const had = ` Workers had ${share(hit / queried)} of their prompts' tokens cached;`;
+  return `${had} one cache of all of them, with room for everything, would have had ${share(ideal / queried)}.`;
 }
 
 function showTiles(now) {
   const serving = now.workers.filter((w) => w.state === "serving").length;
   const { lately } = now;
-  say(byId("window"), `Tokens, latencies, targets and failures: the last ${duration(lately.over_s, 2)}.`);
+  const over = `Tokens, latencies, targets and failures: the last ${duration(lately.over_s, 2)}.`;
+  say(byId("window"), over + cachedOf(now.workers));
   const within = ratioOf(lately.attainment.both);
   const tiles = [
     [`${count(serving)} of ${count(now.wanted_workers)}`, "workers serving", ""],
@@ -179,7 +180,6 @@ function showTiles(now) {
       within === null ? "" : tone(within, now.attainment_target),
     ],
     [count(lately.failed), "failed", lately.failed ? "bad" : ""],
-    cachedTile(now.workers),
   ];
   const list = byId("tiles");
   if (list.children.length !== tiles.length) {
