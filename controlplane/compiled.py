@@ -1,7 +1,8 @@
 """`compiled`: a function compiled by Numba on its first call, without Python's global lock.
 
 Threads run simulations side by side. Kernels are kept on disk where the process has named a folder for them
-(numba.config.CACHE_DIR, see dataplane/startup.py); by itself an import touches no file.
+(numba.config.CACHE_DIR, see dataplane/startup.py); by itself an import touches no file. They are filed by
+module name: the folder's name holds a digest of the sources, so checkouts with equal kernels share it.
 
 `by_reference`: a named tuple of arrays that kernels hand on to each other as one pointer. Numba hands tuples
 on by value: seven words and more for each array, from every function to every other.
@@ -14,13 +15,36 @@ from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite import ir
-from numba.core import cgutils, imputils, types
+from numba.core import caching, cgutils, imputils, types
 from numba.core.datamodel import models, register_default
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, lower_getattr_generic, typeof_impl, unbox
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=type)
+
+# The folder's name digests the sources of these.
+PACKAGES = ("controlplane.", "dataplane.simulated.", "tokenfleet.")
+
+
+class _ByModule(caching.UserProvidedCacheLocator):  # type: ignore[misc]
+    """Files a kernel by its module's name; Numba's own locators use paths, which differ by checkout."""
+
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        super().__init__(function, file)
+        self._cache_path = f"{numba.config.CACHE_DIR}/{function.__module__}"
+
+    def get_source_stamp(self) -> str:
+        return ""  # the folder's name stands for it
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], file: str) -> _ByModule | None:
+        if not function.__module__.startswith(PACKAGES):
+            return None
+        return cast("_ByModule | None", super().from_function(function, file))
+
+
+caching.CacheImpl._locator_classes.insert(0, _ByModule)
 
 
 def compiled(function: F) -> F:

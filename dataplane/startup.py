@@ -49,7 +49,9 @@ def use_kernel_cache() -> None:
 def _folder() -> Path:
     digest = hashlib.sha256(version("numba").encode())
     for source in sorted(
-        [*_SOURCES.glob("controlplane/**/*.py"), *_SOURCES.glob("dataplane/simulated/*.py")]
+        path
+        for folder in ("controlplane", "dataplane/simulated", "tokenfleet/planning")
+        for path in (_SOURCES / folder).rglob("*.py")
     ):
         text = source.read_bytes()
         if b"compiled" in text:
