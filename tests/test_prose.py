@@ -1,13 +1,17 @@
-"""The prose of the code: module docstrings are plain sentences, and no path leads out of the repository."""
+"""The prose of code, pages and help texts: plain, short sentences in the field's words; paths that exist."""
 
 from __future__ import annotations
 
 import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prose import BANNED_TURNS, OLD_WORDS, Prose, prose_of
+
+from tokenfleet.cli.main import VERBS, command_of
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = sorted(
@@ -61,3 +65,33 @@ def test_a_module_that_the_prose_names_is_there() -> None:
         if named not in there
     ]
     assert missing == []
+
+
+def help_texts() -> Iterator[str]:
+    """The help of every verb, sub-command and option, its examples left out."""
+    for name, verb in VERBS.items():
+        yield verb.help
+        commands = [command_of(verb)]
+        while commands:
+            command = commands.pop()
+            for paragraph in (command.help or "").replace("\b\n", "").split("\n\n"):
+                if not paragraph.startswith(("tokenfleet ", "Examples:")):
+                    yield paragraph
+            yield from (p.help for p in command.params if getattr(p, "help", None))
+            commands += getattr(command, "commands", {}).values()
+        assert command_of(verb).help, f"{name} has no help"
+
+
+def test_help_texts_are_short_and_plain() -> None:
+    prose = prose_of(dict.fromkeys(help_texts()))
+    assert len(prose.paragraphs) > 200
+    reads_plainly(prose, sentence=11, paragraph=45)
+
+
+def reads_plainly(prose: Prose, sentence: float, paragraph: float) -> None:
+    """The limits of our prose: words of a sentence and a paragraph, banned turns, words given up."""
+    assert prose.matches(BANNED_TURNS) == []
+    assert prose.matches(OLD_WORDS) == []
+    assert prose.words_a_sentence <= sentence, f"{prose.words_a_sentence:.1f} words a sentence"
+    assert prose.words_a_paragraph <= paragraph, f"{prose.words_a_paragraph:.1f} words a paragraph"
+    assert prose.long_share <= 0.03, prose.long_sentences

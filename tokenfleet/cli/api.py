@@ -44,15 +44,15 @@ class ApiFlags:
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
     insecure: Insecure = False
-    parallel: Annotated[int, typer.Option(min=1, max=64, help="plans made at the same time")] = 1
-    queue: Annotated[int, typer.Option(min=1, max=100_000, help="plans that may wait; more get 429")] = 100
-    job_timeout: Annotated[str, typer.Option(help="the most a plan may take")] = "15m"
-    max_upload_mb: Annotated[int, typer.Option(min=1, max=4096, help="the largest trace")] = 64
+    parallel: Annotated[int, typer.Option(min=1, max=64, help="plans computed at the same time")] = 1
+    queue: Annotated[int, typer.Option(min=1, max=100_000, help="longest queue of plans; more get 429")] = 100
+    job_timeout: Annotated[str, typer.Option(help="longest time for a plan")] = "15m"
+    max_upload_mb: Annotated[int, typer.Option(min=1, max=4096, help="largest upload of a trace, MB")] = 64
 
 
 @takes(ApiFlags)
 def api_command(flags: ApiFlags) -> None:
-    """Answer until SIGTERM or SIGINT; one line says so. Unfinished plans go on at the next start."""
+    """Serve plan jobs until SIGTERM or SIGINT. Unfinished plans continue at the next start."""
     job_timeout_s = parse_duration_s(flags.job_timeout, "--job-timeout")
     if job_timeout_s <= 0:
         raise BadInput(f"--job-timeout: must be positive, got {flags.job_timeout}")

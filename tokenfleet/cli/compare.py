@@ -69,35 +69,43 @@ class CompareFlags:
 
     trace: Annotated[list[Path], typer.Option(help="requests to replay, any known format")]
     endpoint: Annotated[str, typer.Option(help="the OpenAI endpoint, e.g. http://127.0.0.1:8000")]
-    profile: Annotated[Path, typer.Option(help="the workers' profile, as fitted")]
+    profile: Annotated[Path, typer.Option(help="fitted profile of the workers")]
     slo: Annotated[str, typer.Option(help="both targets with units: ttft=1.6s,tpot=75ms")]
     control: Annotated[str | None, typer.Option(help="the fleet's control API: workers, moves")] = None
-    workers: Annotated[int | None, typer.Option(min=1, help="of the endpoint; else the control API's")] = None
-    policy: Annotated[str, typer.Option(help="placement, as the fleet has it")] = "spread"
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="of the endpoint")] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="workers behind the endpoint (default: as the control API reports)"),
+    ] = None
+    policy: Annotated[str, typer.Option(help="placement policy of the fleet")] = "spread"
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint")] = (
+        None
+    )
     control_key: Annotated[
-        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="of the control API")
+        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="API key of the control API")
     ] = None
     tls_ca: TlsCa = None
-    rate_scale: Annotated[float, typer.Option(help="requests arrive this many times as fast")] = 1.0
+    rate_scale: Annotated[float, typer.Option(help="multiply the request rate by this")] = 1.0
     window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None
     overhead: Annotated[
-        str | None, typer.Option(help="HTTP's share of a first token; measured on lone requests if not given")
+        str | None,
+        typer.Option(help="time HTTP adds to a first token (default: measured on single requests)"),
     ] = None
     steps: Annotated[
         Path | None,
-        typer.Option(help="the fleet's steps.csv (serve --data): learn HTTP's share there, under this load"),
+        typer.Option(help="the fleet's steps.csv (serve --data), to learn HTTP's time under this load"),
     ] = None
     per_request: Annotated[
         Path | None, typer.Option(help="write each request's latencies, live and simulated, to this CSV")
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="of prompts, and of policies that draw lots")] = 0
+    seed: Annotated[
+        int, typer.Option(min=0, help="random seed of prompts and of policies that choose at random")
+    ] = 0
     output_format: Format = OutputFormat.TABLE
 
 
 @takes(CompareFlags)
 def compare_command(flags: CompareFlags) -> int:
-    """Hold the simulator against a running fleet.
+    """Replay a trace on a running fleet and in the simulator, and compare the two.
 
     tokenfleet compare --trace hour.csv --endpoint http://127.0.0.1:8000 --control http://127.0.0.1:8001
     --profile fitted.yaml --slo ttft=1.6s,tpot=75ms --steps $TOKENFLEET_DATA/steps.csv

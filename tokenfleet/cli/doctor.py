@@ -47,29 +47,30 @@ LOOK_S = 0.02
 
 
 def doctor_command(
-    model: Annotated[str, typer.Option(help="the model to serve: whether its weights are there")] = "",
+    model: Annotated[str, typer.Option(help="model to serve; check that its weights are there")] = "",
     host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     control_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001,
     cluster: Annotated[
-        str, typer.Option(envvar="RAY_ADDRESS", help="a Ray cluster, each node of which is looked at")
+        str, typer.Option(envvar="RAY_ADDRESS", help="address of a Ray cluster; check each of its nodes")
     ] = "",
-    nic: Annotated[str, typer.Option(help="the network interface that workers shall be reached by")] = "",
+    nic: Annotated[str, typer.Option(help="network interface by which workers are reached")] = "",
     engine: Annotated[
         bool,
-        typer.Option("--engine", help="then start two engines and move a request between them"),
+        typer.Option("--engine", help="also start two engines and move a request between them"),
     ] = False,
     tp: Annotated[int, typer.Option(min=1, help="GPUs of each of those engines")] = 1,
     output_format: Format = OutputFormat.TABLE,
     engine_flags: Annotated[
-        list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="of those engines, after --")
+        list[str] | None,
+        typer.Argument(metavar="-- [VLLM FLAGS]", help="vLLM flags of those engines, after --"),
     ] = None,
 ) -> int:
-    """Look at vLLM, Ray, GPUs, memory, network, ports and the model, before a fleet is started.
+    """Check vLLM, Ray, GPUs, memory, network, ports and the model before a fleet starts.
 
-    Nothing is loaded and no GPU is touched, but with --engine: then two real engines serve (a tiny model
-    without --model), a request is moved between them, and its tokens are compared with an unmoved run's.
-    Exit code 1 where something would stop a fleet; `serve` looks at the same before it starts.
+    The check loads nothing and touches no GPU. With --engine, two real engines also serve (a tiny model
+    without --model). A request moves between them, and its tokens are compared with an unmoved run's. Exit
+    code 1: something would stop a fleet. `serve` makes the same checks before it starts.
 
     tokenfleet doctor --model ./tiny
 

@@ -44,7 +44,7 @@ class FitFlags:
 
     measurements: Annotated[
         list[Path],
-        typer.Option(help="CSV of steps, or JSONL request log of one engine; may be given more than once"),
+        typer.Option(help="CSV of steps, or JSONL request log of one engine; repeatable"),
     ]
     model: Annotated[str, typer.Option(help="the model measured, e.g. llama-3.1-8b")]
     gpu: Annotated[str, typer.Option(help="the GPU measured, e.g. h100-sxm")]
@@ -52,7 +52,9 @@ class FitFlags:
     tp: Annotated[int, typer.Option(min=1, help="GPUs of the engine (tensor parallel)")] = 1
     kv_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="tokens its KV holds (vLLM prints it at start); else the shipped profile's"),
+        typer.Option(
+            min=1, help="KV cache size in tokens, as vLLM prints it at start (default: the shipped profile's)"
+        ),
     ] = None
     block_tokens: Annotated[int, typer.Option(min=1, help="tokens of a KV block")] = 16
     context_limit: Annotated[
@@ -65,13 +67,13 @@ class FitFlags:
     robust: Annotated[bool, typer.Option("--robust", help="give outliers less weight")] = False
     as_measured: Annotated[
         bool,
-        typer.Option("--as-measured", help="leave outliers in, and the machine's slow and fast times"),
+        typer.Option("--as-measured", help="keep outliers, and steps from the machine's slow and fast times"),
     ] = False
     licence: Annotated[str, typer.Option(help="licence of the measurements")] = "own measurements"
     measured_on: Annotated[
         str | None, typer.Option(help="date of the measurements, YYYY-MM-DD; today if not given")
     ] = None
-    seed: Annotated[int, typer.Option(help="of the search over a request log")] = 0
+    seed: Annotated[int, typer.Option(help="random seed of the search over a request log")] = 0
     output_format: Format = OutputFormat.TABLE
 
     def worker(self, kv_tokens: int) -> Profile:
@@ -96,7 +98,7 @@ class FitFlags:
 
 @takes(FitFlags)
 def fit_command(flags: FitFlags) -> None:
-    """Fit a profile to what an engine was measured to do.
+    """Fit a profile to an engine's measured step times.
 
     tokenfleet fit --measurements steps.csv --model llama-3.1-8b --gpu h100-sxm --tp 1 --out my.yaml
     """
@@ -235,31 +237,37 @@ def _say(
 class CalibrateFlags:
     """What `tokenfleet calibrate` is asked."""
 
-    profile: Annotated[str, typer.Option(help="what is corrected: a profile file, or a model of the library")]
+    profile: Annotated[str, typer.Option(help="profile to correct: a file, or a model of the library")]
     output: Annotated[Path, typer.Option(help="the profile to write, for plan, simulate and serve --profile")]
     metrics: Annotated[
         list[str] | None,
         typer.Option(help="address of an engine's metrics, e.g. http://host:8000/metrics; repeat for more"),
     ] = None
     log: Annotated[
-        Path | None, typer.Option(help="instead: an access log (JSONL: arrival, tokens, TTFT, E2E)")
+        Path | None, typer.Option(help="read an access log instead (JSONL: arrival, tokens, TTFT, E2E)")
     ] = None
-    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="to watch, with --metrics")] = 15.0
+    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="minutes to watch, with --metrics")] = 15.0
     gpu: Annotated[str | None, typer.Option(help="with a model's name: the GPU, e.g. h100")] = None
     tp: Annotated[int | None, typer.Option(min=1, help="with a model's name: GPUs of a worker")] = None
-    workers: Annotated[int, typer.Option(min=1, help="with --log: engines that took them in turn")] = 1
-    max_seqs: Annotated[int | None, typer.Option(min=1, help="the engine's, where not the profile's")] = None
-    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="the same")] = None
+    workers: Annotated[
+        int, typer.Option(min=1, help="with --log: engines that served the requests round-robin")
+    ] = 1
+    max_seqs: Annotated[
+        int | None, typer.Option(min=1, help="the engine's --max-num-seqs, if not the profile's")
+    ] = None
+    max_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="the engine's --max-num-batched-tokens, if not the profile's")
+    ] = None
     output_format: Format = OutputFormat.TABLE
 
 
 @takes(CalibrateFlags)
 def calibrate_command(flags: CalibrateFlags) -> None:
-    """Correct a profile by the traffic that any vLLM serves: no benchmark, nothing sent to it.
+    """Correct a profile by the traffic that any vLLM serves. It needs no benchmark and sends no requests.
 
-    Metrics are read every 3 seconds; an access log has arrival_s, prompt_tokens, output_tokens and either
-    ttft_s and e2e_s or first_token_s and last_token_s, a request a line. What the traffic cannot tell stays
-    in the profile's proportions, and that is said.
+    It reads metrics every 3 seconds. An access log has a request a line: arrival_s, prompt_tokens,
+    output_tokens, and either ttft_s and e2e_s or first_token_s and last_token_s. Terms that the traffic does
+    not determine keep the profile's proportions. The answer names them.
 
     tokenfleet calibrate --metrics host:8000 --profile llama-3.1-8b --gpu h100 --tp 1 --output mine.yaml
     tokenfleet calibrate --metrics a:8000 --metrics b:8000 --profile old.yaml --minutes 30 --output new.yaml

@@ -34,27 +34,30 @@ class OutputFormat(StrEnum):
     JSON = "json"
 
 
-Format = Annotated[OutputFormat, typer.Option("--format", help="on stdout")]
+Format = Annotated[OutputFormat, typer.Option("--format", help="output format on stdout")]
 TlsCert = Annotated[
     Path | None,
-    typer.Option(help="PEM certificate (with its chain) to serve HTTPS with; read anew when it changes"),
+    typer.Option(help="PEM certificate with its chain, to serve HTTPS; reloaded when it changes"),
 ]
-TlsKey = Annotated[Path | None, typer.Option(help="and its private key")]
+TlsKey = Annotated[Path | None, typer.Option(help="private key of the certificate")]
 ControlKey = Annotated[
     str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
 ]
 ControlKeys = Annotated[
-    Path | None, typer.Option(help="YAML list of more keys of it (name, key), read anew when it changes")
+    Path | None, typer.Option(help="YAML list of further control keys (name, key), reloaded when it changes")
 ]
 Insecure = Annotated[
     bool,
     typer.Option(
-        "--insecure", help="serve others in the clear: a proxy or a private network keeps what is sent secret"
+        "--insecure",
+        help="allow plain HTTP beyond loopback; for fleets behind a proxy or on a private network",
     ),
 ]
 TlsCa = Annotated[
     Path | None,
-    typer.Option(help="PEM file of who signed its certificate (default: the system's, or SSL_CERT_FILE)"),
+    typer.Option(
+        help="PEM file of the authority that signed the certificate (default: the system's, or SSL_CERT_FILE)"
+    ),
 ]
 
 
@@ -63,10 +66,11 @@ class TraceSource:
     """Where the requests to plan for come from: files, or what a fleet has served."""
 
     trace: Annotated[
-        list[Path] | None, typer.Option(help="requests, any known format; repeat to merge several")
+        list[Path] | None, typer.Option(help="trace of requests in any known format; repeat to merge several")
     ] = None
     since: Annotated[
-        str | None, typer.Option(help="instead: what the fleet has served in the last 1h, 7d, …")
+        str | None,
+        typer.Option(help="plan from what the fleet served in the last 1h, 7d, … instead of a trace"),
     ] = None
     data: Annotated[
         Path | None, typer.Option(help="the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")

@@ -38,10 +38,10 @@ def fleet(
     context: typer.Context,
     control: Annotated[str, typer.Option(help="address of the control API")] = "http://127.0.0.1:8001",
     control_key: Annotated[
-        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="its key, where it asks for one")
+        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
     ] = None,
     tls_ca: TlsCa = None,
-    model: Annotated[str | None, typer.Option(help="of a portfolio: the model whose fleet is meant")] = None,
+    model: Annotated[str | None, typer.Option(help="model whose fleet is meant, in a portfolio")] = None,
 ) -> None:
     """Remember where the fleet's control API is."""
     if not control.startswith(("http://", "https://")):
@@ -53,7 +53,7 @@ def fleet(
 
 @fleet_app.command()
 def status(context: typer.Context, format: Format = OutputFormat.TABLE) -> None:
-    """Workers and their load, what is moving, and the last decisions."""
+    """Show workers, their load, moves and the last decisions."""
     view = context.obj.ask("GET", "/v1/fleet")
     _show(view, format, _status_tables)
 
@@ -62,7 +62,7 @@ def status(context: typer.Context, format: Format = OutputFormat.TABLE) -> None:
 def scale(
     context: typer.Context,
     workers: str,
-    kind: Annotated[str | None, typer.Option(help="of this kind, in a fleet of several")] = None,
+    kind: Annotated[str | None, typer.Option(help="worker type, in a mixed fleet")] = None,
     format: Format = OutputFormat.TABLE,
 ) -> None:
     """Set the number of workers; with `auto` the controller decides."""
@@ -102,7 +102,7 @@ def role(context: typer.Context, worker: str, role: str, format: Format = Output
 def migrate(
     context: typer.Context,
     request: str,
-    worker: Annotated[str | None, typer.Argument(help="where to; the fleet chooses by default")] = None,
+    worker: Annotated[str | None, typer.Argument(help="target worker (default: the fleet chooses)")] = None,
     format: Format = OutputFormat.TABLE,
 ) -> None:
     """Move a running request, with its KV cache, to another worker."""
@@ -114,10 +114,12 @@ def migrate(
 @fleet_app.command()
 def explain(
     context: typer.Context,
-    request: Annotated[str | None, typer.Argument(help="one request; all running ones by default")] = None,
+    request: Annotated[
+        str | None, typer.Argument(help="id of a request (default: all running requests)")
+    ] = None,
     format: Format = OutputFormat.TABLE,
 ) -> None:
-    """Why a request runs where it does, or why a fleet has its size."""
+    """Explain where requests run and why the fleet has its size."""
     if request == "":
         raise BadInput("explain: expected a request's id, got none; `fleet explain` lists them")
     if request is None:

@@ -26,15 +26,15 @@ CHECK_S = 60.0  # vLLM reads the new model's configuration before the order is t
 @fleet_app.command()
 def evacuate(
     context: typer.Context,
-    worker: Annotated[str, typer.Argument(help="or --node")] = "",
+    worker: Annotated[str, typer.Argument(help="worker to empty, or use --node")] = "",
     node: Annotated[str, typer.Option(help="all workers of the node at this address")] = "",
-    deadline: Annotated[str, typer.Option(help="when it must be empty and gone, from now")] = "30s",
+    deadline: Annotated[str, typer.Option(help="time until the worker must be empty")] = "30s",
     format: Format = OutputFormat.TABLE,
 ) -> None:
     """Empty a worker by a deadline, and launch another in its place.
 
-    Its machine goes away: requests are moved with their KV as far as time allows, the others computed anew
-    elsewhere. Exits with 1 where it was too late, or a stream could not be continued.
+    Use it when a machine goes away. Requests move with their KV while there is time; the others are computed
+    again elsewhere. Exit code 1: it was too late, or a stream could not continue.
 
     Examples:
     tokenfleet fleet evacuate w0 --deadline 30s
@@ -62,9 +62,7 @@ def evacuate(
         raise typer.Exit(LATE)
 
 
-FinishWithin = Annotated[
-    str, typer.Option(help="how long requests that cannot be moved may go on where they are")
-]
+FinishWithin = Annotated[str, typer.Option(help="longest time for requests that cannot be moved to finish")]
 
 
 @fleet_app.command()
@@ -74,11 +72,11 @@ def restart(
     finish_within: FinishWithin = "10m",
     format: Format = OutputFormat.TABLE,
 ) -> None:
-    """Replace a worker by a new one of its kind.
+    """Replace a worker by a new one of its type.
 
-    Its requests move there or elsewhere, or finish. The new one is started first where there is room for it.
-    With `gateways` in place of a worker, all gateways of a fleet that has several are replaced by new
-    processes, one after another, as they are installed by then; streams finish where they are.
+    Its requests move there or elsewhere, or finish. If there is room, the new worker starts first. `gateways`
+    in place of a worker replaces all gateways of a fleet with several, one after another. The new processes
+    run the version that is then installed. Streams finish where they are.
 
     Examples:
     tokenfleet fleet restart w0
@@ -108,7 +106,8 @@ def _restart_gateways(client: ControlClient, format: OutputFormat, finish_s: flo
 def update(
     context: typer.Context,
     engine_flags: Annotated[
-        list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="all engine flags from now on")
+        list[str] | None,
+        typer.Argument(metavar="-- [VLLM FLAGS]", help="engine flags from now on, all of them"),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="a folder or a Hugging Face name, with the same tokenizer")
@@ -117,11 +116,11 @@ def update(
     cancel: Annotated[bool, typer.Option("--cancel", help="roll back the update under way")] = False,
     format: Format = OutputFormat.TABLE,
 ) -> None:
-    """Replace all workers by ones with other flags or another model.
+    """Update all workers to other flags or another model.
 
-    One after another; the flags are vLLM's. A new worker takes requests once it has shown itself healthy;
-    where one does not start, or is lost, the fleet is made wholly old again. Requests move to a new worker
-    where it has the same weights. On another model they finish where they are, within --finish-within, or
+    Workers are replaced one after another; the flags are vLLM's. A new worker takes requests once it is
+    healthy. If one does not start, or is lost, the update is rolled back. Requests move to a new worker
+    if it has the same weights. With another model they finish where they are, within --finish-within, or
     end in an error.
 
     Examples:

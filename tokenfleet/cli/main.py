@@ -33,31 +33,43 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "plan": Verb("tokenfleet.cli.plan", "plan_command", "trace + SLOs: the cheapest fleet, and why"),
-    "whatif": Verb("tokenfleet.cli.whatif", "whatif_command", "the plan over a grid of changes"),
-    "portfolio": Verb("tokenfleet.cli.plan", "portfolio_command", "several models on one budget"),
-    "simulate": Verb("tokenfleet.cli.simulate", "simulate_command", "one fleet, one trace, one policy"),
-    "profile": Verb("tokenfleet.cli.profile", "profile_command", "measure a real engine's steps"),
-    "compare": Verb("tokenfleet.cli.compare", "compare_command", "a running fleet against the simulator"),
-    "export": Verb("tokenfleet.cli.plan", "export_command", "a plan as KubeRay, Helm, KEDA, rules, systemd"),
-    "fit": Verb("tokenfleet.cli.fit", "fit_command", "measurements: a profile with its errors"),
-    "calibrate": Verb(
-        "tokenfleet.cli.fit", "calibrate_command", "a profile corrected by any vLLM in service"
+    "plan": Verb("tokenfleet.cli.plan", "plan_command", "find the cheapest fleet for a trace and targets"),
+    "whatif": Verb(
+        "tokenfleet.cli.whatif", "whatif_command", "plan a grid of changes: rate, targets, GPUs, prices"
     ),
-    "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, synth, convert a trace"),
+    "portfolio": Verb("tokenfleet.cli.plan", "portfolio_command", "plan several models on one budget"),
+    "simulate": Verb(
+        "tokenfleet.cli.simulate", "simulate_command", "replay a trace on a fleet that you name"
+    ),
+    "profile": Verb("tokenfleet.cli.profile", "profile_command", "measure the step times of a real engine"),
+    "compare": Verb(
+        "tokenfleet.cli.compare", "compare_command", "replay a trace on a running fleet and in the simulator"
+    ),
+    "export": Verb(
+        "tokenfleet.cli.plan", "export_command", "write a plan for KubeRay, Helm, KEDA, Prometheus, systemd"
+    ),
+    "fit": Verb("tokenfleet.cli.fit", "fit_command", "fit a profile to measurements"),
+    "calibrate": Verb("tokenfleet.cli.fit", "calibrate_command", "correct a profile by a vLLM in service"),
+    "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, make up or convert a trace"),
     "serve": Verb("tokenfleet.cli.serve.command", "serve_command", "run a fleet behind one OpenAI endpoint"),
-    "doctor": Verb("tokenfleet.cli.doctor", "doctor_command", "what here would stop a fleet"),
+    "doctor": Verb(
+        "tokenfleet.cli.doctor", "doctor_command", "check a host or a cluster before a fleet starts"
+    ),
     "scorecard": Verb(
-        "tokenfleet.cli.scorecard", "scorecard_command", "what a plan predicted, and what came of it"
+        "tokenfleet.cli.scorecard", "scorecard_command", "compare a plan's prediction with what was served"
     ),
     "scorecard accuracy": Verb(
-        "tokenfleet.cli.scorecard", "accuracy_command", "profiles beside measured runs: their errors"
+        "tokenfleet.cli.scorecard", "accuracy_command", "measure a profile's errors on your own runs"
     ),
     "scorecard gap": Verb(
-        "tokenfleet.cli.scorecard", "gap_command", "what a fleet cost over the cheapest, and why"
+        "tokenfleet.cli.scorecard", "gap_command", "cost over the hindsight optimum by day, and its causes"
     ),
-    "api": Verb("tokenfleet.cli.api", "api_command", "plan jobs over HTTP, and the console"),
-    "fleet": Verb("tokenfleet.cli.fleet_changes", "fleet_app", "status, scale, drain, update, explain"),
+    "api": Verb("tokenfleet.cli.api", "api_command", "serve plan jobs over HTTP, and the console"),
+    "fleet": Verb(
+        "tokenfleet.cli.fleet_changes",
+        "fleet_app",
+        "operate a running fleet: status, scale, drain, update, …",
+    ),
 }
 
 _EPILOG = "Every verb takes --config FILE.yaml (its flags, without the dashes) and --no-color."
@@ -115,7 +127,7 @@ def _run(arguments: list[str]) -> int:
     if name not in VERBS:
         return _fail(BAD_INPUT, f"{name}: no such verb{nearest(name, VERBS)}; `tokenfleet --help` lists them")
     use_kernel_cache()
-    command = _command(VERBS[name])
+    command = command_of(VERBS[name])
     config, rest = take_option(rest, "--config")
     if config is not None:
         rest = with_config(command, config, rest)
@@ -125,8 +137,8 @@ def _run(arguments: list[str]) -> int:
     return code if isinstance(code, int) else DONE
 
 
-def _command(verb: Verb) -> Any:
-    """The verb as something Typer can run."""
+def command_of(verb: Verb) -> Any:
+    """A verb as the Click command that Typer makes of it."""
     app = getattr(importlib.import_module(verb.module), verb.attribute)
     if not isinstance(app, typer.Typer):
         # Rich's help cuts the names of options short in a terminal of 80 columns.

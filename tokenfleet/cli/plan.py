@@ -18,11 +18,13 @@ from tokenfleet.planning.request import PlanRequest
 def plan_command(
     source: TraceSource,
     request: PlanRequest,
-    jobs: Annotated[int | None, typer.Option(min=1, help="simulations side by side (one per core)")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="simulations at the same time (default: one per core)")
+    ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="write plan.json and report.html there")] = None,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:
-    """Find the cheapest fleet that meets the targets, and say how sure that is and why not one fewer.
+    """Find the cheapest fleet that meets the targets, how sure that is, and why not one worker fewer.
 
     tokenfleet plan --trace day.csv --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
 
@@ -63,14 +65,18 @@ def portfolio_command(
     file: Annotated[
         Path, typer.Argument(help="models with their traces and targets, and shared limits (YAML)")
     ],
-    jobs: Annotated[int | None, typer.Option(min=1, help="processes side by side (one per core)")] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="plan everything anew, keep nothing")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="processes at the same time (default: one per core)")
+    ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="plan everything again and keep nothing")
+    ] = False,
     output_dir: Annotated[
         Path | None, typer.Option(help="write portfolio.json, portfolio.html and NAME.plan.json there")
     ] = None,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:
-    """Choose GPUs for several models at once, within limits that they share, at least cost.
+    """Choose the cheapest GPUs for several models that share limits.
 
     tokenfleet portfolio examples/portfolio.yaml
 
@@ -107,12 +113,12 @@ def portfolio_command(
 def export_command(
     kind: Annotated[
         list[str],
-        typer.Argument(help="kuberay, production-stack, keda, prometheus, grafana, systemd; several at once"),
+        typer.Argument(help="one or more of kuberay, production-stack, keda, prometheus, grafana, systemd"),
     ],
     plan: Annotated[Path, typer.Option(help="a plan.json")],
-    output_dir: Annotated[Path, typer.Option(help="each kind gets a folder in it")],
+    output_dir: Annotated[Path, typer.Option(help="folder to write to; each target gets a folder in it")],
     weights: Annotated[
-        str | None, typer.Option(help="what engines load: a Hugging Face name or a folder")
+        str | None, typer.Option(help="weights that engines load: a Hugging Face name or a folder")
     ] = None,
     gpu_product: Annotated[
         list[str] | None,
@@ -120,11 +126,13 @@ def export_command(
             metavar="GPU=LABEL", help="nvidia.com/gpu.product of the nodes with this GPU; repeatable"
         ),
     ] = None,
-    name: Annotated[str, typer.Option(help="of the objects, and of the Helm release")] = "tokenfleet",
-    image: Annotated[str, typer.Option(help="built from deploy/Containerfile")] = "tokenfleet:latest",
-    timezone: Annotated[str, typer.Option(help="of KEDA's cron floors, an IANA name")] = "UTC",
+    name: Annotated[str, typer.Option(help="name of the objects and of the Helm release")] = "tokenfleet",
+    image: Annotated[
+        str, typer.Option(help="container image, built from deploy/Containerfile")
+    ] = "tokenfleet:latest",
+    timezone: Annotated[str, typer.Option(help="IANA time zone of KEDA's cron triggers")] = "UTC",
     day_begins: Annotated[
-        str | None, typer.Option(help="HH:MM at which the trace begins, where it does not tell")
+        str | None, typer.Option(help="time of day at which the trace begins, HH:MM, if the trace has none")
     ] = None,
 ) -> None:
     """Write a plan as Kubernetes objects, Helm values, rules, a dashboard or a systemd unit.

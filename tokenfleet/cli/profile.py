@@ -44,47 +44,47 @@ class ProfileFlags:
     """What `tokenfleet profile` is asked."""
 
     model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")]
-    out: Annotated[Path, typer.Option(help="the measurements (CSV); an unfinished one is continued")]
+    out: Annotated[Path, typer.Option(help="CSV of the measurements; an unfinished file is continued")]
     budget: Annotated[str, typer.Option(help="stop after this long; run again to go on")] = "30m"
-    repeats: Annotated[int, typer.Option(min=1, max=50, help="of every grid point, after one to warm up")] = 3
-    points: Annotated[int | None, typer.Option(min=1, help="at most so many grid points")] = None
+    repeats: Annotated[
+        int, typer.Option(min=1, max=50, help="measurements of every grid point, after one to warm up")
+    ] = 3
+    points: Annotated[int | None, typer.Option(min=1, help="measure at most this many grid points")] = None
     max_context: Annotated[int | None, typer.Option(min=64, help="longest context measured")] = None
-    clock: Annotated[
-        str, typer.Option(help="wall, or cpu: processor time, for a CPU host that is busy otherwise")
-    ] = "wall"
+    clock: Annotated[str, typer.Option(help="wall, or cpu: processor time, for a busy CPU host")] = "wall"
     cores: Annotated[str, typer.Option(help="cores of a CPU engine, as VLLM_CPU_OMP_THREADS_BIND")] = ""
-    seed: Annotated[int, typer.Option(min=0, help="of the order and of the prompts")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="random seed of the order and the prompts")] = 0
     output_format: Format = OutputFormat.TABLE
     predict: Annotated[
-        bool, typer.Option("--predict", help="no engine: compose a profile from operation tables")
+        bool, typer.Option("--predict", help="compose a profile from operation tables, without an engine")
     ] = False
     gpu: Annotated[str | None, typer.Option(help="with --predict: the GPU, e.g. h100_sxm")] = None
     tp: Annotated[int, typer.Option(min=1, help="with --predict: GPUs of a worker")] = 1
     precision: Annotated[
         str | None,
-        typer.Option(help="with --predict: of weights, bf16, fp8, int4, nvfp4; else config.json's"),
+        typer.Option(
+            help="with --predict: precision of weights: bf16, fp8, int4, nvfp4 (default: config.json)"
+        ),
     ] = None
-    kv_precision: Annotated[str | None, typer.Option(help="with --predict: of KV, bf16 or fp8")] = None
+    kv_precision: Annotated[str | None, typer.Option(help="with --predict: precision of KV: bf16 or fp8")] = (
+        None
+    )
     expert_parallel: Annotated[
         bool,
-        typer.Option("--expert-parallel", help="with --predict: whole experts on each GPU, as vLLM's flag"),
+        typer.Option("--expert-parallel", help="with --predict: whole experts on each GPU, like vLLM's flag"),
     ] = False
     data_parallel: Annotated[
         int,
-        typer.Option(
-            min=1, help="with --predict: ranks of attention that share the experts, of --tp GPUs each"
-        ),
+        typer.Option(min=1, help="with --predict: attention ranks that share the experts, --tp GPUs each"),
     ] = 1
     pipeline_parallel: Annotated[
-        int, typer.Option(min=1, help="with --predict: stages of a pipeline, of --tp GPUs each")
+        int, typer.Option(min=1, help="with --predict: pipeline stages, --tp GPUs each")
     ] = 1
     speculate: Annotated[
         str,
-        typer.Option(help="with --predict: shares of drafts accepted by position, e.g. 0.8/0.6@1ms+0.5ms"),
+        typer.Option(help="with --predict: draft acceptance by position, e.g. 0.8/0.6@1ms+0.5ms"),
     ] = "off"
-    host: Annotated[str, typer.Option(help="with --predict: the host's time a step, which no table has")] = (
-        "1ms"
-    )
+    host: Annotated[str, typer.Option(help="with --predict: host time per step (no table has it)")] = "1ms"
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
     ] = None
@@ -94,8 +94,8 @@ class ProfileFlags:
 def profile_command(flags: ProfileFlags) -> None:
     """Measure a real engine, or with --predict compose a profile without one.
 
-    On a noisy host give more --repeats: points are visited in rounds, and from three on `fit` tells the
-    host's slow and fast spells from the points' own times and takes them out.
+    On a noisy host give more --repeats. Points are measured in rounds. From three rounds on, `fit` finds
+    the host's slow and fast periods and removes them.
 
     tokenfleet profile --model ./llama --out steps.csv -- --max-num-seqs 64
     tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --out my.yaml

@@ -15,15 +15,18 @@ from tokenfleet.durations import duration_text
 
 
 def scorecard_command(
-    plan: Annotated[str, typer.Argument(help="a kept plan's id; by default the one served last")] = "last",
+    plan: Annotated[str, typer.Argument(help="id of a kept plan (default: the one served last)")] = "last",
     data: Annotated[Path | None, typer.Option(help="the fleet's folder (default: $TOKENFLEET_DATA)")] = None,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:
-    """Predicted against observed TTFT, TPOT, attainment and capacity, the bias of the plan's profile, and by
-    day what the fleet cost over the cheapest that would have served the same requests.
+    """Compare predicted with observed TTFT, TPOT, SLO attainment and capacity.
 
-    tokenfleet serve --plan plan.json …, let it run, then tokenfleet scorecard; the next plan takes the bias
-    with tokenfleet plan --bias-from last. Exit code 1 while too little was served to compare.
+    It also shows how far the plan's step times are off, and by day the cost over the hindsight optimum. Exit
+    code 1: too few requests were served to compare.
+
+    tokenfleet serve --plan plan.json --model ./llama --history      # let it run
+    tokenfleet scorecard
+    tokenfleet plan --trace day.csv --bias-from last --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
     """
     from tokenfleet.service.data_folder import default_data_folder
     from tokenfleet.service.scorecard import whole_scorecard
@@ -63,13 +66,13 @@ def scorecard_tables(card: dict[str, Any]) -> list[Any]:
 
 def gap_command(
     data: Annotated[Path | None, typer.Option(help="the fleet's folder (default: $TOKENFLEET_DATA)")] = None,
-    days: Annotated[int, typer.Option(min=1, help="so many of the last days")] = 7,
+    days: Annotated[int, typer.Option(min=1, help="number of days, up to the last one")] = 7,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:
-    """What a fleet cost over the cheapest that would have served the same requests, by day, and why.
+    """Show by day what a fleet cost over the hindsight optimum, and why.
 
-    The cheapest knows the day beforehand, its cold starts ahead, and runs in the exact simulator by the step
-    times measured. Exit code 1 where no log of a fleet tells of these days.
+    The hindsight optimum is the cheapest fleet for the same requests. It knows the day in advance and orders
+    workers ahead. The simulator runs it on measured step times. Exit code 1: no log covers these days.
 
     tokenfleet scorecard gap --data /var/lib/tokenfleet --days 30
     """
@@ -111,13 +114,13 @@ def _or_dash(value: float | None, shown: Any) -> str:
 
 def accuracy_command(
     runs: Annotated[list[Path], typer.Argument(help="files of runs (docs/accuracy.md); several at once")],
-    profile: Annotated[Path | None, typer.Option(help="a profile instead of the library's")] = None,
+    profile: Annotated[Path | None, typer.Option(help="profile in place of the library's")] = None,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:
-    """How far predictions are from measured runs: latencies, throughput, and the rate at which targets break.
+    """Show the errors of predictions on measured runs: latencies, throughput and the saturation point.
 
-    Each file's runs are simulated with the profile as it is, and once more with it calibrated on the three
-    lowest rates, which are then judged no more.
+    Each file's runs are simulated twice: with the profile, and with the profile calibrated on the three
+    lowest rates. The second time these three rates are not judged.
 
     tokenfleet scorecard accuracy runs/llama-70b.yaml runs/llama-8b.yaml
     """

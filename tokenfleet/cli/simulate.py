@@ -37,12 +37,19 @@ MOST_WORKERS = 10_000  # beyond any fleet; a slip of the finger would fill the m
 class OneWorker:
     """The worker that is simulated, and what its engine takes."""
 
-    profile: Annotated[Path | None, typer.Option(help="the workers' profile file")] = None
-    gpu: Annotated[str | None, typer.Option(help="or, with --model and --tp, their GPU")] = None
-    tp: Annotated[int | None, typer.Option(min=1, help="their TP degree")] = None
-    prefill_workers: Annotated[int | None, typer.Option(min=1, help="of the workers, in split mode")] = None
-    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="the engine's step budget")] = None
-    max_seqs: Annotated[int | None, typer.Option(min=1, help="the engine's most sequences")] = None
+    profile: Annotated[Path | None, typer.Option(help="profile file of the workers")] = None
+    gpu: Annotated[str | None, typer.Option(help="GPU of the workers, with --model and --tp")] = None
+    tp: Annotated[int | None, typer.Option(min=1, help="TP degree of the workers")] = None
+    prefill_workers: Annotated[
+        int | None, typer.Option(min=1, help="prefill workers among them, in split mode")
+    ] = None
+    max_batched_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="the engine's token budget for a step (vLLM's --max-num-batched-tokens)"),
+    ] = None
+    max_seqs: Annotated[
+        int | None, typer.Option(min=1, help="running sequences per engine (vLLM's --max-num-seqs)")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +57,13 @@ class SessionFlags:
     """Sessions as load: turns that wait for answers, or do not."""
 
     open_loop: Annotated[
-        bool, typer.Option("--open-loop", help="turns of sessions at their recorded times, answered or not")
+        bool,
+        typer.Option("--open-loop", help="send each turn at its recorded time, even before the last answer"),
     ] = False
     most_agents: Annotated[
         bool,
         typer.Option(
-            "--most-agents", help="find the most --agents that --attainment allows with --confidence"
+            "--most-agents", help="find the largest --agents that meets --attainment at --confidence"
         ),
     ] = False
 
@@ -89,15 +97,17 @@ class SessionFlags:
     "seed",
 )
 def simulate_command(
-    trace: Annotated[list[Path], typer.Option(help="requests, any known format; repeat to merge several")],
-    workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="how many workers")],
+    trace: Annotated[
+        list[Path], typer.Option(help="trace of requests in any known format; repeat to merge several")
+    ],
+    workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="number of workers")],
     worker: OneWorker,
     request: PlanRequest,
     as_sessions: SessionFlags,
     per_request: Annotated[Path | None, typer.Option(help="write one row a request to this CSV")] = None,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:
-    """Replay a trace on a fleet. Turns of sessions are sent a time to think after the answers they wait for.
+    """Replay a trace on a fleet. A session's turn is sent its think time after the answer it waits for.
 
     tokenfleet simulate --trace day.csv --model llama-3.1-8b --gpu h100 --tp 1 --workers 3
     --slo ttft=400ms,tpot=30ms --policy jsq --per-request requests.csv

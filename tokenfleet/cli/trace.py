@@ -48,13 +48,14 @@ def check_command(
     output_format: Format = OutputFormat.TABLE,
     model: Annotated[
         str | None,
-        typer.Option(help="hold the reuse of prefixes against the KV of its workers", show_default=False),
+        typer.Option(help="compare prefix reuse with the KV of this model's workers", show_default=False),
     ] = None,
 ) -> None:
-    """Say what in a trace could make a plan from it wrong.
+    """Find what in a trace could mislead a plan.
 
-    Order, duplicates, units, lengths, gaps, bursts, drift, whether it is long enough to judge a p99, and what
-    of it a prefix cache could serve. Exit code 0, with or without warnings; 2 if the file cannot be used.
+    It checks order, duplicates, units, lengths, gaps, bursts and drift. It checks that the trace is long
+    enough to judge a p99, and what share of it a prefix cache could serve. Exit code 0, with or without
+    warnings; 2 if the file cannot be used.
     """
     kv_tokens = {} if model is None else _kv_tokens(model)
     checkup = check(_read(file))
@@ -81,14 +82,14 @@ class MadeUp:
             show_default=False,
         ),
     ]
-    requests: Annotated[int, typer.Option(help="how many", show_default=False)]
+    requests: Annotated[int, typer.Option(help="number of requests", show_default=False)]
     out: Annotated[Path, typer.Option(help="FILE.csv, .jsonl or .parquet", show_default=False)]
     turns: Annotated[
         str | None, typer.Option(help="sessions of fixed:N, uniform:LOW:HIGH or lognormal:MEAN:CV turns")
     ] = None
-    think: Annotated[str, typer.Option(help="seconds before each further turn, by the same laws")] = (
-        SESSION_THINK
-    )
+    think: Annotated[
+        str, typer.Option(help="think time before each further turn, in seconds, by the same laws")
+    ] = SESSION_THINK
     system_tokens: Annotated[int, typer.Option(help="a system prompt that all sessions share", min=0)] = 0
     context_tokens: Annotated[int, typer.Option(help="sessions end before they are longer", min=2)] = 131_072
     seed: Annotated[
@@ -108,8 +109,8 @@ class MadeUp:
 def synth_command(asked: MadeUp) -> None:
     """Make up a trace: arrivals from one law, lengths from another.
 
-    `--lengths S-S --requests 10000` (likewise M-M, L-L, S-L ...) are the workloads of the Llumnix paper. With
-    `--turns`, arrivals are those of sessions and lengths those of a turn's message and answer. Chats:
+    `--lengths S-S --requests 10000` (also M-M, L-L, S-L, …) makes the workloads of the Llumnix paper. With
+    `--turns`, arrivals are arrivals of sessions, and lengths are of a turn's message and answer. Chats:
     `--turns lognormal:5:1 --lengths lognormal:200:1-lognormal:300:1 --system-tokens 1000`. Agents: `--turns
     lognormal:50:1 --think lognormal:5:1.5 --lengths lognormal:1500:2-lognormal:300:1 --system-tokens 20000`.
     """

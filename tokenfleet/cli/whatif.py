@@ -33,14 +33,18 @@ def whatif_command(
     ],
     source: TraceSource,
     request: PlanRequest,
-    jobs: Annotated[int | None, typer.Option(min=1, help="processes side by side (one per core)")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="processes at the same time (default: one per core)")
+    ] = None,
     ray: Annotated[
         str | None, typer.Option(help="a Ray cluster instead: its address, or `local` to start one here")
     ] = None,
     cache: Annotated[
-        Path | None, typer.Option(help="where planned scenarios are kept (the user's cache folder)")
+        Path | None, typer.Option(help="folder for finished scenarios (default: the user's cache folder)")
     ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="plan everything anew, keep nothing")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="plan everything again and keep nothing")
+    ] = False,
     output_dir: Annotated[Path | None, typer.Option(help="write whatif.json and whatif.html there")] = None,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:

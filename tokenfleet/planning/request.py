@@ -118,12 +118,16 @@ class PlanRequest:
     class_of: Annotated[
         tuple[Word, ...],
         Field(max_length=100),
-        About("rules of classes", "who is of a class: batch=tenant:acme (or key:, priority:)", flag="class"),
+        About(
+            "rules of classes",
+            "assign requests to a class: batch=tenant:acme (or key:, priority:)",
+            flag="class",
+        ),
     ] = ()
     precision: Annotated[
         Word | None,
         Field(examples=["fp8"]),
-        About("precision", "of the model's weights, as the library has them: fp8, … (bf16: plain)", "choice"),
+        About("precision", "precision of the weights, as the library has it: fp8, … (bf16: plain)", "choice"),
     ] = None
     attainment: Annotated[Share, About("attainment", "share of requests within both targets", "promise")] = (
         0.99
@@ -131,7 +135,7 @@ class PlanRequest:
     confidence: Annotated[
         float,
         Field(ge=0.5, lt=1),
-        About("confidence", "probability that the share is reached", "promise"),
+        About("confidence", "probability that the fleet reaches this attainment", "promise"),
     ] = 0.95
     gpu: Annotated[
         tuple[Word, ...],
@@ -152,7 +156,7 @@ class PlanRequest:
     provider: Annotated[
         Word | None,
         Field(examples=["coreweave"]),
-        About("provider", "whose prices are taken (else the list's first of a GPU)", "choice"),
+        About("provider", "take this provider's prices (default: the first in the list for a GPU)", "choice"),
     ] = None
     spot: Annotated[bool, About("spot", "spot prices instead of on demand", "choice")] = False
     reserved: Annotated[bool, About("reserved", "prices of a commitment instead of on demand", "choice")] = (
@@ -163,7 +167,7 @@ class PlanRequest:
         Field(ge=0, le=3600),
         About(
             "reclaims an hour of a spot worker",
-            "how often an hour a spot worker is taken away; buys spares",
+            "spot interruptions per worker and hour; adds standby workers",
             key="reclaims",
             needs="spot",
         ),
@@ -173,7 +177,7 @@ class PlanRequest:
         Field(ge=0, le=86_400),
         About(
             "cold start",
-            "until an ordered worker serves (2m): orders and pays for it in time",
+            "time from ordering a worker until it serves, such as 2m; the plan orders and pays ahead",
             flag="cold-start",
             kind="duration",
         ),
@@ -186,7 +190,7 @@ class PlanRequest:
         Field(gt=0, le=1),
         About(
             "GPU memory an engine takes",
-            "vLLM's setting of that name (0.9 in the library's profiles): what the KV memory is from",
+            "vLLM's setting: the share of GPU memory an engine takes (0.9 in the library's profiles)",
             "choice",
             key="memory",
         ),
@@ -196,7 +200,7 @@ class PlanRequest:
         Field(ge=1, le=10**12),
         About(
             "tokens of KV a worker holds",
-            "tokens of KV a worker holds, as the engine says at its start, instead of the profile's",
+            "KV cache size of a worker in tokens, as the engine prints it at its start",
             key="kv",
         ),
     ] = None
@@ -206,7 +210,7 @@ class PlanRequest:
         read_by(parse_speculation),
         About(
             "speculative decoding",
-            "drafts accepted by position, what one takes, a step beside them: 0.8/0.6@1ms+0.5ms (off: none)",
+            "speculative decoding: acceptance by position, time per draft, time per step: 0.8/0.6@1ms+0.5ms",
             "choice",
         ),
     ] = None
@@ -216,7 +220,7 @@ class PlanRequest:
         read_by(parse_host_kv),
         About(
             "host memory for KV",
-            "a worker's host memory that keeps evicted KV, and what a GPU loads of it: 64GiB@25GB/s",
+            "offload evicted KV to host memory: size per worker and load rate per GPU, 64GiB@25GB/s",
             "choice",
         ),
     ] = None
@@ -225,7 +229,7 @@ class PlanRequest:
         Field(gt=0, le=1e6),
         About(
             "GB/s of KV a GPU",
-            "GB/s at which a GPU hands KV over to decode workers (by default its servers' network)",
+            "rate of KV transfers to decode workers, GB/s per GPU (default: its servers' network)",
             key="kv-rate",
         ),
     ] = None
@@ -234,7 +238,7 @@ class PlanRequest:
         Field(ge=0, le=60),
         About(
             "latency of a hand-over",
-            "and how long that takes besides (by default 10ms)",
+            "latency added to each KV transfer (default: 10ms)",
             flag="kv-latency",
             kind="duration",
         ),
@@ -242,14 +246,14 @@ class PlanRequest:
     policy: Annotated[
         Word,
         AfterValidator(known_policy),
-        About("policy", "how requests are placed on workers", "choice", kind="choice"),
+        About("policy", "placement policy", "choice", kind="choice"),
     ] = "spread"
     priority_headroom: Annotated[
         float,
         Field(ge=0, le=0.9),
         About(
             "headroom for high priority",
-            "share of a worker's KV kept free of others where a high-priority request runs",
+            "share of a worker's KV reserved while it runs a high-priority request",
             "choice",
             key="headroom",
         ),
@@ -259,7 +263,7 @@ class PlanRequest:
         Field(gt=0, le=1e8),
         About(
             "time of a session",
-            "target of whole sessions: 10m from first request to last answer, times to think counted",
+            "finish a whole session within this, think time included: 10m",
             "promise",
             "session-time",
             kind="duration",
@@ -268,16 +272,16 @@ class PlanRequest:
     agents: Annotated[
         int | None,
         Field(ge=1, le=1_000_000),
-        About("agents", "so many sessions run at once, each followed by the next of the trace"),
+        About("agents", "concurrent sessions; when one ends, the next of the trace begins"),
     ] = None
-    rate_scale: Annotated[Scale, About("traffic", "so many times the traffic", key="rate")] = 1.0
+    rate_scale: Annotated[Scale, About("traffic", "multiply the request rate by this", key="rate")] = 1.0
     prompt_scale: Annotated[
-        Scale, About("prompt lengths", "prompts are this many times as long", key="lengths.prompt")
+        Scale, About("prompt lengths", "multiply prompt lengths by this", key="lengths.prompt")
     ] = 1.0
     output_scale: Annotated[
-        Scale, About("output lengths", "outputs are this many times as long", key="lengths.output")
+        Scale, About("output lengths", "multiply output lengths by this", key="lengths.output")
     ] = 1.0
-    price_scale: Annotated[Scale, About("prices", "prices are this many times as high", key="price")] = 1.0
+    price_scale: Annotated[Scale, About("prices", "multiply prices by this", key="price")] = 1.0
     window: Annotated[
         str | None,
         Field(max_length=40, examples=["10m..20m"]),
@@ -287,10 +291,10 @@ class PlanRequest:
     budget_usd_per_h: Annotated[
         float | None,
         Field(gt=0, le=1e9),
-        About("dollars an hour at most", "most that may be spent", key="budget"),
+        About("dollars an hour at most", "spend at most this much per hour, in dollars", key="budget"),
     ] = None
     max_gpus: Annotated[
-        int | None, Field(ge=1, le=1_000_000), About("GPUs at most", "most GPUs that may be used")
+        int | None, Field(ge=1, le=1_000_000), About("GPUs at most", "use at most this many GPUs")
     ] = None
     drop_too_long: Annotated[
         bool,
@@ -299,15 +303,18 @@ class PlanRequest:
     bias_from: Annotated[
         str | None,
         Field(min_length=1, max_length=64),
-        About("bias", "a kept plan (or last): lengthen step times as its scorecard found"),
+        About("bias", "correct step times by the scorecard of this kept plan (or of the last one)"),
     ] = None
     no_prefix_cache: Annotated[
-        bool, About("prefix caching off", "engines compute every prompt whole, whatever it shares", "choice")
+        bool,
+        About(
+            "prefix caching off", "switch prefix caching off: engines compute every prompt in full", "choice"
+        ),
     ] = False
     seed: Annotated[
         int,
         Field(ge=0, lt=2**31),
-        About("seed", "of every draw; the same seed gives the same answer"),
+        About("seed", "random seed; the same seed gives the same answer"),
     ] = 0
 
     def __post_init__(self) -> None:

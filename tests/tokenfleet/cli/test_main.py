@@ -102,7 +102,7 @@ def test_help_names_every_option_whole_in_eighty_columns(
     monkeypatch.setenv("COLUMNS", "80")
     words = verb.split()
     name = " ".join(words[:2]) if " ".join(words[:2]) in cli.VERBS else words[0]
-    command = cli._command(cli.VERBS[name])
+    command = cli.command_of(cli.VERBS[name])
     for word in words[len(name.split()) :]:
         command = command.commands[word]
     assert cli.main([*words, "--help"]) == 0

@@ -41,7 +41,7 @@ request.PlanRequest = Wider  # as if the field stood there
 
 from controlplane.types import Slo
 from tokenfleet.cli.flags import with_config
-from tokenfleet.cli.main import VERBS, _command, main
+from tokenfleet.cli.main import VERBS, command_of, main
 from tokenfleet.service.app import plan_app
 from tokenfleet.service.forms import PlanOrder
 from tokenfleet.service.plan_service import PlanService, ServiceLimits
@@ -57,7 +57,7 @@ service = PlanService(folder, ServiceLimits())
 order = {"trace": {"sample": True}, "slo": {"ttft_s": 0.4, "tpot_s": 0.03}, "zone_count": 3}
 app = plan_app(KeyRing(()), [plan_extension(service)])
 print("ANSWER" + json.dumps({
-    "config": with_config(_command(VERBS["plan"]), str(folder / "flags.yaml"), []),
+    "config": with_config(command_of(VERBS["plan"]), str(folder / "flags.yaml"), []),
     "axis": AXES["zone-count"].name,
     "command": request.command_line(cell, ["--trace", "x"]),
     "openapi": app.openapi()["components"]["schemas"]["PlanOrder"],

@@ -89,7 +89,7 @@ class Checked:
 def serve_command(flags: ServeFlags) -> None:
     """Run the fleet until SIGTERM or SIGINT.
 
-    Prints one line when it answers; how far the start is, and logs, go to stderr.
+    It prints one line, `ready`, when it can answer. Progress and logs go to stderr.
 
     tokenfleet serve --model meta-llama/Llama-3.1-8B-Instruct --plan out/plan.json
 
