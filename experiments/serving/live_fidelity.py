@@ -42,9 +42,9 @@ from experiments.lib.results import bar, flags, show
 from experiments.lib.served import fleet, tiny_model
 from tokenfleet.cli.compare import ComparedFigure, compared, first_tokens_s
 from tokenfleet.compare.replay import learned_overheads_s, read_steps
-from tokenfleet.durations import parse_slo
 from tokenfleet.profiles.library import read_profile
 from tokenfleet.profiles.measurements import read_measurements
+from tokenfleet.texts import parse_slo
 
 REQUESTS, QUICK_REQUESTS = 550, 80
 RATE_RPS = 3.0

@@ -35,8 +35,8 @@ from experiments.lib.results import bar, flags, show
 from experiments.lib.served import Server, fleet, tiny_model
 from experiments.serving.live_fidelity import tokenfleet
 from tokenfleet.cli.compare import first_tokens_s, met
-from tokenfleet.durations import parse_slo
 from tokenfleet.profiles.form import profile_text
+from tokenfleet.texts import parse_slo
 
 REQUESTS = 650
 QUICK_REQUESTS = 60

@@ -18,7 +18,7 @@ from dataplane.http.keys import KeyRing, control_keys_of, read_control_keys
 from dataplane.http.tls import certificate_of
 from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, takes
 from tokenfleet.cli.terminal import warn
-from tokenfleet.durations import parse_duration_s
+from tokenfleet.texts import parse_duration_s
 
 if TYPE_CHECKING:
     import socket

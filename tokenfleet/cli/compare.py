@@ -17,8 +17,8 @@ from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Frontend
 from dataplane.http.tls import client_context
 from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes
 from tokenfleet.cli.terminal import counted_bar, show, warn
-from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.texts import Parsed, duration_text, parse_duration_s, parse_slo, parse_window_s
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -160,8 +160,9 @@ def _checked(flags: CompareFlags) -> tuple[PlanRequest, float | None]:
     """The request, and HTTP's share where it is given; raises BadInput for flags that do not go together."""
     if flags.control is None and flags.workers is None:
         raise BadInput("--workers: how many serve the endpoint? Give it, or --control")
+    window = None if flags.window is None else Parsed(flags.window, parse_window_s(flags.window))
     request = PlanRequest(
-        parse_slo(flags.slo), policy=flags.policy, rate_scale=flags.rate_scale, window=flags.window
+        parse_slo(flags.slo), policy=flags.policy, rate_scale=flags.rate_scale, window=window
     )
     fixed_s = None if flags.overhead is None else parse_duration_s(flags.overhead, "--overhead")
     if fixed_s is not None and flags.steps is not None:

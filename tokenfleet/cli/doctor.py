@@ -36,7 +36,7 @@ from dataplane.live.worker.host_checks import (
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.fleet import ControlClient
 from tokenfleet.cli.terminal import answer
-from tokenfleet.durations import duration_text
+from tokenfleet.texts import duration_text
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama.py"
 TINY_FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))

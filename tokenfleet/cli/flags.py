@@ -96,13 +96,13 @@ def takes(record: type[Flags]) -> Callable[[Callable[[Flags], Any]], Callable[..
     return decorated
 
 
-def takes_request(*only: str) -> Callable[[Command], Command]:
-    """A command whose parameter `request` is made of flags: of every option of a plan, or `only` of these.
+def takes_request(without: Sequence[str] = ()) -> Callable[[Command], Command]:
+    """A command whose parameter `request` is made of flags: every option of a plan but those `without`.
 
     A parameter that is another dataclass is made of a flag for each field. Flags that are needed come first,
     the others where their parameter stands.
     """
-    taken = [o for o in options() if (not only or o.field in only) and o.field != "classes"]
+    taken = [o for o in options() if o.field not in (*without, "classes")]
 
     def made_of_flags(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True).parameters
@@ -144,7 +144,7 @@ def _of_record(record: Any) -> list[Parameter]:
 
 def _parameter(option: Option) -> Parameter:
     """An option as a parameter that Typer makes a flag of."""
-    plain: Any = str if option.kind in ("slo", "duration") else option.item
+    plain: Any = str if option.kind in ("slo", "duration") or option.codec else option.item
     annotation = plain
     if option.kind == "slo":
         annotation = list[str]

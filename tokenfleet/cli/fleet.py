@@ -21,7 +21,7 @@ from rich.table import Table
 from controlplane.errors import BadInput
 from dataplane.http.tls import client_context, distrust
 from tokenfleet.cli.flags import Format, OutputFormat, TlsCa
-from tokenfleet.durations import duration_text
+from tokenfleet.texts import duration_text
 
 fleet_app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Operate a running fleet."

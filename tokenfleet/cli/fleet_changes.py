@@ -14,7 +14,7 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.fleet import ControlClient, fleet_app
-from tokenfleet.durations import parse_duration_s
+from tokenfleet.texts import parse_duration_s
 
 __all__ = ["fleet_app"]
 LOOK_S = 0.3

@@ -19,7 +19,7 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat, model_at, takes
 from tokenfleet.cli.terminal import console, counted_bar
-from tokenfleet.durations import parse_duration_s, parse_speculation
+from tokenfleet.texts import parse_duration_s, parse_speculation
 
 if TYPE_CHECKING:
     from controlplane.perfmodel.samples import Burst

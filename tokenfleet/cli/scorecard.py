@@ -11,7 +11,7 @@ import typer
 
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.terminal import answer, console
-from tokenfleet.durations import duration_text
+from tokenfleet.texts import duration_text
 
 
 def scorecard_command(

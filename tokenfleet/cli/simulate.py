@@ -19,8 +19,8 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.types import SloClass
 from tokenfleet.cli.flags import Format, OutputFormat, takes_request
-from tokenfleet.durations import duration_text
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.texts import duration_text
 
 if TYPE_CHECKING:
     from controlplane.perfmodel.profile import Profile
@@ -69,32 +69,11 @@ class SessionFlags:
 
 
 @takes_request(
-    "slo",
-    "attainment",
-    "confidence",
-    "class_of",
-    "session_s",
-    "agents",
-    "model",
-    "precision",
-    "policy",
-    "priority_headroom",
-    "engine",
-    "gpu_memory_utilization",
-    "kv_tokens",
-    "speculate",
-    "kv_gb_per_s",
-    "kv_latency_s",
-    "rate_scale",
-    "window",
-    "drop_too_long",
-    "prices",
-    "provider",
-    "spot",
-    "reserved",
-    "no_prefix_cache",
-    "host_kv",
-    "seed",
+    without=(
+        *("gpu", "tp", "profiles"),  # of one worker here
+        *("budget_usd_per_h", "max_gpus", "reclaims_per_h", "cold_start_s", "bias_from"),  # of a search
+        *("prompt_scale", "output_scale", "price_scale"),  # of a what-if
+    )
 )
 def simulate_command(
     trace: Annotated[

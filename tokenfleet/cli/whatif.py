@@ -15,8 +15,8 @@ import typer
 
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, takes_request
-from tokenfleet.durations import parse_window_s
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.texts import Parsed
 
 if TYPE_CHECKING:
     from tokenfleet.traces import Trace
@@ -149,10 +149,10 @@ def _planned(
         raise
 
 
-def _clock(read: Trace, window: str | None) -> Clock:
+def _clock(read: Trace, window: Parsed[tuple[float, float]] | None) -> Clock:
     """Times of day, where the trace has them."""
     from tokenfleet.whatif.marginal import Clock
 
     if read.clock_start_s is None:
         return Clock()
-    return Clock(read.clock_start_s + (parse_window_s(window)[0] if window else 0.0))
+    return Clock(read.clock_start_s + (window.value[0] if window else 0.0))

@@ -14,8 +14,8 @@ import yaml
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
-from tokenfleet.durations import duration_text
 from tokenfleet.report.tables import share_text
+from tokenfleet.texts import duration_text
 
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 _RECORD = "tokenfleet:slo_errors:ratio_rate{window}"

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.types import PLAIN_CLASS, SloClass
 from controlplane.workload import Workload
-from tokenfleet.durations import due, duration_text
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.texts import due, duration_text
 from tokenfleet.traces import Trace
 
 _RULED = ("tenant", "key", "priority")
@@ -56,7 +56,7 @@ def classed(trace: Trace, request: PlanRequest) -> Trace:
     """The trace with the request's classes as it orders them, those without one last. Raises BadInput."""
     workload, classes = trace.workload, request.slo_classes
     if not classes:
-        if request.rules:
+        if request.class_of:
             raise BadInput("--class: without targets; give each class its own with --slo NAME:ttft=…,tpot=…")
         present = [workload.slo_classes[i] for i in np.unique(workload.slo_class)]
         if len(present) > 1:
@@ -68,7 +68,7 @@ def classed(trace: Trace, request: PlanRequest) -> Trace:
     place = {name: i for i, name in enumerate((*names, PLAIN_CLASS))}
     known = np.array([place.get(name, -1) for name in workload.slo_classes], np.int64)
     slo_class = known[workload.slo_class]
-    for name, column, value in request.rules:
+    for name, column, value in (rule.value for rule in request.class_of):
         if name not in names:
             raise BadInput(f"--class: {name}: without targets; give them with --slo {name}:ttft=…,tpot=…")
         slo_class = np.where(_matching(trace, column, value), place[name], slo_class)

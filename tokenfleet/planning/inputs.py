@@ -13,9 +13,8 @@ from controlplane.perfmodel.profile import HostKv, Profile, speculating, with_ti
 from controlplane.perfmodel.speculation import pays_up_to
 from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
-from tokenfleet.durations import parse_host_kv, parse_speculation, parse_window_s
 from tokenfleet.planning.classes import classed, present
-from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.request import PlanRequest, value_of
 from tokenfleet.planning.result import Inputs
 from tokenfleet.planning.traffic.draws import busier, in_sessions, time_scale
 from tokenfleet.planning.traffic.sample import LONG
@@ -108,7 +107,7 @@ def gather(
     if clock_s is not None and clock_s > LATEST_DATE_S:
         clock_s = None  # milliseconds read as seconds: `doctored` says so, and it is no time to schedule by
     if clock_s is not None and request.window is not None:
-        clock_s += parse_window_s(request.window)[0]
+        clock_s += request.window.value[0]
     inputs = described(trace.name, workload, warnings)
     faster = time_scale(trace.workload, request.rate_scale)
     inputs = replace(inputs, clock_start_s=clock_s, rate_scale=faster, classes=classes)
@@ -140,7 +139,7 @@ def without_work(workload: Workload, request: PlanRequest) -> list[str]:
 def refuse_without_prefixes(workload: Workload, request: PlanRequest) -> None:
     """Raise BadInput where host memory is to keep KV of a workload that never needs it again."""
     shared = workload.prefixes is not None and workload.ideal_hits.any()
-    if parse_host_kv(request.host_kv or "off") is not None and not shared:
+    if value_of(request.host_kv) is not None and not shared:
         raise BadInput("--host-kv: requests share no prefixes, so nothing would be loaded back")
 
 
@@ -170,17 +169,17 @@ def _as_asked(profile: Profile, request: PlanRequest) -> Profile:
     """The profile with the engine's memory, mode and drafts that are asked for."""
     profile = profile.with_kv(request.gpu_memory_utilization, request.kv_tokens)
     profile = profile if request.engine is None else profile.with_engine(mode=request.engine)
-    if (host := parse_host_kv(request.host_kv or "off")) is not None:
+    if (host := value_of(request.host_kv)) is not None:
         size, bytes_per_s = host
         rate = host_gb_per_s(profile.gpu) * 1e9 if bytes_per_s is None else bytes_per_s
         profile = replace(profile, host_kv=HostKv(size, rate))
-    drafts = parse_speculation(request.speculate or "off")
+    drafts = value_of(request.speculate)
     return profile if drafts is None else speculating(profile, drafts)
 
 
 def what_drafts_do(workload: Workload, request: PlanRequest) -> list[str]:
     """For each kind of worker up to which batch speculation saves time; nothing where none is asked for."""
-    if parse_speculation(request.speculate or "off") is None or len(workload) == 0:
+    if value_of(request.speculate) is None or len(workload) == 0:
         return []
     context = float((workload.prompt_tokens + workload.output_tokens / 2.0).mean())
     lines = []
@@ -255,7 +254,7 @@ def trimmed(trace: Trace, request: PlanRequest) -> Workload:
     """The part of a trace inside the window, `rate_scale` times as much traffic. Raises BadInput."""
     workload = trace.workload
     if request.window is not None:
-        start_s, end_s = parse_window_s(request.window)
+        start_s, end_s = request.window.value
         workload = workload.window(start_s, end_s)
         if len(workload) == 0:
             raise BadInput(f"{trace.name}: no requests between {start_s:g} s and {end_s:g} s")

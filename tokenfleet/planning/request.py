@@ -9,18 +9,30 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Optional,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from controlplane.errors import BadInput
 from controlplane.types import EngineMode, Slo, SloClass
-from tokenfleet.durations import (
+from tokenfleet.field_errors import first_fault
+from tokenfleet.texts import (
+    Parsed,
     parse_duration_s,
     parse_host_kv,
     parse_slo,
@@ -28,11 +40,11 @@ from tokenfleet.durations import (
     parse_speculation,
     parse_window_s,
 )
-from tokenfleet.field_errors import first_fault
 
 if TYPE_CHECKING:
     from controlplane.worker_type import WorkerType
 
+T = TypeVar("T")
 Kind = Literal["slo", "duration", "number", "count", "switch", "choice", "file", "word"]
 # A promise is what clients are told, a choice how it is kept, a circumstance what is not ours to choose.
 Role = Literal["promise", "choice", "circumstance"]
@@ -66,15 +78,39 @@ def known_policy(name: str) -> str:
     return name
 
 
-def read_by(parse: Callable[[str], object]) -> AfterValidator:
-    """What keeps a text that can be read so. Raises BadInput as `parse` does."""
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How the text of an option becomes its noun; `parse` raises BadInput. Over HTTP it is the text."""
 
-    def readable(text: str | None) -> str | None:
-        if text is not None:
-            parse(text)
-        return text
+    parse: Callable[[str], object]
+    max_length: int
+    examples: tuple[str, ...] = ()
+    min_length: int = 0
 
-    return AfterValidator(readable)
+    @property
+    def field(self) -> Any:
+        """The text's type, for pydantic."""
+        bounds = Field(
+            min_length=self.min_length, max_length=self.max_length, examples=list(self.examples) or None
+        )
+        return Annotated[str, bounds]
+
+    def read(self, text: str) -> Parsed[Any]:
+        return Parsed(text, self.parse(text))
+
+
+def _slo_class(text: str) -> SloClass:
+    """A class; attainment 0 where it names none of its own, and so has the request's."""
+    return parse_slo_class(text, 0.0)
+
+
+def _class_rule(rule: str) -> tuple[str, str, str]:
+    """(class, column, value) of `NAME=tenant:WHO`. Raises BadInput."""
+    name, _, condition = rule.partition("=")
+    column, _, value = condition.partition(":")
+    if not (name and column and value):
+        raise BadInput(f"--class: expected NAME=tenant:WHO, key:WHO or priority:high, got {rule!r}")
+    return name, column, value
 
 
 Scale = Annotated[float, Field(gt=0, le=1e6)]
@@ -105,7 +141,7 @@ class PlanRequest:
         About("model", "a model of the library, e.g. llama-3.1-8b"),
     ] = None
     classes: Annotated[
-        tuple[Annotated[str, Field(min_length=3, max_length=200)], ...],
+        tuple[Annotated[Parsed[SloClass], Codec(_slo_class, 200, min_length=3)], ...],
         Field(max_length=16),
         About(
             "classes",
@@ -116,7 +152,7 @@ class PlanRequest:
         ),
     ] = ()
     class_of: Annotated[
-        tuple[Word, ...],
+        tuple[Annotated[Parsed[tuple[str, str, str]], Codec(_class_rule, 100, min_length=1)], ...],
         Field(max_length=100),
         About(
             "rules of classes",
@@ -205,9 +241,8 @@ class PlanRequest:
         ),
     ] = None
     speculate: Annotated[
-        str | None,
-        Field(max_length=400, examples=["0.8/0.6/0.4@1ms+0.5ms"]),
-        read_by(parse_speculation),
+        Parsed[Any] | None,  # a Speculation, whose module loads numpy
+        Codec(parse_speculation, 400, ("0.8/0.6/0.4@1ms+0.5ms",)),
         About(
             "speculative decoding",
             "speculative decoding: acceptance by position, time per draft, time per step: 0.8/0.6@1ms+0.5ms",
@@ -215,9 +250,8 @@ class PlanRequest:
         ),
     ] = None
     host_kv: Annotated[
-        str | None,
-        Field(max_length=60, examples=["64GiB@25GB/s"]),
-        read_by(parse_host_kv),
+        Parsed[tuple[int, float | None] | None] | None,
+        Codec(parse_host_kv, 60, ("64GiB@25GB/s",)),
         About(
             "host memory for KV",
             "offload evicted KV to host memory: size per worker and load rate per GPU, 64GiB@25GB/s",
@@ -283,9 +317,8 @@ class PlanRequest:
     ] = 1.0
     price_scale: Annotated[Scale, About("prices", "multiply prices by this", key="price")] = 1.0
     window: Annotated[
-        str | None,
-        Field(max_length=40, examples=["10m..20m"]),
-        read_by(parse_window_s),
+        Parsed[tuple[float, float]] | None,
+        Codec(parse_window_s, 40, ("10m..20m",)),
         About("part of the trace", "only this part of the trace: 10m..20m"),
     ] = None
     budget_usd_per_h: Annotated[
@@ -327,24 +360,13 @@ class PlanRequest:
     @property
     def slo_classes(self) -> tuple[SloClass, ...]:
         """The named classes, deadlines as they were given."""
-        return tuple(parse_slo_class(text, self.attainment) for text in self.classes)
+        given = [one.value for one in self.classes]
+        return tuple(replace(one, attainment=one.attainment or self.attainment) for one in given)
 
     @property
     def has_only_classes(self) -> bool:
         """Whether no plain targets were given; then `slo` is those of the tightest class."""
-        return bool(self.classes) and self.slo == tightest(self.classes)
-
-    @property
-    def rules(self) -> list[tuple[str, str, str]]:
-        """(class, column, value) of each rule. Raises BadInput."""
-        found = []
-        for rule in self.class_of:
-            name, _, condition = rule.partition("=")
-            column, _, value = condition.partition(":")
-            if not (name and column and value):
-                raise BadInput(f"--class: expected NAME=tenant:WHO, key:WHO or priority:high, got {rule!r}")
-            found.append((name, column, value))
-        return found
+        return bool(self.classes) and self.slo == tightest([one.value for one in self.classes])
 
     def consistent(self) -> PlanRequest:
         """Itself. Raises BadInput where one option has no meaning beside the others."""
@@ -355,7 +377,7 @@ class PlanRequest:
         for flag, value in (("--kv-gb-per-s", self.kv_gb_per_s), ("--kv-latency", self.kv_latency_s)):
             if value is not None and not self.profiles and self.engine != EngineMode.SPLIT:
                 raise BadInput(f"{flag}: only a split fleet hands KV over; give --engine split too")
-        if self.host_kv not in (None, "off") and self.no_prefix_cache:
+        if value_of(self.host_kv) is not None and self.no_prefix_cache:
             raise BadInput("--host-kv: contradicts --no-prefix-cache: nothing would be kept there")
         self._check_spot()
         return self
@@ -393,7 +415,15 @@ class Option:
         self.is_list = get_origin(self.type) is tuple
         one = get_args(self.type)[0] if self.is_list or NoneType in get_args(self.type) else self.type
         self.item, self._item_metadata = _plain(one)
-        self._adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+        self.codec = next((m for m in (*self.metadata, *self._item_metadata) if isinstance(m, Codec)), None)
+        self._adapter: TypeAdapter[Any] = TypeAdapter(self._of_texts() if self.codec else annotation)
+
+    def _of_texts(self) -> Any:
+        """The annotation of an option with a codec, with texts for its nouns."""
+        assert self.codec is not None
+        of: Any = tuple if self.is_list else Optional
+        text = of[self.codec.field, ...] if self.is_list else of[self.codec.field]
+        return Annotated[text, Field(), *self.constraints]
 
     @property
     def kind(self) -> Kind:
@@ -424,7 +454,7 @@ class Option:
     @property
     def item_constraints(self) -> list[Any]:
         """What it can check of one item of a list, or of a value that may be left out."""
-        return self._item_metadata
+        return [m for m in self._item_metadata if not isinstance(m, Codec)]
 
     @property
     def choices(self) -> list[str]:
@@ -438,7 +468,22 @@ class Option:
         return []
 
     def checked(self, value: Any, where: str = "") -> Any:
-        """`value`, if it is one of the option's. Raises BadInput, by default with the flag's name."""
+        """`value`, if it is one of the option's, of a text its noun. Raises BadInput."""
+        if self.codec is not None:
+            return self._nouns(value, where)
+        return self._valid(value, where)
+
+    def _nouns(self, value: Any, where: str) -> Any:
+        assert self.codec is not None
+        texts = tuple(map(str, value)) if self.is_list else None if value is None else str(value)
+        valid = self._valid(texts, where)
+        if valid is None or isinstance(value, Parsed):
+            return value
+        if not self.is_list:
+            return self.codec.read(valid)
+        return tuple(one if isinstance(one, Parsed) else self.codec.read(one) for one in value)
+
+    def _valid(self, value: Any, where: str) -> Any:
         try:
             return self._adapter.validate_python(value, strict=True)
         except ValidationError as error:
@@ -467,7 +512,7 @@ class Option:
             raise BadInput(f"{where}: one of {', '.join(EngineMode)}, got {text!r}")
         if self.item in (int, float):
             return self._number(text, where)
-        return self.item(text)
+        return text if self.codec is not None else self.item(text)
 
     def _number(self, text: str, where: str) -> float:
         try:
@@ -517,12 +562,17 @@ def read_targets(texts: Sequence[str]) -> dict[str, Any]:
     slos = [parse_slo(text) for text in plain]
     if len(slos) > 1:
         raise BadInput(f"--slo: several targets need names: NAME:{plain[0]}, NAME:{plain[1]}")
-    return {"slo": slos[0] if slos else tightest(classes), "classes": classes}
+    return {"slo": slos[0] if slos else tightest([_slo_class(text) for text in classes]), "classes": classes}
 
 
-def tightest(classes: Sequence[str]) -> Slo:
-    """The targets of the class whose TTFT target is the least. Raises BadInput."""
-    return min((parse_slo_class(text, 0.5).slo for text in classes), key=lambda slo: slo.ttft_s)
+def tightest(classes: Sequence[SloClass]) -> Slo:
+    """The targets of the class whose TTFT target is the least."""
+    return min((one.slo for one in classes), key=lambda slo: slo.ttft_s)
+
+
+def value_of(parsed: Parsed[T] | None) -> T | None:
+    """The value of what was given, if anything was."""
+    return None if parsed is None else parsed.value
 
 
 def command_line(request: PlanRequest, source: Sequence[str]) -> str:

@@ -26,7 +26,6 @@ from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.outcome import attained_by_class
 from dataplane.simulated.simulate import Outcome
-from tokenfleet.durations import duration_text
 from tokenfleet.planning.estimate import (
     Estimate,
     Trial,
@@ -41,6 +40,7 @@ from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.reuse import by_memory
 from tokenfleet.planning.threads import Threads
+from tokenfleet.texts import duration_text
 
 HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
 MORE_FOR_DOUBT = 1.1  # and the doubt usually costs about a tenth more workers,

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from tokenfleet.durations import duration_text
 from tokenfleet.planning.comparisons import Costed
 from tokenfleet.planning.result import Latency, Plan
 from tokenfleet.planning.reuse import Reuse
 from tokenfleet.report.tables import cliff_text, share_text, usd_text, workers_text
+from tokenfleet.texts import duration_text
 
 TAIL = 1e-4  # the smallest share of requests that is drawn
 TAIL_POINTS = 80

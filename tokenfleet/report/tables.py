@@ -9,7 +9,6 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tokenfleet.durations import duration_text
 from tokenfleet.planning.classes import separate_usd
 from tokenfleet.planning.classes import target_text as class_target_text
 from tokenfleet.planning.comparisons import Nearest, TierWorth
@@ -20,6 +19,7 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Plan, Sampled
 from tokenfleet.planning.reuse import LOST, Reuse
 from tokenfleet.planning.traffic.sample import ROUGHLY
+from tokenfleet.texts import duration_text
 
 _BINDS = {
     "ttft": "the TTFT target",

@@ -64,7 +64,8 @@ FileText = Annotated[str, Field(min_length=1, max_length=100_000)]
 def _option_field(option: Option) -> tuple[Any, Any]:
     """An option as a field over HTTP: lists for tuples, and for a file the text of it."""
     plain: dict[type, Any] = {Slo: Targets, Path: FileText, EngineMode: Annotated[EngineMode, _AS_TEXT]}
-    item: Any = Annotated[plain.get(option.item, option.item), Field(), *option.item_constraints]
+    of = option.codec.field if option.codec else plain.get(option.item, option.item)
+    item: Any = Annotated[of, Field(), *option.item_constraints]
     annotation = list[item] if option.is_list else item | None if option.default is None else item
     description = f"{option.about.help}; {'each ' if option.is_list else ''}the text of a YAML file"
     field = Field(description=description if option.kind == "file" else option.about.help)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from controlplane.prefixes import Prefixes, Sessions
 from controlplane.workload import Workload
-from tokenfleet.durations import duration_text
+from tokenfleet.texts import duration_text
 from tokenfleet.traces.identity import SystemPrompts
 
 SEAM_S = 60.0  # that files on one clock may overlap, or lie apart

@@ -17,12 +17,12 @@ from typing import Any, Literal
 from controlplane.errors import BadInput
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
-from tokenfleet.durations import parse_duration_s
 from tokenfleet.field_errors import nearest
 from tokenfleet.planning.inputs import Bias, gather
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.planning.request import Kind, Option, PlanRequest, Role, options
 from tokenfleet.planning.result import Inputs
+from tokenfleet.texts import Parsed, parse_duration_s
 from tokenfleet.traces import Trace
 
 MOST_SCENARIOS = 200
@@ -122,7 +122,7 @@ def checked(key: str, value: str) -> Value:
     read = AXES[key].read(value, f"--vary: {key}")
     if isinstance(read, tuple):
         return read[0] if len(read) == 1 else "+".join(map(str, read))
-    return str(read) if isinstance(read, Path) else read
+    return str(read) if isinstance(read, Path | Parsed) else read
 
 
 def changed(request: PlanRequest, changes: Changes) -> PlanRequest:

@@ -18,7 +18,6 @@ from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from dataplane.simulated.outcome import joint
 from dataplane.simulated.simulate import WorkerSpec, simulate
-from tokenfleet.durations import due, parse_slo_class
 from tokenfleet.planning.classes import classed, present, separate_usd
 from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.inputs import described
@@ -31,6 +30,7 @@ from tokenfleet.planning.result import Plan
 from tokenfleet.planning.threads import threads
 from tokenfleet.profiles.form import profile_text
 from tokenfleet.report.tables import class_rows, classes_text
+from tokenfleet.texts import due, parse_slo_class
 from tokenfleet.traces import Trace
 
 CHAT, BATCH = "chat:ttft=500ms,tpot=30ms,attainment=0.95", "batch:ttft=20s,tpot=100ms,attainment=0.9"

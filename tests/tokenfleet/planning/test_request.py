@@ -22,7 +22,13 @@ from tokenfleet.planning.request import Option, PlanRequest, command_line, optio
 from tokenfleet.service.forms import PlanOrder, command_of, in_field_names, read_order
 
 SLO = Slo(0.4, 0.03)
-CLASSES = ("chat:ttft=1s,tpot=30ms", "batch:deadline=6h", "b.c-1:ttft=2s,tpot=1s,attainment=0.5")
+TEXTS = {
+    "classes": ("chat:ttft=1s,tpot=30ms", "batch:deadline=6h", "b.c-1:ttft=2s,tpot=1s,attainment=0.5"),
+    "class_of": ("batch=tenant:acme", "chat=key:k 1", "b.c-1=priority:high"),
+    "speculate": ("off", "0.8/0.6", "0.7@1ms"),
+    "host_kv": ("off", "64GiB", "1.5TiB@25GB/s"),
+    "window": ("10m..20m", "..90"),
+}
 ORDER = {"trace": {"sample": True}, "slo": {"ttft_s": 0.4, "tpot_s": 0.03}}
 
 ONE_MORE = """
@@ -104,16 +110,12 @@ def values(option: Option) -> st.SearchStrategy[Any]:
         "switch": st.booleans(),
         "choice": st.sampled_from(option.choices),
         "file": st.builds(Path, words),
-        "word": st.just("10m..20m") if option.field == "window" else words,
+        "word": st.sampled_from(TEXTS[option.field]) if option.codec else words,
     }
-    if option.field == "speculate":
-        return st.sampled_from(["off", "0.8/0.6", "0.7@1ms"])
-    if option.field == "host_kv":
-        return st.sampled_from(["off", "64GiB", "1.5TiB@25GB/s"])
-    if option.field == "classes":
-        return st.lists(st.sampled_from(CLASSES), unique=True).map(tuple)
     found = one[option.kind].map(EngineMode) if option.item is EngineMode else one[option.kind]
-    return st.lists(found, max_size=3).map(tuple) if option.is_list else found
+    return (
+        st.lists(found, max_size=3, unique=option.field == "classes").map(tuple) if option.is_list else found
+    )
 
 
 def requests() -> st.SearchStrategy[PlanRequest]:

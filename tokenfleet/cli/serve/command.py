@@ -46,10 +46,10 @@ from tokenfleet.cli.serve.workers import (
     types_asked,
 )
 from tokenfleet.cli.terminal import warn
-from tokenfleet.durations import parse_duration_s
 from tokenfleet.files import cache_folder
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import LearnedProfiles
+from tokenfleet.texts import parse_duration_s
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

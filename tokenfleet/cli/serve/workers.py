@@ -14,10 +14,10 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.types import PLAIN_CLASS, Role, Slo, SloClass
 from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.cli.serve.flags import WORKERS, ServeFlags
-from tokenfleet.durations import parse_duration_s, parse_host_kv, parse_slo, parse_slo_class
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import kind_of, read_prices
+from tokenfleet.texts import parse_duration_s, parse_host_kv, parse_slo, parse_slo_class
 
 if TYPE_CHECKING:
     from dataplane.live.control.settings import Autoscale

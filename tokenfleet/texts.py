@@ -1,17 +1,31 @@
-"""Durations, targets and drafts in text form: `1.6s`, `ttft=1.6s,tpot=75ms`, `chat:ttft=…`, `0.8/0.6`."""
+"""Nouns in text form: durations, targets, classes, parts of a trace, host memory, draft tokens."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo, SloClass
 
 if TYPE_CHECKING:
     from controlplane.perfmodel.speculation import Speculation
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[T]):
+    """A value, and the text in which it was given: command lines and records repeat that text."""
+
+    text: str
+    value: T
+
+    def __str__(self) -> str:
+        return self.text
+
 
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-z]*)\s*")
