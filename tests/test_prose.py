@@ -7,9 +7,10 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from prose import BANNED_TURNS, OLD_WORDS, Prose, prose_of
+from prose import BANNED_TURNS, OLD_WORDS, Prose, markdown_prose, prose_of
 
 from tokenfleet.cli.main import VERBS, command_of
 
@@ -67,19 +68,28 @@ def test_a_module_that_the_prose_names_is_there() -> None:
     assert missing == []
 
 
+def commands() -> Iterator[Any]:
+    """Every verb and sub-command."""
+    left = [command_of(verb) for verb in VERBS.values()]
+    while left:
+        yield (command := left.pop())
+        left += getattr(command, "commands", {}).values()
+
+
+def options() -> set[str]:
+    """Every flag of the command line."""
+    return {flag for command in commands() for option in command.params for flag in option.opts}
+
+
 def help_texts() -> Iterator[str]:
     """The help of every verb, sub-command and option, its examples left out."""
-    for name, verb in VERBS.items():
-        yield verb.help
-        commands = [command_of(verb)]
-        while commands:
-            command = commands.pop()
-            for paragraph in (command.help or "").replace("\b\n", "").split("\n\n"):
-                if not paragraph.startswith(("tokenfleet ", "Examples:")):
-                    yield paragraph
-            yield from (p.help for p in command.params if getattr(p, "help", None))
-            commands += getattr(command, "commands", {}).values()
-        assert command_of(verb).help, f"{name} has no help"
+    yield from (verb.help for verb in VERBS.values())
+    for command in commands():
+        assert command.help, f"{command.name} has no help"
+        for paragraph in command.help.replace("\b\n", "").split("\n\n"):
+            if not paragraph.startswith(("tokenfleet ", "Examples:")):
+                yield paragraph
+        yield from (option.help for option in command.params if getattr(option, "help", None))
 
 
 def test_help_texts_are_short_and_plain() -> None:
@@ -95,3 +105,31 @@ def reads_plainly(prose: Prose, sentence: float, paragraph: float) -> None:
     assert prose.words_a_sentence <= sentence, f"{prose.words_a_sentence:.1f} words a sentence"
     assert prose.words_a_paragraph <= paragraph, f"{prose.words_a_paragraph:.1f} words a paragraph"
     assert prose.long_share <= 0.03, prose.long_sentences
+
+
+PAGES = {  # words a sentence
+    "README.md": 14, "docs/evidence.md": 15, "docs/export.md": 15, "docs/glossary.md": 15, "docs/http.md": 15,
+    "docs/scorecard.md": 15,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_short_and_plain(name: str) -> None:
+    prose = markdown_prose((ROOT / name).read_text(encoding="utf-8"))
+    assert len(prose.sentences) > 2
+    reads_plainly(prose, sentence=PAGES[name], paragraph=45)
+
+
+def test_the_readme_is_one_screen_of_prose_with_two_pictures() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 900
+    assert len(text.partition("\n    make demo")[0].split()) <= 90
+    assert len(re.findall(r"!\[[^\]]+\]\(", text)) == 2
+
+
+def test_names_that_the_glossary_keeps_are_in_the_code() -> None:
+    rows = re.findall(r"^\|.*\|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    kept = {name for row in rows for name in re.findall(r"`([^`]+)`", row.rsplit("|", 2)[1])}
+    assert len(kept) > 30
+    known = "\n".join(path.read_text(encoding="utf-8") for path in PRODUCT) + "\n".join(options())
+    assert sorted(name for name in kept if name.rstrip("…") not in known) == []
