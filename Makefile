@@ -31,19 +31,23 @@ live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side
 	timeout -k 30 2700 $(BIN)/pytest -n 2 --dist loadfile tests/live --durations 10
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1
+	@echo "Starting two vLLM engines on CPU: one to two minutes until 'ready'."
 	$(BIN)/tokenfleet serve --model tokenfleet-out/tiny-llama --workers 2
 
 tokenfleet-out/tiny-llama: .venv/all
+	@echo "Making a tiny Llama with random weights in $@: about 20 seconds."
 	$(BIN)/python examples/tiny_llama.py $@
 
 # The planner: no vLLM, no Ray, no GPU.
 .venv/base: pyproject.toml requirements/live-cpu.txt
+	@echo "Setting up .venv with the planner's packages: about a minute the first time."
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(PIP) $(PINS) --editable .
 	touch $@
 
 # The live plane on CPUs, checks and tests. `--no-deps`: see requirements/live-cpu.txt.
 .venv/all: .venv/base requirements/dev.txt
+	@echo "Adding vLLM, Ray and the tools of the tests to .venv: some minutes the first time."
 	$(PIP) --no-deps -r requirements/live-cpu.txt -r requirements/dev.txt
 	touch $@
 

@@ -11,6 +11,7 @@ encodes and decodes back exactly; it has a chat template. Nothing is fetched.
 from __future__ import annotations
 
 import argparse
+import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,9 @@ def main() -> None:
     args = parser.parse_args()
     shape = FAT if args.fat else TINY
     args.directory.mkdir(parents=True, exist_ok=True)
+    print("training a tokenizer", file=sys.stderr, flush=True)
     write_tokenizer(args.directory, shape.context)
+    print("drawing the weights", file=sys.stderr, flush=True)
     write_model(args.directory, shape, args.seed)
     print(args.directory)
 

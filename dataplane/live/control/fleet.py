@@ -159,6 +159,7 @@ async def run_fleet(
         await until_answering(settings.control_host, settings.control_port, answering, is_tls)
         await until_answering(settings.gateway.host, settings.gateway.port, serving, is_tls)
         fleet.let_decide(own_key)
+        fleet.core.on_closing.append(fleet.tell_closing)
         announce(f"ready {fleet.gateway_url} control {fleet.control_url}")
         fleet.pool.tasks.spawn(estate.pulse.show())
         await serving
@@ -277,6 +278,7 @@ class _Fleet:
         pool.share = settings.share
         core.is_starting = lambda: pool.starting > 0
         self._cleanup.push_async_callback(pool.close)
+        self._cleanup.callback(self._tell_stop)
         telling = asyncio.create_task(tell_start(pool, self._tell))
         self._cleanup.callback(telling.cancel)
         self._cleanup.push_async_callback(self.controller.close)
@@ -333,6 +335,16 @@ class _Fleet:
         if settings.policy == Policy.EXACT and not self.placement.goes_by_targets:
             raise BadInput(f"--policy: exact: step times are not known: {self.learning.why}")
         return kv_blocks
+
+    def tell_closing(self, why: str) -> None:
+        """Tell what the fleet's end waits for."""
+        left, most_s = len(self.core.requests), self.settings.gateway.shutdown_s
+        waits = f" may take {most_s} s more (--shutdown-wait)" if left else ""
+        self._tell(f"stopping: {left} open request{'s' * (left != 1)}{waits}")
+
+    def _tell_stop(self) -> None:
+        if names := [member.worker for member in self.pool.members()]:
+            self._tell(f"stopping {', '.join(names) if len(names) <= 4 else f'{len(names)} workers'}")
 
     def gateways(self, server: CoreServer) -> Gateways | None:
         """The gateways of a fleet whose gateways have processes of their own; not started yet."""

@@ -13,10 +13,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
@@ -283,7 +285,8 @@ async def _address_of(own: Path) -> str:
 def keep_own_ray(own: Path) -> None:
     """Run a local Ray until SIGTERM, in a process of its own, which must have no threads yet.
 
-    The file `own` says where it is: its address, or a line of nothing and what has hindered it.
+    The file `own` says where it is: its address, or a line of nothing and what has hindered it. At the
+    end its processes are killed: Ray would wait several seconds for them, and what is left on it sees it.
     """
     said, done = "", threading.Event()
     for attempt in range(1, STARTS_OF_RAY + 1):
@@ -297,7 +300,9 @@ def keep_own_ray(own: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: done.set())
     replace_text(own, said)
     done.wait()
-    ray.shutdown()
+    for process in psutil.Process().children():  # not the workers below them, which end by themselves
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def sweep(own: Path) -> None:

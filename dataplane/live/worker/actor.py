@@ -61,7 +61,9 @@ from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
 
 log = logging.getLogger(__name__)
 TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on
-SHUTDOWN_S = 10.0
+# Of an engine that has no request any more: it has nothing to finish, and what it leaves in shared memory
+# is removed for it.
+SHUTDOWN_S = 1.0
 LINGER_MS = 200
 ALONE_S = 300.0  # without a core; a fleet's next one comes within seconds
 ANSWERS = {"leased": FinishReason.ABORT, "gone": FinishReason.ERROR, "loaded": FinishReason.STOP}

@@ -9,6 +9,19 @@ from served_fleet import free_port
 
 from console.browser import HOSTILE, QUICK, planning_api, told
 
+# Words that once stood on these pages for those of the field.
+OURS = (
+    "operator decides", "controller decides", "worlds", "doubt", "turned away", "left by clients",
+    "so many", "over the cheapest", "within both targets", "against reality", "workers wanted",
+)  # fmt: skip
+
+
+def ask(fleet, body, headers=None):
+    """Let the fleet answer a completion."""
+    headers = {"content-type": "application/json"} | (headers or {})
+    request = urllib.request.Request(f"{fleet.gateway}/v1/completions", json.dumps(body).encode(), headers)
+    urllib.request.urlopen(request, timeout=60).close()
+
 
 @pytest.fixture
 def live(emulated_fleet, visit):
@@ -22,11 +35,11 @@ def test_the_fleet_is_shown_as_it_is(emulated_fleet, live):
     for worker in view["workers"]:
         row = live.page.locator(f"[data-worker={worker['worker']}]")
         assert worker["state"] in row.inner_text()
-        says = "nothing has run here yet" if worker["telemetry"] is None else "of 440,176 tokens"
+        says = "no step yet" if worker["telemetry"] is None else "of 440,176 tokens"
         assert says in row.inner_text()
     assert view["engine"] in live.text("#facts")
     assert f"{view['slo']['ttft_s']:g} s" in live.text("#attainment-says")
-    assert live.text("#gap") == f"Cost over the cheapest: {view['gap']['line']}."
+    assert live.text("#gap") == f"Excess cost: {view['gap']['line']}."
 
 
 def test_an_event_appears_by_itself_with_its_reason(emulated_fleet, live):
@@ -45,13 +58,8 @@ def test_what_the_server_says_stays_text(emulated_fleet, live):
 def test_attainment_is_counted_from_finished_requests(emulated_fleet, live):
     before = emulated_fleet.ask("GET", "/v1/fleet")["attainment"]["both"]["of"]
     body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 5, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{emulated_fleet.gateway}/v1/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    urllib.request.urlopen(request, timeout=60).close()
-    live.until("#targets", f"of {before + 1} since the fleet began")
+    ask(emulated_fleet, body)
+    live.until("#targets", f"of {before + 1} since the fleet started")
 
 
 def test_what_came_of_late_stands_above_the_workers(emulated_fleet, live):
@@ -121,7 +129,60 @@ def test_a_worker_is_drained_and_taken_back(emulated_fleet, live):
 
 def test_a_fleet_that_was_not_to_scale_itself_says_so_instead_of_offering_it(live):
     assert live.page.locator("#auto").is_disabled()
-    assert "without --autoscale" in live.text("#auto-says")
+    assert "Start the fleet with --autoscale MIN..MAX" in live.text("#auto-says")
+    assert live.text("#facts").endswith(". Manual scaling.")
+
+
+def test_the_bar_of_a_missed_target_is_seen(emulated_fleet, live):
+    """Of the class `hasty` no request meets its targets."""
+    body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 5, "ignore_eos": True}
+
+    def miss():
+        ask(emulated_fleet, body | {"max_tokens": 2}, {"x-slo-class": "hasty"})
+        return live.page.locator("#targets .bar-fill.bad").count()
+
+    ask(emulated_fleet, body)
+    emulated_fleet.until(miss)
+    fills = live.page.locator("#targets .bar-fill")
+    shown = fills.evaluate_all(
+        "all => all.map(one => [one.checkVisibility(), one.classList.contains('bad')])"
+    )
+    assert [True, True] in shown
+    assert all(is_seen for is_seen, _ in shown)
+
+
+LOW_RATES = """async () => {
+  const { Timeline } = await import("/console/live_timeline.js");
+  document.getElementById("present").hidden = false;
+  const now_s = 1.8e9;
+  const points = [40, 30, 20].map((ago, i) => ({
+    at_s: now_s - ago, tokens_per_s: [0.2, 0.7, 0.4][i], finished: 1, failed: 0, rejected: i % 2, aborted: 0,
+    ttft_s: { p50: 0.0101, p90: 0.0103, p99: 0.0104 }, tpot_s: { p50: 0.02, p90: 0.021, p99: 0.022 },
+  }));
+  new Timeline().draw({ points, bucket_s: 10, now_s }, { ttft_s: 1, tpot_s: 0.05 });
+  await new Promise((done) => setTimeout(() => requestAnimationFrame(done)));
+  await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+  return [...document.querySelectorAll("#timeline figure")].map((figure) =>
+    [...figure.querySelectorAll("text.tick[text-anchor=end]:not(.strong)")].map((tick) => tick.textContent));
+}"""
+
+
+def test_no_axis_repeats_a_tick_at_low_rates(api, visit):
+    tab = visit(f"{api}/live")
+    tab.until("#absent", "No fleet here")
+    axes = tab.page.evaluate(LOW_RATES)
+    assert len(axes) == 4
+    for ticks in axes:
+        assert len(ticks) >= 2
+        assert len(set(ticks)) == len(ticks)
+    throughput, _, _, errors = axes
+    assert "0.4" in throughput
+    assert errors == ["0", "1"]
+
+
+def test_the_live_page_has_the_words_of_the_field(emulated_fleet, live):
+    said = live.page.locator("body").inner_text().lower()
+    assert [word for word in OURS if word in said] == []
 
 
 def test_a_refused_order_is_said(emulated_fleet, live):

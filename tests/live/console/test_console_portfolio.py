@@ -56,7 +56,7 @@ def test_a_portfolio_is_asked_for_and_its_answer_read(answered, visit):
     assert job["question"]["traces"].keys() == {"sample_trace.csv", "days/monday.csv"}
     tab = visit(url)
     tab.page.locator("#answer-title").wait_for()
-    assert tab.text("#answer-title").startswith(f"${plan['usd_per_hour']:.2f}/h for 2 models, with ")
+    assert tab.text("#answer-title").startswith(f"${plan['usd_per_hour']:.2f}/h for 2 models, at most ")
     assert tab.focused() == "answer-title"
     rows = tab.page.locator("#answer table").nth(0).locator("tbody tr")
     assert rows.count() == 2
@@ -69,8 +69,8 @@ def test_a_portfolio_is_asked_for_and_its_answer_read(answered, visit):
     (chat, _) = plan["models"]
     assert (chat["name"], chat["on_demand_workers"], chat["plan"]["workers"]) == ("chat", 1, 2)
     assert "2 × h100-sxm TP1, 1 on demand, 1 on spot" in rows.nth(0).inner_text()
-    adds = f"they add ${plan['models'][1]['adapters_usd_per_hour']:.2f}/h."
-    assert f"Adapters of code, of its requests: support 50.00 %; {adds}" in tab.text("#answer")
+    adds = f"They add ${plan['models'][1]['adapters_usd_per_hour']:.2f}/h."
+    assert f"Adapters of code, as shares of its requests: support 50.00 %. {adds}" in tab.text("#answer")
     assert "gpus.h100-sxm" in tab.page.locator("#answer table").nth(1).inner_text()
     assert tab.page.locator("figure.chart svg[role=img] path.line").count() == 1
     stretches = tab.page.locator("figure.chart tbody tr")

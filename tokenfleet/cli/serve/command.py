@@ -130,6 +130,7 @@ def serve_command(flags: ServeFlags) -> None:
             code = _serve_all(asked, checked, (keys, operators, files), tell, held)
     if code:
         raise typer.Exit(code)
+    tell("stopped")
 
 
 def _serve_all(asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell: Say, held: ExitStack) -> int:

@@ -135,6 +135,7 @@ def _run_core(settings: FleetSettings, tell: Say, name: str, estate: Estate) -> 
     def announce(line: str) -> None:
         if estate.number == 1 and not name:
             print(line, flush=True)
+            tell(f"console: {line.split()[-1]}/live (Ctrl-C stops the fleet)")
         else:
             told(line)
 

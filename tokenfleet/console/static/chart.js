@@ -1,4 +1,4 @@
-/* Small SVG charts, drawn at the width they have, each with its numbers in a table for whoever cannot see it. */
+/* Small SVG charts, drawn at the width they have, each with its numbers in a table for people who cannot see it. */
 
 import { make, svg, table } from "./dom.js";
 import { extent, scale } from "./scale.js";
@@ -76,12 +76,12 @@ function drawn({ x, y, series, marks, width, height }) {
   const ys = series.flatMap((s) => s.points.flatMap((p) => p.slice(1))).filter((v) => v !== null);
   const xDomain = x.domain ?? extent([...xs, ...marksOn("x")], { log: x.kind === "log", zero: x.zero });
   const yDomain = y.domain ?? extent([...ys, ...marksOn("y")], { log: y.kind === "log", zero: y.zero });
-  const yTicks = scale(y.kind, yDomain, [height - BOTTOM, TOP]).ticks(5);
+  const yTicks = distinct(scale(y.kind, yDomain, [height - BOTTOM, TOP]), 5, y.format);
   const left = Math.max(...yTicks.map((t) => y.format(t).length), 2) * LETTER + 14;
   const atX = scale(x.kind, xDomain, [left, width - RIGHT]);
   const atY = scale(y.kind, yDomain, [height - BOTTOM, TOP]);
   const widest = Math.max(...atX.ticks(6).map((t) => x.format(t).length), 2) * LETTER + 16;
-  const xTicks = x.ticks ?? atX.ticks(Math.max(2, Math.min(8, Math.floor((width - left) / widest))));
+  const xTicks = x.ticks ?? distinct(atX, Math.max(2, Math.min(8, Math.floor((width - left) / widest))), x.format);
   const frame = [
     ...yTicks.map((t) => svg("path", { class: "grid", d: `M${left} ${atY(t)}H${width - RIGHT}` })),
     ...yTicks.map((t) =>
@@ -109,6 +109,15 @@ function drawn({ x, y, series, marks, width, height }) {
   ];
 }
 
+/** The ticks of a scale, fewer where their texts would repeat: two lines must not have one name. */
+function distinct(at, most, format) {
+  for (let n = most; n > 1; n -= 1) {
+    const ticks = at.ticks(n);
+    if (new Set(ticks.map(format)).size === ticks.length) return ticks;
+  }
+  return at.ticks(most).filter((tick, i, all) => i === 0 || format(tick) !== format(all[i - 1]));
+}
+
 function shape({ kind, tone, points }, atX, atY) {
   const at = ([px, py]) => `${atX(px).toFixed(1)} ${atY(py).toFixed(1)}`;
   if (kind === "dots") {
@@ -122,7 +131,7 @@ function shape({ kind, tone, points }, atX, atY) {
   if (kind === "band") {
     const whole = points.filter((p) => p[1] !== null && p[2] !== null);
     if (whole.length === 1) {
-      // One bar of doubt: a band of no width would not be seen.
+      // One bar of uncertainty: a band of no width would be invisible.
       const [px, low, high] = whole[0];
       return svg("path", {
         class: `whisker ${tone}`,

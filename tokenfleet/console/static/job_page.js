@@ -10,7 +10,7 @@ const RECENT = 8;
 /** Whether an error is the API's refusal, or its silence. */
 export const isRefusal = (error) => error instanceof Refused || error instanceof Unreachable;
 
-/** Say that nobody answers, or with no text that somebody does. */
+/** Show a banner while the API does not answer; hide it with no text. */
 export function connection(text) {
   byId("connection").hidden = text === "";
   say(byId("connection"), text);
@@ -18,7 +18,7 @@ export function connection(text) {
 
 /** Say whether the stream of a job's events goes on, as EventStream tells it. */
 export const onStream = (state, waitS) =>
-  connection(state === "open" ? "" : `The control API does not answer; the plan goes on there. Trying again in ${waitS} s`);
+  connection(state === "open" ? "" : `The control API does not answer; the plan continues there. Retrying in ${waitS} s`);
 
 /** Say how far the job is; an answer from before is faded. */
 export function waiting(text, progress = null, isCancellable = false) {

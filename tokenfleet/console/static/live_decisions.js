@@ -11,8 +11,8 @@ const WORDS = {
   source: ["from ", ""],
   migration: ["as ", ""],
   cost: ["", ""],
-  bytes: ["", " copied"],
-  downtime_s: ["", " without a token"],
+  bytes: ["copied ", ""],
+  downtime_s: ["paused ", ""],
 };
 const HEAD = new Set(["id", "at_s", "kind", "reason"]);
 
@@ -43,7 +43,7 @@ export class Decisions {
     if (this.#lastId !== null && event.id > this.#lastId + 1) {
       this.#put({
         kind: "",
-        reason: `${counted(event.id - this.#lastId - 1, "decision")} came too quickly to be kept for this page.`,
+        reason: `${counted(event.id - this.#lastId - 1, "decision")} left out: they came too fast for this page.`,
         gap: true,
       });
     }
@@ -90,7 +90,7 @@ export class Decisions {
     this.#isPaused = !this.#isPaused;
     const button = byId("pause");
     button.setAttribute("aria-pressed", String(this.#isPaused));
-    say(button, this.#isPaused ? "Go on" : "Pause");
+    say(button, this.#isPaused ? "Resume" : "Pause");
     say(byId("decisions-note"), this.#isPaused ? "Paused." : "");
     if (!this.#isPaused) this.#held.splice(0).forEach((event) => this.#put(event));
   }

@@ -9,15 +9,15 @@ const REMEMBERED = 3;
 export function showMoving(moves) {
   const lines = moves.map((move) => line(move.source, move.target, progress(move)));
   byId("moving").replaceChildren(
-    ...(lines.length ? lines : [make("li", { class: "soft" }, "Nothing is moving.")]),
+    ...(lines.length ? lines : [make("li", { class: "soft" }, "No request is moving.")]),
   );
 }
 
 /** Show a move that is over, from its event. */
 export function showMoved({ at_s, source, worker, reason, cost }) {
   const parts = [`: ${reason}`];
-  if (cost?.bytes) parts.push(bytes(cost.bytes));
-  if (typeof cost?.downtime_s === "number") parts.push(`${duration(cost.downtime_s, 2)} without a token`);
+  if (cost?.bytes) parts.push(`copied ${bytes(cost.bytes)}`);
+  if (typeof cost?.downtime_s === "number") parts.push(`paused ${duration(cost.downtime_s, 2)}`);
   byId("moved-title").hidden = false;
   byId("moved").prepend(
     line(

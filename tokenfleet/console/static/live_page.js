@@ -37,7 +37,7 @@ const stream = new EventStream("/v1/events", {
   },
   onState: (state, waitS) => {
     isStreamLost = state !== "open";
-    if (isStreamLost && !fails) connection(`The stream of decisions broke off; trying again in ${waitS} s`);
+    if (isStreamLost && !fails) connection(`The connection for decisions is lost; retrying in ${waitS} s`);
     else if (!fails) connection("");
   },
 });
@@ -81,9 +81,9 @@ async function look() {
       throw error;
     }
     const waitS = AGAIN_MS[Math.min(fails, AGAIN_MS.length) - 1] / 1e3;
-    const old = fleet === null ? "" : " What is shown is old.";
+    const old = fleet === null ? "" : " The figures below are out of date.";
     connection(
-      `${error instanceof Refused ? error.message : "The control API does not answer"}; trying again in ${waitS} s.${old}`,
+      `${error instanceof Refused ? error.message : "The control API does not answer"}; retrying in ${waitS} s.${old}`,
     );
     byId("present").classList.toggle("stale", fleet !== null);
   }
@@ -111,7 +111,7 @@ function show(now) {
   byId("present").classList.remove("stale");
   say(byId("facts"), factsOf(now));
   showTiles(now);
-  say(byId("gap"), `Cost over the cheapest: ${now.gap.line}.`);
+  say(byId("gap"), `Excess cost: ${now.gap.line}.`);
   workers.show(now.workers);
   showMoving(now.moving);
   timeline.attainment(now);
@@ -128,7 +128,7 @@ function show(now) {
   }
 }
 
-/** In a fleet of several kinds, which of them the number of workers is meant for. */
+/** In a fleet of several worker types, the one to scale. */
 function offerKinds(kinds) {
   const select = byId("scale-kind");
   byId("scale-which").hidden = kinds.length < 2;
@@ -136,35 +136,36 @@ function offerKinds(kinds) {
   select.replaceChildren(...kinds.map((kind) => make("option", { value: kind }, kind)));
 }
 
-/** How many workers of the chosen kind are wanted. */
+/** The desired workers of the chosen type. */
 const wantedOf = (now) => now.wanted_kinds[byId("scale-kind").value];
 
 function factsOf(now) {
-  const who = now.auto ? "the controller decides how many" : "an operator decides how many";
-  const mode = now.advisory ? "; advisory: decisions are said, not done" : "";
-  return `${now.model}, ${now.engine} engines, served at ${now.gateway}; ${who}${mode}.`;
+  const { min_workers: least, max_workers: most } = now.autoscale ?? {};
+  const scaling = now.auto ? `Autoscaling from ${least} to ${counted(most, "worker")}` : "Manual scaling";
+  const mode = now.advisory ? " Advisory mode: decisions are recorded, not carried out." : "";
+  return `${now.model} on ${now.engine} engines at ${now.gateway}. ${scaling}.${mode}`;
 }
 
-/** Between which numbers the controller decides, or why it cannot. */
+/** The bounds of autoscaling, or how to allow it. */
 function rangeOf({ auto, autoscale }) {
-  if (!autoscale) return "The controller cannot decide: this fleet was started without --autoscale MIN..MAX.";
+  if (!autoscale) return "Autoscaling is not available. Start the fleet with --autoscale MIN..MAX to allow it.";
   const { min_workers: least, max_workers: most } = autoscale;
-  return `The controller ${auto ? "decides" : "may decide"} between ${least} and ${counted(most, "worker")}.`;
+  return `${auto ? "Autoscaling keeps" : "Autoscaling is off. It would keep"} ${least} to ${counted(most, "worker")}.`;
 }
 
-/** What share of their prompts' tokens the workers had cached, and what one endless cache of all would have had. */
+/** The prefix hit rate of all workers, and that of an unlimited cache shared by them. */
 function cachedOf(workers) {
   const told = workers.map((w) => w.prefix_tokens).filter(Boolean);
   const [queried, hit, ideal] = ["queried", "hit", "ideal"].map((name) => told.reduce((sum, t) => sum + t[name], 0));
   if (!queried) return "";
-  const had = ` Workers had ${share(hit / queried)} of their prompts' tokens cached;`;
-  return `${had} one cache of all of them, with room for everything, would have had ${share(ideal / queried)}.`;
+  const had = ` Prefix hit rate: ${share(hit / queried)} of prompt tokens.`;
+  return `${had} An unlimited cache shared by all workers would reach ${share(ideal / queried)}.`;
 }
 
 function showTiles(now) {
   const serving = now.workers.filter((w) => w.state === "serving").length;
   const { lately } = now;
-  const over = `Tokens, latencies, targets and failures: the last ${duration(lately.over_s, 2)}.`;
+  const over = `Throughput, latency, attainment and failures over the last ${duration(lately.over_s, 2)}.`;
   say(byId("window"), over + cachedOf(now.workers));
   const within = ratioOf(lately.attainment.both);
   const tiles = [
@@ -176,7 +177,7 @@ function showTiles(now) {
     [duration(lately.tpot_s?.p90), "TPOT p90", ""],
     [
       share(within),
-      "within both targets",
+      "SLO attainment",
       within === null ? "" : tone(within, now.attainment_target),
     ],
     [count(lately.failed), "failed", lately.failed ? "bad" : ""],
@@ -199,7 +200,7 @@ async function drain(worker, isDraining) {
   const title = isDraining ? `Cancel the drain of ${worker}?` : `Drain ${worker}?`;
   const says = isDraining
     ? "It takes new requests again."
-    : "It takes no new requests. What runs on it moves to other workers with what it has computed, and then it stops.";
+    : "It takes no new requests. Its running requests move to other workers with their KV. Then it stops.";
   if (!(await confirmed(title, says, isDraining ? "Cancel drain" : "Drain"))) return;
   await give(() => ask(isDraining ? "DELETE" : "POST", `/v1/workers/${encodeURIComponent(worker)}/drain`));
 }
@@ -212,7 +213,7 @@ async function scale() {
     wanted < 0 ||
     wanted > fleet.max_workers
   ) {
-    say(byId("complaint"), `Workers wanted: a whole number from 0 to ${fleet.max_workers}.`);
+    say(byId("complaint"), `Desired workers: expected a whole number from 0 to ${fleet.max_workers}.`);
     byId("scale-to").focus();
     return;
   }
@@ -222,9 +223,9 @@ async function scale() {
     change > 0
       ? `${counted(change, "worker")} will start.`
       : change < 0
-        ? `${counted(-change, "worker")} will be drained and stopped; what runs there moves.`
+        ? `${counted(-change, "worker")} will drain and stop; running requests move.`
         : "No worker starts or stops.";
-  const hands = fleet.auto ? " The controller no longer decides how many." : "";
+  const hands = fleet.auto ? " Autoscaling stops." : "";
   const kind = byId("scale-kind").value;
   const which = byId("scale-which").hidden ? "" : `${kind} `;
   if (!(await confirmed(`Scale ${which}from ${before} to ${wanted}?`, happens + hands, "Scale"))) return;
@@ -235,9 +236,9 @@ async function scale() {
 async function automatic() {
   if (
     !(await confirmed(
-      "Let the controller decide?",
-      "It will launch and drain workers as the traffic asks.",
-      "Let it decide",
+      "Enable autoscaling?",
+      "The controller starts and drains workers to follow the traffic.",
+      "Enable",
     ))
   )
     return;

@@ -1,4 +1,4 @@
-/* The plan this fleet was started with, against what it has done; asked for by a button, since it costs replays. */
+/* This fleet's plan compared with what it has served; behind a button, since it replays the traffic. */
 
 import { Refused, Unreachable, ask, offers } from "./api.js";
 import { byId, say, table } from "./dom.js";
@@ -28,7 +28,7 @@ async function compare() {
 function show(card) {
   say(
     byId("scorecard-says"),
-    `Plan ${card.plan}, ${counted(card.requests, "request")} finished under it. ${card.says.map((line) => `${line}.`).join(" ")}`,
+    `Plan ${card.plan}: ${counted(card.requests, "request")} finished. ${card.says.map((line) => `${line}.`).join(" ")}`,
   );
   const rows = [
     ...quantiles("TTFT", card.ttft_s),
@@ -36,7 +36,7 @@ function show(card) {
     ...(card.attainment
       ? [
           [
-            "attainment",
+            "SLO attainment",
             share(card.attainment.planned),
             share(card.attainment.predicted),
             share(card.attainment.observed),
@@ -45,7 +45,7 @@ function show(card) {
         ]
       : []),
     ...(card.classes ?? []).map(({ name, planned, predicted, observed }) => [
-      `attainment of ${name}`,
+      `SLO attainment, class ${name}`,
       share(planned),
       share(predicted),
       share(observed),
@@ -53,13 +53,13 @@ function show(card) {
     ]),
   ];
   const columns = [
-    { name: "what" },
+    { name: "figure" },
     ...["planned", "predicted", "observed", "ratio"].map((name) => ({ name, number: true })),
   ];
   const shown = rows.length
     ? [
         table(
-          "As planned, as predicted for the traffic that came, as observed, and observed over predicted",
+          "Planned; predicted for the observed traffic; observed; and the ratio of observed to predicted",
           columns,
           rows,
         ),

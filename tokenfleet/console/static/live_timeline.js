@@ -2,7 +2,7 @@
 
 import { bar, chart } from "./chart.js";
 import { byId, make, say } from "./dom.js";
-import { clock, count, duration, number, share } from "./format.js";
+import { clock, count, duration, number, percent, share } from "./format.js";
 
 const MINUTES = 30;
 const TARGETS = [
@@ -48,16 +48,16 @@ export class Timeline {
     byId("timeline").replaceChildren(...figures);
   }
 
-  /** Attainment by target: of late, coloured by what is asked, and since the fleet began. */
+  /** Attainment by target: over the last minutes, coloured by the target, and since the fleet started. */
   attainment({ attainment: all, attainment_target: asked, lately, slo, classes = [] }) {
     const named = classes.map(({ name, met, of, target }) => {
       const ratio = ratioOf({ met, of });
-      return ` Class ${name}: ${ratio === null ? "none finished" : `${share(ratio)} of ${count(of)}`}, ${share(target)} asked.`;
+      return ` Class ${name}: ${ratio === null ? "none finished" : `${share(ratio)} of ${count(of)}`} (target ${percent(target)}).`;
     });
     say(
       byId("attainment-says"),
-      `TTFT within ${duration(slo.ttft_s)} and TPOT within ${duration(slo.tpot_s)}, unless a request asks for its own; ` +
-        `${share(asked)} should be within both.${named.join("")}`,
+      `The share of finished requests within their targets: TTFT ${duration(slo.ttft_s)} and TPOT ${duration(slo.tpot_s)}, ` +
+        `unless a request sets its own. Target: ${percent(asked)} within both.${named.join("")}`,
     );
     byId("targets").replaceChildren(
       ...TARGETS.map(([name, label]) => {
@@ -74,8 +74,8 @@ export class Timeline {
             "div",
             { class: "soft" },
             since === null
-              ? "nothing finished yet"
-              : `${share(since)} of ${count(all[name].of)} since the fleet began`,
+              ? "none finished since the fleet started"
+              : `${share(since)} of ${count(all[name].of)} since the fleet started`,
           ),
         );
       }),
@@ -87,10 +87,10 @@ export class Timeline {
 
 const throughput = (frame) => ({
   title: "Throughput",
-  says: "Output tokens a second.",
-  y: { name: "tokens/s", kind: "linear", zero: true, format: (v) => count(v) },
+  says: "Output tokens per second.",
+  y: { name: "tokens/s", kind: "linear", zero: true, format: (v) => number(v) },
   series: [{ name: "tokens/s", kind: "line", tone: "a", points: series(frame, (b) => b.tokens_per_s) }],
-  data: rows(frame, ["tokens/s", "requests"], (b) => [b.tokens_per_s, b.finished].map(count)),
+  data: rows(frame, ["tokens/s", "requests"], (b) => [number(b.tokens_per_s), count(b.finished)]),
 });
 
 function latency(frame, name, field, targetS) {
@@ -98,7 +98,7 @@ function latency(frame, name, field, targetS) {
   const of = (percentile) => (b) => b[field]?.[percentile] ?? null;
   return {
     title: name,
-    says: `Of finished requests; target ${duration(targetS)}.`,
+    says: `Finished requests; target ${duration(targetS)}.`,
     y: { name, kind: "linear", zero: true, format: (v) => duration(v, 2) },
     series: [
       { name: "p90", kind: "line", tone: "a", points: series(frame, of("p90")) },
@@ -116,13 +116,13 @@ function errors(frame) {
   const most = Math.max(1, ...frame.buckets.flatMap((b) => [b.failed, b.rejected]));
   return {
     title: "Errors",
-    says: `Requests in ${frame.bucketS} s.`,
-    y: { name: "requests", kind: "linear", domain: [0, most], format: (v) => number(v) },
+    says: `Requests per ${frame.bucketS} s.`,
+    y: { name: "requests", kind: "whole", domain: [0, most], format: (v) => number(v) },
     series: [
       { name: "failed", kind: "line", tone: "a", points: series(frame, (b) => b.failed) },
-      { name: "turned away", kind: "line", tone: "b dashed", points: series(frame, (b) => b.rejected) },
+      { name: "rejected", kind: "line", tone: "b dashed", points: series(frame, (b) => b.rejected) },
     ],
-    data: rows(frame, ["failed", "turned away", "left by clients"], (b) =>
+    data: rows(frame, ["failed", "rejected", "cancelled by clients"], (b) =>
       [b.failed, b.rejected, b.aborted].map(count),
     ),
   };

@@ -6,9 +6,9 @@ import { bar } from "./chart.js";
 import { byId, make, say } from "./dom.js";
 import { count, duration, percent } from "./format.js";
 
-const COLUMNS = ["worker", "kind", "state", "KV in use", "running", "waiting", "tokens", "cached", "step", "action"];
+const COLUMNS = ["worker", "type", "state", "KV in use", "running", "waiting", "tokens", "prefix hits", "step", "action"];
 const MANY = 12; // beyond them rows are a line each, and scroll
-const NUMBERS = new Set(["running", "waiting", "tokens", "cached", "step"]);
+const NUMBERS = new Set(["running", "waiting", "tokens", "prefix hits", "step"]);
 
 /** The table of workers. `onDrain(worker, isDraining)` is called by a worker's button. */
 export class Workers {
@@ -74,7 +74,7 @@ function newRow(name, onDrain) {
 
 function update(row, worker) {
   const load = worker.telemetry ?? null;
-  say(row.cells.kind, worker.kind);
+  say(row.cells.type, worker.kind);
   say(row.state, worker.state);
   row.state.className = `state ${["serving", "starting", "draining"].includes(worker.state) ? worker.state : ""}`;
   say(row.reason, `${duration(worker.for_s, 2)}: ${worker.reason}`);
@@ -84,7 +84,7 @@ function update(row, worker) {
   say(
     row.full,
     used === null
-      ? "nothing has run here yet"
+      ? "no step yet"
       : `${percent(used)} of ${count(load.kv_total_blocks * (worker.block_tokens ?? 1))} tokens`,
   );
   // What the fleet has put on it; its engine may not have begun all of them.
@@ -92,10 +92,10 @@ function update(row, worker) {
   say(row.cells.waiting, count(load?.waiting ?? null));
   say(row.cells.tokens, count(worker.tokens));
   const told = worker.prefix_tokens;
-  say(row.cells.cached, told?.queried ? percent(told.hit / told.queried) : "–");
-  row.cells.cached.title = told?.queried
-    ? `of ${count(told.queried)} prompt tokens; ${percent(told.expected / told.queried)} were expected, ` +
-      `${percent(told.ideal / told.queried)} had been computed by some worker before`
+  say(row.cells["prefix hits"], told?.queried ? percent(told.hit / told.queried) : "–");
+  row.cells["prefix hits"].title = told?.queried
+    ? `of ${count(told.queried)} prompt tokens; predicted ${percent(told.expected / told.queried)}, ` +
+      `with an unlimited cache shared by all workers ${percent(told.ideal / told.queried)}`
     : "";
   say(row.cells.step, load === null ? "–" : duration(load.step_s, 2));
   row.isDraining = worker.state === "draining";

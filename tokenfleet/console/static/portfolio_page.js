@@ -55,7 +55,7 @@ async function plan() {
   await watch(id);
 }
 
-/** A file's name as the portfolio has it, with the folders before it: a browser tells the last part alone. */
+/** A file's name as the portfolio has it, with the folders before it: a browser gives the last part alone. */
 function namedIn(text, name) {
   const words = text.split(/[\s,[\]{}"']+/);
   return words.find((word) => word === name || word.endsWith(`/${name}`));
@@ -86,19 +86,19 @@ async function watch(id) {
   byId("answer-title").focus();
 }
 
-/** The GPUs of a plan's stretches of time, by type; those that are never taken are left out. */
+/** The GPU types that a plan uses at any time. */
 function types({ gpus }) {
   return Object.keys(gpus[0]).filter((name) => !name.endsWith("_s") && gpus.some((stretch) => stretch[name] > 0));
 }
 
 function sentence(plan) {
   const most = types(plan).map((name) => `${Math.max(...plan.gpus.map((one) => one[name]))} ${name}`);
-  return `${dollars(plan.usd_per_hour)} for ${counted(plan.models.length, "model")}, with ${most.join(", ")} at most`;
+  return `${dollars(plan.usd_per_hour)} for ${counted(plan.models.length, "model")}, at most ${most.join(", ")}`;
 }
 
 function answer(plan) {
   const { constant_usd_per_hour: fixed, unlimited_usd_per_hour: free, limits: shared } = plan;
-  const constant = fixed === null ? "Fleets that never change break the limits" : `If no fleet ever changed: ${dollars(fixed)}`;
+  const constant = fixed === null ? "Fleets of constant size exceed the limits" : `Fleets of constant size: ${dollars(fixed)}`;
   return [
     make("h2", { id: "answer-title", tabindex: "-1" }, sentence(plan)),
     make("p", { class: "soft" }, shared.length > 0 ? `Without limits: ${dollars(free)}. ${constant}.` : `${constant}.`),
@@ -106,7 +106,7 @@ function answer(plan) {
     models(plan),
     ...plan.models.filter((one) => one.adapters?.length > 0).map(adapters),
     plan.free_parts_usd_per_hour > 0.005
-      ? make("p", { class: "soft" }, `Parts of GPUs that no worker has: ${dollars(plan.free_parts_usd_per_hour)}.`)
+      ? make("p", { class: "soft" }, `Unused parts of shared GPUs: ${dollars(plan.free_parts_usd_per_hour)}.`)
       : null,
     shared.length > 0 ? limits(plan) : null,
     make("div", { class: "charts" }, overTime(plan)),
@@ -114,9 +114,9 @@ function answer(plan) {
 }
 
 function models(plan) {
-  const numbers = ["whole", "on schedule", "at least"].map((name) => ({ name, number: true }));
+  const numbers = ["constant", "on schedule", "lower bound"].map((name) => ({ name, number: true }));
   return table(
-    "What each model gets: its fleet, what that costs whole and on its schedule, and its attainment",
+    "Each model: its fleet, the cost at constant size and on its schedule, and the lower bound of its SLO attainment",
     [{ name: "model" }, { name: "fleet" }, ...numbers, { name: "on other GPUs" }],
     plan.models.map((one) => [
       one.name,
@@ -144,21 +144,21 @@ function onSpot({ spot, on_demand_workers: onDemand, plan }) {
 
 function adapters({ name, adapters: of, adapters_usd_per_hour: usd }) {
   const shares = of.map((one) => `${one.name} ${share(one.share)}`).join(", ");
-  const adds = usd === null ? "" : `; they add ${dollars(usd)}`;
-  return make("p", { class: "soft" }, `Adapters of ${name}, of its requests: ${shares}${adds}.`);
+  const adds = usd === null ? "" : ` They add ${dollars(usd)}.`;
+  return make("p", { class: "soft" }, `Adapters of ${name}, as shares of its requests: ${shares}.${adds}`);
 }
 
 function limits(plan) {
   return table(
-    "The limits: the most that is taken of each at once, and what more of it would save",
-    [{ name: "limit" }, { name: "most", number: true }, { name: "taken at once", number: true }, { name: "more of it" }],
+    "Limits: the peak use of each, and what raising it saves",
+    [{ name: "limit" }, { name: "at most", number: true }, { name: "peak use", number: true }, { name: "raising it" }],
     plan.limits.map((one) => [
       one.name,
       number(one.most, 6),
       number(one.peak, 4),
       one.more === null
-        ? "no rise makes the answer cheaper"
-        : `${number(one.more, 4)} more would save ${dollars(one.saves_usd_per_hour)}`,
+        ? "saves nothing"
+        : `${number(one.more, 4)} more saves ${dollars(one.saves_usd_per_hour)}`,
     ]),
   );
 }
@@ -169,7 +169,7 @@ function overTime(plan) {
   const named = types(plan);
   return chart({
     title: "GPUs over time",
-    says: "GPUs of each type that all models take together, on their schedules.",
+    says: "GPUs of each type in use by all models together.",
     x: { name: unit, kind: "linear", domain: [plan.gpus[0].start_s / per, end / per], format: (v) => number(v, 4) },
     y: { name: "GPUs", kind: "whole", zero: true, format: (v) => number(v, 4) },
     series: named.map((name, i) => ({
