@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
-.PHONY: help demo test check unit live serve-demo clean
+.PHONY: help demo test check unit live serve-demo pictures clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -37,6 +37,10 @@ serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU
 tokenfleet-out/tiny-llama: .venv/all
 	@echo "Making a tiny Llama with random weights in $@: about 20 seconds."
 	$(BIN)/python examples/tiny_llama.py $@
+
+pictures: .venv/all demo tokenfleet-out/tiny-llama  ## the pictures of the documentation, from real runs; needs Chromium
+	$(BIN)/python examples/pictures/take.py
+	$(BIN)/python examples/pictures/draw.py
 
 # The planner: no vLLM, no Ray, no GPU.
 .venv/base: pyproject.toml requirements/live-cpu.txt
