@@ -35,6 +35,7 @@ class OutputFormat(StrEnum):
 
 
 Format = Annotated[OutputFormat, typer.Option("--format", help="output format on stdout")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="print the details too")]
 TlsCert = Annotated[
     Path | None,
     typer.Option(help="PEM certificate with its chain, to serve HTTPS; reloaded when it changes"),

@@ -17,12 +17,14 @@ import numpy as np
 import typer
 
 from controlplane.errors import BadInput
-from controlplane.types import SloClass
-from tokenfleet.cli.flags import Format, OutputFormat, takes_request
+from controlplane.types import Slo, SloClass
+from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes_request
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.texts import duration_text
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from controlplane.perfmodel.profile import Profile
     from controlplane.workload import Workload
     from dataplane.simulated.simulate import Outcome
@@ -84,6 +86,7 @@ def simulate_command(
     request: PlanRequest,
     as_sessions: SessionFlags,
     per_request: Annotated[Path | None, typer.Option(help="write one row a request to this CSV")] = None,
+    verbose: Verbose = False,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """Replay a trace on a fleet. A session's turn is sent its think time after the answer it waits for.
@@ -100,7 +103,7 @@ def simulate_command(
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from controlplane.placement.policies import PlacementSettings
     from dataplane.simulated.simulate import simulate
-    from tokenfleet.cli.terminal import console, warn
+    from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import what_drafts_do, without_work
 
@@ -113,8 +116,7 @@ def simulate_command(
     with console(stderr=True).status("reading"):
         workload, classes, warnings = _workload(trace, request, profile)
     workload = _as_asked(workload, as_sessions, request)
-    warn([*warnings, *what_drafts_do(workload, _of(worker, request)), *without_work(workload, request)])
-
+    notes = [*warnings, *what_drafts_do(workload, _of(worker, request)), *without_work(workload, request)]
     began, most = time.perf_counter(), None
     with console(stderr=True).status(f"simulating {len(workload):,} requests") as status:
         if as_sessions.most_agents:
@@ -133,8 +135,38 @@ def simulate_command(
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: requests_csv(outcome)})
-    _say(outcome, classes, request, fleet.usd_per_hour, most, wall_s, output_format)
+    told = _answer_json(outcome, classes, request.agents, fleet.usd_per_hour, most, wall_s)
+    answer(
+        output_format,
+        json.dumps(told, indent=1),
+        lambda: simulation_lines(outcome, classes, request, fleet, most, told, verbose),
+    )
+    warn(notes)
     return 0
+
+
+def _answer_json(
+    outcome: Outcome,
+    classes: Sequence[SloClass],
+    agents: int | None,
+    usd_per_h: float | None,
+    most: MostAgents | None,
+    wall_s: float,
+) -> dict[str, Any]:
+    """The JSON of `tokenfleet.simulation/1`."""
+    told = simulation_json(outcome, wall_s)
+    told["sessions"] = sessions_json(outcome, agents, usd_per_h)
+    if most is not None:
+        told["most_agents"] = {
+            "agents": most.agents,
+            "target": most.target,
+            "confidence": most.estimate.confidence,
+            "expected": round(most.estimate.expected, 6),
+            "low": round(most.estimate.low, 6),
+            "on_trace": most.on_trace,
+            "sessions": most.sessions,
+        }
+    return told | classes_json(outcome, classes)
 
 
 def _most_agents(
@@ -168,49 +200,98 @@ def _most_agents(
         return most_agents(replicates, question, fleet, pool, tell)
 
 
-def _say(
+def simulation_lines(
     outcome: Outcome,
     classes: Sequence[SloClass],
     request: PlanRequest,
-    usd_per_h: float | None,
+    fleet: Fleet,
     most: MostAgents | None,
-    wall_s: float,
-    output_format: OutputFormat,
-) -> None:
-    """Print what came of a run, as asked."""
-    from tokenfleet.cli.terminal import show
-    from tokenfleet.report.tables import facts_table, share_text
+    told: dict[str, Any],
+    verbose: bool,
+) -> Iterator[RenderableType]:
+    """The simulation for a terminal: whether the target is met, then latencies, sessions and classes.
 
-    if output_format == OutputFormat.JSON:
-        told = simulation_json(outcome, wall_s)
-        told["sessions"] = sessions_json(outcome, request.agents, usd_per_h)
-        if most is not None:
-            told["most_agents"] = {
-                "agents": most.agents,
-                "target": most.target,
-                "confidence": most.estimate.confidence,
-                "expected": round(most.estimate.expected, 6),
-                "low": round(most.estimate.low, 6),
-                "on_trace": most.on_trace,
-                "sessions": most.sessions,
-            }
-        told |= classes_json(outcome, classes)
-        print(json.dumps(told, indent=1))
-    else:
-        rows = [*simulation_rows(outcome)]
-        rows += sessions_rows(sessions_json(outcome, request.agents, usd_per_h))
-        if most is not None:
-            whole = ", all sessions of the trace" if most.on_trace == most.sessions else ""
-            words = (
-                f"{most.agents:,} hold {share_text(most.target)} at confidence {request.confidence:g}"
-                f" ({share_text(most.estimate.expected)} expected, at least {share_text(most.estimate.low)});"
-                f" {most.on_trace:,} on the trace as it is{whole}"
+    `told`: the same as JSON. `verbose`: engines' figures too.
+    """
+    from rich.text import Text
+
+    from tokenfleet.report.tables import facts_table, gpus_text, share_text, usd_text
+
+    asked, within = request.attainment, told["sessions"] and told["sessions"].get("within_target")
+    rows, in_slo = told.get("classes", ()), float(outcome.met.mean())
+    is_met = within is None or within >= asked
+    is_met &= all(r["attainment"] >= r["target"] for r in rows) if rows else in_slo >= asked
+    target = "targets by class" if rows else f"target {share_text(asked)}"
+    yield Text(
+        f"{fleet.label} ({gpus_text(fleet.gpus)}, {usd_text(fleet.usd_per_hour)})"
+        f" {'meets' if is_met else 'misses'} the target:"
+        f" {share_text(in_slo)} of {len(outcome.workload):,} requests in SLO ({target})",
+        style="bold green" if is_met else "bold red",
+    )
+    lines = [*latency_rows(outcome, None if rows else request.slo)]
+    for one, row in zip(classes, rows, strict=False):
+        limits = f"TTFT {duration_text(one.slo.ttft_s)}, TPOT {duration_text(one.slo.tpot_s)}"
+        lines.append(
+            (
+                f"Class {one.name}",
+                f"{share_text(row['attainment'])} of {row['requests']:,} requests in SLO"
+                f" (target {share_text(row['target'])} within {limits})",
             )
-            rows.append(("most agents", words))
-        for one in classes_json(outcome, classes).get("classes", ()):
-            asked = f"{share_text(one['target'])} asked, {one['requests']:,} requests"
-            rows.append((one["name"], f"{share_text(one['attainment'])} ({asked})"))
-        show([facts_table(rows)])
+        )
+    lines += [*sessions_rows(told["sessions"], asked)]
+    if most is not None:
+        lines.append(("Most agents", _most_text(most)))
+    if outcome.prefix_hit_rate is not None:
+        host = outcome.host_hit_rate
+        loaded = "" if host is None else f", {share_text(host)} loaded from host memory"
+        lines.append(("Prefix hit rate", share_text(outcome.prefix_hit_rate) + loaded))
+    yield facts_table([*lines, *(_engine_rows(outcome, request, told) if verbose else ())])
+
+
+def latency_rows(outcome: Outcome, slo: Slo | None) -> Iterator[tuple[str, str]]:
+    """TTFT and TPOT at their quantiles, beside their limits, and how many requests are over them.
+
+    `slo`: None where each class has limits of its own.
+    """
+    from tokenfleet.planning.result import QUANTILES, latency
+
+    limits = (None, None) if slo is None else (slo.ttft_s, slo.tpot_s)
+    over = (outcome.ttft_s > outcome.ttft_target_s, outcome.tpot_s > outcome.tpot_target_s)
+    for name, values, limit, slow in zip(
+        ("TTFT", "TPOT"), (outcome.ttft_s, outcome.tpot_s), limits, over, strict=True
+    ):
+        row = latency(values)
+        quantiles = "   ".join(f"p{q * 100:.0f} {duration_text(row.at(q))}" for q in QUANTILES)
+        bound = "" if limit is None else f"   (limit {duration_text(limit)}, {int(slow.sum()):,} over it)"
+        yield name, quantiles + bound
+    if dropped := int((~np.isfinite(outcome.finish_s)).sum()):
+        yield "Not served", f"{dropped:,} requests"
+
+
+def _most_text(most: MostAgents) -> str:
+    from tokenfleet.report.tables import share_text
+
+    whole = ", all sessions of the trace" if most.on_trace == most.sessions else ""
+    return (
+        f"{most.agents:,} concurrent sessions meet {share_text(most.target)} at"
+        f" {most.estimate.confidence * 100:g} % confidence ({share_text(most.estimate.expected)} expected,"
+        f" {share_text(most.estimate.low)} lower bound); {most.on_trace:,} on the recorded trace{whole}"
+    )
+
+
+def _engine_rows(outcome: Outcome, request: PlanRequest, told: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from tokenfleet.report.tables import share_text
+
+    means = (f"{name} {duration_text(told[f'{name.lower()}_s']['mean'])}" for name in ("TTFT", "TPOT"))
+    yield "Means", ", ".join(means)
+    yield "Policy", request.policy
+    yield (
+        "Engines busy",
+        f"{share_text(outcome.utilisation)} of the time, with or without room in their batches",
+    )
+    yield "Preemptions", f"{told['preemptions']:,}"
+    yield "Migrations", f"{told['migrations']:,}"
+    yield "Simulated in", duration_text(told["wall_s"])
 
 
 def classes_json(outcome: Outcome, classes: Sequence[SloClass]) -> dict[str, Any]:
@@ -334,24 +415,30 @@ def sessions_json(outcome: Outcome, agents: int | None, usd_per_h: float | None)
     return told
 
 
-def sessions_rows(told: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The same for a terminal."""
+def sessions_rows(told: dict[str, Any] | None, asked: float) -> Iterator[tuple[str, str]]:
+    """The same for a terminal; `asked`: the share of sessions that is to be in time."""
     from tokenfleet.report.tables import share_text
 
     if told is None:
-        return []
-    rows = [("sessions", f"{told['completed']:,} of {told['sessions']:,} completed")]
-    if told["completed"]:
-        p50, p90 = (duration_text(told["session_s"][q]) for q in ("p50", "p90"))
-        rows.append(("time to finish", f"p50 {p50}, p90 {p90}"))
-    rows.append(("turns' attainment", share_text(told["turns_attainment"])))
+        return
     if "within_target" in told:
-        rows.append((f"within {duration_text(told['session_target_s'])}", share_text(told["within_target"])))
+        limit = duration_text(told["session_target_s"])
+        yield (
+            "In session time",
+            f"{share_text(told['within_target'])} within {limit} (target {share_text(asked)})",
+        )
+    took = ""
+    if told["completed"]:
+        took = "".join(f", {q} {duration_text(told['session_s'][q])}" for q in ("p50", "p90"))
+    yield "Sessions", f"{told['completed']:,} of {told['sessions']:,} completed{took}"
+    yield "Session requests", f"{share_text(told['turns_attainment'])} in SLO"
     if "agents" in told:
         usd = told["usd_per_session"]
         priced = "" if usd is None else f", ${usd:.3g} a session"
-        rows.append((f"{told['agents']} agents", f"{told['sessions_per_h']:.1f} sessions/h{priced}"))
-    return rows
+        yield (
+            "Throughput",
+            f"{told['sessions_per_h']:.1f} sessions/h{priced}, with {told['agents']:,} at once",
+        )
 
 
 def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
@@ -375,26 +462,6 @@ def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
         **({} if outcome.host_hit_rate is None else {"host_hit_rate": round(outcome.host_hit_rate, 6)}),
         "wall_s": round(wall_s, 3),
     }
-
-
-def simulation_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    """The simulation for a terminal."""
-    from tokenfleet.planning.result import QUANTILES, latency
-    from tokenfleet.report.tables import share_text
-
-    yield "requests", f"{len(outcome.workload):,}"
-    yield "attainment", share_text(outcome.attainment)
-    for name, values in (("TTFT", outcome.ttft_s), ("TPOT", outcome.tpot_s)):
-        row = latency(values)
-        quantiles = ", ".join(f"p{q * 100:.0f} {duration_text(row.at(q))}" for q in QUANTILES)
-        yield name, f"{quantiles}, mean {duration_text(row.mean)}"
-    yield "preemptions", f"{int(outcome.preemptions.sum()):,}"
-    yield "migrations", f"{int(outcome.migrations.sum()):,}"
-    yield "utilisation", share_text(outcome.utilisation)
-    if outcome.prefix_hit_rate is not None:
-        host = outcome.host_hit_rate
-        loaded = "" if host is None else f", {share_text(host)} loaded from host memory"
-        yield "prefix hits", share_text(outcome.prefix_hit_rate) + loaded
 
 
 def requests_csv(outcome: Outcome) -> str:

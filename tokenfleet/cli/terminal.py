@@ -19,24 +19,25 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.text import Text
 
 from tokenfleet.cli.flags import OutputFormat
 from tokenfleet.planning.threads import Watch
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that honours NO_COLOR; plain ASCII, 110 wide, where it is not a terminal."""
-    shown = Console(stderr=stderr, no_color="NO_COLOR" in os.environ, highlight=False)
-    if not shown.is_terminal:
+    """A console that honours NO_COLOR. Where it is no terminal, tables are $COLUMNS or 110 wide."""
+    shown = Console(stderr=stderr, no_color="NO_COLOR" in os.environ, highlight=False, markup=False)
+    if not shown.is_terminal and "COLUMNS" not in os.environ:
         shown.width = 110
     return shown
 
 
 def show(renderables: Iterable[RenderableType]) -> None:
-    """Print on stdout, one after the other."""
+    """Print on stdout, one after the other. A sentence stays on one line where no person reads along."""
     out = console()
     for renderable in renderables:
-        out.print(renderable)
+        out.print(renderable, soft_wrap=isinstance(renderable, str | Text) and not out.is_terminal)
 
 
 def answer(
@@ -45,7 +46,7 @@ def answer(
     tables: Callable[[], Iterable[RenderableType]],
     written: Sequence[Path] = (),
 ) -> None:
-    """Print a result on stdout as it was asked for: its JSON, or tables and which files were written."""
+    """Print a result on stdout as it was asked for: its JSON, or tables and the files written."""
     if asked == OutputFormat.JSON:
         print(text.rstrip("\n"))
         return

@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, OutputFormat, takes
+from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes
 from tokenfleet.cli.terminal import answer, console, counted_bar, warn
 from tokenfleet.files import refuse_to_replace
 from tokenfleet.traces.check import as_json, as_tables, check
@@ -24,7 +24,7 @@ from tokenfleet.traces.trace import Trace
 from tokenfleet.traces.writers import kind_for, write_trace
 
 trace_app = typer.Typer(
-    help="Check, make up and convert traces: the requests a fleet must serve.",
+    help="Check, generate and convert traces: the requests a fleet must serve.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -48,8 +48,9 @@ def check_command(
     output_format: Format = OutputFormat.TABLE,
     model: Annotated[
         str | None,
-        typer.Option(help="compare prefix reuse with the KV of this model's workers", show_default=False),
+        typer.Option(help="print the prefix hit rate of this model's worker types", show_default=False),
     ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Find what in a trace could mislead a plan.
 
@@ -60,7 +61,7 @@ def check_command(
     kv_tokens = {} if model is None else _kv_tokens(model)
     checkup = check(_read(file))
     text = json.dumps(as_json(checkup, kv_tokens), ensure_ascii=False, indent=1)
-    answer(output_format, text, lambda: as_tables(checkup, kv_tokens))
+    answer(output_format, text, lambda: as_tables(checkup, kv_tokens, verbose))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class MadeUp:
     requests: Annotated[int, typer.Option(help="number of requests", show_default=False)]
     out: Annotated[Path, typer.Option(help="FILE.csv, .jsonl or .parquet", show_default=False)]
     turns: Annotated[
-        str | None, typer.Option(help="sessions of fixed:N, uniform:LOW:HIGH or lognormal:MEAN:CV turns")
+        str | None, typer.Option(help="turns of a session: fixed:N, uniform:LOW:HIGH or lognormal:MEAN:CV")
     ] = None
     think: Annotated[
         str, typer.Option(help="think time before each further turn, in seconds, by the same laws")
@@ -93,11 +94,9 @@ class MadeUp:
     system_tokens: Annotated[int, typer.Option(help="a system prompt that all sessions share", min=0)] = 0
     context_tokens: Annotated[int, typer.Option(help="sessions end before they are longer", min=2)] = 131_072
     seed: Annotated[
-        int, typer.Option(help="same seed, same trace; the default is the published workloads'")
+        int, typer.Option(help="the same seed gives the same trace; default: that of the published workloads")
     ] = PUBLISHED_SEED
-    decimals: Annotated[
-        int, typer.Option(help="arrival times are rounded to this many; -1 keeps all", min=-1, max=15)
-    ] = 6
+    decimals: Annotated[int, typer.Option(help="decimals of arrival times; -1 keeps all", min=-1, max=15)] = 6
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace FILE if it exists")] = False
 
 
@@ -107,7 +106,7 @@ class MadeUp:
 )
 @takes(MadeUp)
 def synth_command(asked: MadeUp) -> None:
-    """Make up a trace: arrivals from one law, lengths from another.
+    """Generate a trace: arrivals from one distribution, lengths from another.
 
     `--lengths S-S --requests 10000` (also M-M, L-L, S-L, …) makes the workloads of the Llumnix paper. With
     `--turns`, arrivals are arrivals of sessions, and lengths are of a turn's message and answer. Chats:
@@ -119,7 +118,7 @@ def synth_command(asked: MadeUp) -> None:
     systems = None
     if asked.turns is None:
         if asked.think != SESSION_THINK or asked.system_tokens:
-            raise BadInput("--think, --system-tokens: of sessions; give --turns too")
+            raise BadInput("--think, --system-tokens: only with sessions; give --turns too")
         workload = synthesise(asked.arrivals, asked.lengths, asked.requests, asked.seed)
     else:
         laws = SessionLaws(asked.turns, asked.think, asked.system_tokens, asked.context_tokens)
@@ -144,8 +143,8 @@ def convert_command(
 ) -> None:
     """Rewrite a trace in another format.
 
-    plain keeps all that is known; mooncake (.jsonl) keeps whole milliseconds and the prefixes that prompts
-    share, in blocks of 512 tokens; azure (.csv) keeps arrival dates and lengths.
+    `plain` keeps every column. `mooncake` (.jsonl) keeps whole milliseconds and shared prefixes, in blocks of
+    512 tokens. `azure` (.csv) keeps arrival dates and lengths.
     """
     kind_for(target, to.value)
     refuse_to_replace(target, overwrite)
@@ -169,4 +168,4 @@ def _read(path: Path) -> Trace:
 def _write(trace: Trace, path: Path, form: str, overwrite: bool) -> None:
     with counted_bar("writing", len(trace)) as advance:
         write_trace(trace, path, form, overwrite, advance)
-    print(f"{path}: {len(trace)} requests in {trace.workload.duration_s:.1f} s", file=sys.stderr)
+    print(f"{path}: {len(trace):,} requests in {trace.workload.duration_s:.1f} s", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, takes_request
+from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, Verbose, takes_request
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.texts import Parsed
 
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 def whatif_command(
     vary: Annotated[
         list[str],
-        typer.Option(help="KEY=V1,V2,…: rate, slo.ttft, slo.tpot, gpu, tp, price, spot, lengths, …"),
+        typer.Option(
+            help="what to vary, KEY=V1,V2,…: rate, slo.ttft, slo.tpot, gpu, tp, price, spot, lengths, …"
+        ),
     ],
     source: TraceSource,
     request: PlanRequest,
@@ -37,7 +39,7 @@ def whatif_command(
         int | None, typer.Option(min=1, help="processes at the same time (default: one per core)")
     ] = None,
     ray: Annotated[
-        str | None, typer.Option(help="a Ray cluster instead: its address, or `local` to start one here")
+        str | None, typer.Option(help="run on a Ray cluster: its address, or `local` to start one here")
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(help="folder for finished scenarios (default: the user's cache folder)")
@@ -46,6 +48,7 @@ def whatif_command(
         bool, typer.Option("--no-cache", help="plan everything again and keep nothing")
     ] = False,
     output_dir: Annotated[Path | None, typer.Option(help="write whatif.json and whatif.html there")] = None,
+    verbose: Verbose = False,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """Plan a grid of changes and show what each costs.
@@ -77,12 +80,12 @@ def whatif_command(
     words = _source(paths, source.data if is_biased else None)
     planned = partial(_planned, read, request, cells, words, source.data)
     scenarios, warnings = planned(jobs=jobs or os.cpu_count() or 1, ray=ray, cache=kept)
-    warn([*notes, *warnings])
     clock = _clock(read, request.window)
     text = json.dumps(whatif_json(scenarios, clock), indent=1) + "\n"
     if files:
         write_files(dict(zip(files, (text, whatif_report(scenarios, clock)), strict=True)))
-    answer(output_format, text, lambda: whatif_tables(scenarios, clock))
+    answer(output_format, text, lambda: whatif_tables(scenarios, clock, verbose))
+    warn([*notes, *warnings])
     return 0 if any(one.feasible for one in scenarios) else 1
 
 
@@ -117,7 +120,7 @@ def _planned(
     ray: str | None,
     cache: Cache,
 ) -> tuple[list[Scenario], list[str]]:
-    """The scenarios and their warnings, with a bar; interrupted, it says how many are kept."""
+    """The scenarios and their warnings, with a bar; interrupted, it prints how many are kept."""
     from tokenfleet.cli.terminal import counted_bar
     from tokenfleet.service.scorecard import kept_bias
     from tokenfleet.whatif.run import planned
@@ -145,7 +148,10 @@ def _planned(
             )
     except KeyboardInterrupt:
         if cache.is_kept:
-            print(f"{done} of {len(cells)} scenarios are kept; ask again to go on", file=sys.stderr)
+            print(
+                f"{done} of {len(cells)} scenarios are planned and kept; the same command continues",
+                file=sys.stderr,
+            )
         raise
 
 

@@ -7,7 +7,7 @@ trace; none stops it from being used.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tokenfleet.texts import duration_text
 from tokenfleet.traces.reuse import KEEPS, Reuse, reuse_of
 from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, Tail, half_width, shape_of
 from tokenfleet.traces.trace import Trace
@@ -70,6 +71,7 @@ def _findings(trace: Trace, shape: Shape) -> tuple[Finding, ...]:
 
 # The others a plan takes into account: it replays the bursts, schedules the drift, and bounds what a short
 # trace can show.
+_READING = ("order", "empty outputs")  # these the reader of the file has told already
 MISLEAD_A_PLAN = ("duplicates", "units", "resolution", "lengths", "gaps")
 
 
@@ -84,7 +86,7 @@ def doctor_warnings(trace: Trace) -> list[str]:
 def _order(trace: Trace, shape: Shape) -> Finding:
     if trace.out_of_order:
         return Finding(
-            "order", True, f"{trace.out_of_order} rows came before the row above; sorted by arrival"
+            "order", True, f"{trace.out_of_order} rows were out of order and are sorted by arrival"
         )
     return Finding("order", False, "rows are in order of arrival")
 
@@ -92,7 +94,7 @@ def _order(trace: Trace, shape: Shape) -> Finding:
 def _duplicates(trace: Trace, shape: Shape) -> Finding:
     share = shape.same_rows / shape.requests
     words = (
-        f"{shape.same_time} arrivals at the instant of the one before, {shape.same_rows} of its lengths too"
+        f"{shape.same_time:,} requests arrive with the one before, {shape.same_rows:,} have its lengths too"
     )
     if share > 0.01:
         return Finding("duplicates", True, f"{words} ({share:.1%}): were rows written twice?")
@@ -104,7 +106,7 @@ def _units(trace: Trace, shape: Shape) -> Finding:
     if trace.clock_start_s is not None and trace.clock_start_s > LATEST_DATE_S:
         scaled = f"as milliseconds they are a date, and arrive at {rate * 1000:.3g}/s"
         words = f"{rate:.3g} requests/s: arrivals begin at {trace.clock_start_s:.6g} s, which is no date"
-        return Finding("units", True, f"{words}; {scaled}: divide them by 1000")
+        return Finding("units", True, f"{words}; {scaled}; divide them by 1000")
     if 0 < rate < SLOW_RPS and shape.requests >= 100:
         scaled = f"in milliseconds it would be {rate * 1000:.3g}/s"
         return Finding("units", True, f"{rate:.3g} requests/s over {shape.duration_s:.3g} s; {scaled}")
@@ -118,12 +120,12 @@ def _units(trace: Trace, shape: Shape) -> Finding:
 
 def _resolution(trace: Trace, shape: Shape) -> Finding:
     if shape.resolution_s >= 0.1 and shape.rate_rps * shape.resolution_s > 0.1:
-        hidden = "bursts shorter than that are invisible, and arrivals look simultaneous that were not"
+        hidden = "shorter bursts are hidden, and separate arrivals look simultaneous"
         return Finding(
             "resolution", True, f"arrivals are whole multiples of {shape.resolution_s:g} s: {hidden}"
         )
-    step = f"{shape.resolution_s:g} s" if shape.resolution_s else "below 1 ms"
-    return Finding("resolution", False, f"arrivals are told apart to {step}")
+    step = duration_text(shape.resolution_s) if shape.resolution_s else "less than 1 ms"
+    return Finding("resolution", False, f"the resolution of arrival times is {step}")
 
 
 def _lengths(trace: Trace, shape: Shape) -> Finding:
@@ -145,13 +147,13 @@ def _lengths(trace: Trace, shape: Shape) -> Finding:
 def _empty(trace: Trace, shape: Shape) -> Finding:
     if trace.empty_outputs:
         share = trace.empty_outputs / (trace.empty_outputs + shape.requests)
-        words = f"{trace.empty_outputs} requests ({share:.1%}) returned nothing and are left out"
+        words = f"{trace.empty_outputs} requests ({share:.1%}) had no output and are left out"
         return Finding("empty outputs", True, words)
-    return Finding("empty outputs", False, "every request returned something")
+    return Finding("empty outputs", False, "every request has an output")
 
 
 def _gaps(trace: Trace, shape: Shape) -> Finding:
-    words = f"longest {shape.longest_gap_s:.3g} s, at {shape.longest_gap_at_s:.0f} s"
+    words = f"the longest is {shape.longest_gap_s:.3g} s, at {shape.longest_gap_at_s:.0f} s"
     expected_s = (math.log(max(shape.requests, 2)) + SILENCE_FACTOR) * shape.duration_s / shape.requests
     if shape.longest_gap_s > expected_s:
         return Finding(
@@ -164,7 +166,7 @@ def _bursts(trace: Trace, shape: Shape) -> Finding:
     indices = {window: value for window, value in shape.fano.items() if not math.isnan(value)}
     fano = ", ".join(f"{value:.1f} at {window:g} s" for window, value in indices.items()) or "unknown"
     cv = "unknown" if math.isnan(shape.gap_cv) else f"{shape.gap_cv:.2f}"
-    words = f"gap CV {cv}, Fano index {fano} (Poisson: 1)"
+    words = f"CV of gaps {cv}, Fano index {fano} (Poisson: 1)"
     if shape.gap_cv > BURSTY_CV or any(value > BURSTY_FANO for value in shape.fano.values()):
         return Finding("bursts", True, f"{words}: a plan from the mean rate alone would be too small")
     return Finding("bursts", False, words)
@@ -177,9 +179,11 @@ def _drift(trace: Trace, shape: Shape) -> Finding:
             "drift", False, "all requests arrive at one instant: no first and last third to compare"
         )
     ratios = {"rate": drift.rate, "prompt": drift.prompt_tokens, "output": drift.output_tokens}
-    words = "last third over first: " + ", ".join(f"{name} ×{ratio:.2f}" for name, ratio in ratios.items())
+    words = "the last third against the first: " + ", ".join(
+        f"{name} ×{ratio:.2f}" for name, ratio in ratios.items()
+    )
     if shape.requests >= 300 and any(not 1 / DRIFTED <= r <= DRIFTED for r in ratios.values()):
-        return Finding("drift", True, f"{words}: plan for the part that will recur (--window), or a schedule")
+        return Finding("drift", True, f"{words}; plan for the part that recurs (--window), or use a schedule")
     return Finding("drift", False, words)
 
 
@@ -187,18 +191,18 @@ def _enough(trace: Trace, shape: Shape) -> Finding:
     minute = shape.fano[60.0]
     crowd = max(1.0, minute) if math.isfinite(minute) else 1.0
     apart, together = shape.half_width * 100, half_width(shape.requests / crowd) * 100
-    statement = f"{JUDGED_SHARE:.0%} is judged to ±{apart:.2f} points"
+    statement = f"an attainment of {JUDGED_SHARE * 100:g} % is known to ±{apart:.2f} points"
     if crowd > 1:
-        statement += f" (±{together:.2f} if requests of one minute share their fate)"
+        statement += f" (±{together:.2f} if latency is correlated within a minute)"
     if shape.requests < shape.requests_needed:
-        rule = f"{shape.requests_needed} are needed for ±{ASKED_HALF_WIDTH * 100:g} points at 95 %"
+        rule = f"±{ASKED_HALF_WIDTH * 100:g} points at 95 % confidence need {shape.requests_needed:,}"
         return Finding(
             "enough for p99",
             True,
-            f"too short to judge a p99: {shape.requests} requests, {rule}; {statement}",
+            f"{shape.requests:,} requests are too few for a p99: {rule}; {statement}",
         )
     if shape.duration_s < SHORTEST_S:
-        short = f"only {shape.duration_s:.0f} s long: slow swings of load are not in it"
+        short = f"the trace is only {shape.duration_s:.0f} s long and lacks slow swings of load"
         return Finding("enough for p99", True, f"{short}; {statement}")
     return Finding("enough for p99", False, statement)
 
@@ -214,51 +218,77 @@ def sparkline(values: NDArray[np.float64]) -> str:
     return "".join(BARS[level] if value > 0 else " " for level, value in zip(levels, values, strict=True))
 
 
-def as_tables(checkup: Checkup, kv_tokens: Mapping[str, int]) -> list[RenderableType]:
-    """The checkup for a terminal: the trace, its lengths, each finding, what is reused, and a verdict.
+def as_tables(checkup: Checkup, kv_tokens: Mapping[str, int], verbose: bool = False) -> list[RenderableType]:
+    """The checkup for a terminal: the verdict, rate, lengths, prefix reuse and warnings.
 
-    `kv_tokens`: the KV memory of types of worker, by their names.
+    `kv_tokens`: the KV memory of worker types, by their names. `verbose`: every finding, and reuse in full.
     """
     trace, shape = checkup.trace, checkup.shape
-    head = f"{trace.name} ({trace.format}): {shape.requests} requests in {shape.duration_s:.1f} s"
-    parts: list[RenderableType] = [Text(f"{head}, {shape.rate_rps:.3g}/s", style="bold")]
+    lines = Table.grid(padding=(0, 2))
+    lines.add_column(style="dim", no_wrap=True)
+    lines.add_column(overflow="fold")
     if len(shape.rates_rps):
-        parts.append(Text(f"rate  {sparkline(shape.rates_rps)}  0 to {shape.rates_rps.max():.3g}/s"))
-    lengths = Table(title=None)
-    for column in ("tokens", "mean", "p50", "p95", "p99", "max"):
-        lengths.add_column(column, justify="left" if column == "tokens" else "right")
-    for name, tail in (("prompt", shape.prompt), ("output", shape.output)):
-        row = (tail.mean, tail.p50, tail.p95, tail.p99, tail.most)
-        lengths.add_row(name, *(f"{value:.0f}" for value in row))
-    table = Table()
-    table.add_column("looked at", no_wrap=True)
-    table.add_column("")
-    table.add_column("found", overflow="fold")
+        lines.add_row("Rate", f"{sparkline(shape.rates_rps)}  0 to {shape.rates_rps.max():.3g} req/s")
+    for name, tail in (("Prompt tokens", shape.prompt), ("Output tokens", shape.output)):
+        figures = (("mean", tail.mean), ("p50", tail.p50), ("p95", tail.p95), ("p99", tail.p99))
+        row = "   ".join(f"{figure} {value:,.0f}" for figure, value in (*figures, ("max", tail.most)))
+        lines.add_row(name, row)
+    if checkup.reuse is not None:
+        lines.add_row(
+            "Prefix hit rate", f"{checkup.reuse.ideal:.1%} of prompt tokens, in a cache without limit"
+        )
+    for warning in trace.warnings:
+        lines.add_row("Reading", Text(warning, style="yellow"))
     for finding in checkup.findings:
+        if finding.warns and finding.name not in _READING:
+            lines.add_row("Warning", Text(f"{finding.name}: {finding.words}", style="yellow"))
+    parts: list[RenderableType] = [
+        Text(verdict(checkup), style="bold yellow" if checkup.warnings else "bold green")
+    ]
+    parts += [lines, *([_findings_table(checkup.findings)] if verbose else ())]
+    if checkup.reuse is not None and (verbose or kv_tokens):
+        parts += _reuse_tables(checkup.reuse, kv_tokens)
+    return parts
+
+
+def verdict(checkup: Checkup) -> str:
+    """Whether the trace can be planned from, its size, and how many warnings there are."""
+    trace, shape, count = checkup.trace, checkup.shape, checkup.warnings
+    misleads = any(finding.warns and finding.name in MISLEAD_A_PLAN for finding in checkup.findings)
+    can = "may mislead a plan" if misleads else "is ready for planning"
+    warnings = "1 warning" if count == 1 else f"{count or 'no'} warnings"
+    span = f"{shape.requests:,} requests in {duration_text(shape.duration_s)}, {shape.rate_rps:.3g} req/s"
+    return f"{trace.name} ({trace.format}) {can}: {warnings}; {span}"
+
+
+def _findings_table(findings: Sequence[Finding]) -> Table:
+    table = Table()
+    table.add_column("check", no_wrap=True)
+    table.add_column("")
+    table.add_column("finding", overflow="fold")
+    for finding in findings:
         mark = Text("warning", style="yellow") if finding.warns else Text("ok", style="green")
         table.add_row(finding.name, mark, Text(finding.words))
-    ignored = [Text(warning, style="yellow") for warning in trace.warnings]
-    verdict = f"warnings: {checkup.warnings or 'none'}"
-    reused = [] if checkup.reuse is None else _reuse_tables(checkup.reuse, kv_tokens)
-    return [*parts, lengths, table, *reused, *ignored, Text(verdict)]
+    return table
 
 
 def _reuse_tables(reuse: Reuse, kv_tokens: Mapping[str, int]) -> list[RenderableType]:
-    """What of the prompts a prefix cache could serve."""
-    words = f"prefixes: {reuse.ideal:.1%} of the prompt tokens could be hits, every block ever seen kept"
+    """What a prefix cache could serve, by where the prefix is from and by the size of the cache."""
+    parts: list[RenderableType] = []
     if reuse.within_tokens is not None:
         within = reuse.within_tokens / reuse.prompt_tokens
-        words += f" ({within:.1%} within sessions, {reuse.ideal - within:.1%} only across)"
-    parts: list[RenderableType] = [Text(words)]
+        parts.append(
+            Text(f"Prefix hits: {within:.1%} within sessions, {reuse.ideal - within:.1%} across sessions")
+        )
     if not len(reuse.hits):
         return parts
     median, working_set = reuse.distance(0.5), reuse.distance(KEEPS)
-    told = f"reused after {median:,.0f} unique tokens in the median, p90 {working_set:,.0f} (the working set)"
-    parts.append(Text(f"{told}; {reuse.unique_tokens:,} unique tokens in all"))
+    distance = f"Reuse distance: p50 {median:,.0f} unique tokens, p90 {working_set:,.0f} (the working set)"
+    parts.append(Text(f"{distance}; {reuse.unique_tokens:,} unique tokens in all"))
     if kv_tokens:
         table = Table()
-        for column in ("worker", "KV tokens", "hit rate of one", "workers that hold the working set"):
-            table.add_column(column, justify="left" if column == "worker" else "right")
+        for column in ("worker type", "KV tokens", "hit rate of one worker", "workers for the working set"):
+            table.add_column(column, justify="left" if column == "worker type" else "right")
         for name, tokens in kv_tokens.items():
             row = (f"{tokens:,}", f"{reuse.kept(tokens):.1%}", f"{max(math.ceil(working_set / tokens), 1)}")
             table.add_row(name, *row)

@@ -14,6 +14,7 @@ from tokenfleet.whatif.axes import AXES, Scenario, checked, is_numeric
 
 # Axes that change what the schedule costs, not the fleet; only the schedule's price tells.
 _BY_SCHEDULE = ("cold-start",)
+_SCALES = ("rate", "price", "lengths", "lengths.prompt", "lengths.output")  # multiples of what is given
 Span = tuple[float, float, int]  # seconds, and workers
 _SAME = 0.005  # dollars an hour below which two prices are the same
 
@@ -27,7 +28,7 @@ class Clock:
     def at(self, second: float) -> str:
         """A moment of the trace in words: 17:20 UTC, or the minute it is."""
         if self.zero_unix_s is None:
-            return f"minute {second / 60:.0f}"
+            return f"minute {second / 60:.3g}"
         return datetime.fromtimestamp(self.zero_unix_s + second, UTC).strftime("%H:%M")
 
 
@@ -93,39 +94,44 @@ def _sentence(
     gpus: int,
     clock: Clock,
 ) -> str:
-    """The step as people think of it: a tighter target, more traffic, dearer prices."""
+    """The step in a sentence: a tighter target, more traffic, higher prices, and what it costs."""
     what = AXES[key].name
+    costs = _costs(usd, gpus, _fleet(first) == _fleet(second))
     if key in ("slo.ttft", "slo.tpot", "session-time"):
         # Towards the tighter target, since that is what is bought.
-        gain = f"{duration_text(x1 - x0)} of {what} ({duration_text(x1)} to {duration_text(x0)})"
-        return f"{gain} {_costs(None if usd is None else -usd, -gpus)}"
+        costs = _costs(None if usd is None else -usd, -gpus, _fleet(first) == _fleet(second))
+        return f"Tightening {what} from {duration_text(x1)} to {duration_text(x0)} {costs}"
     if key in ("attainment", "confidence"):
-        gain = f"{(x1 - x0) * 100:.3g} points of {what} ({x0 * 100:g} % to {x1 * 100:g} %)"
-        return f"{gain} {_costs(usd, gpus)}"
+        return f"Raising {what} from {x0 * 100:g} % to {x1 * 100:g} % {costs}"
     if key == "cold-start":
         before = duration_text(x0) if x0 else "none"
-        gain = f"{duration_text(x1 - x0)} more of {what} ({before} to {duration_text(x1)})"
-        return f"{gain} {_costs(usd, gpus)}, averaged over the schedule"
-    if key in ("tp", "reclaims"):
-        return f"{what} {x0:g} to {x1:g} {_costs(usd, gpus)}"
-    sentence = f"{(x1 / x0 - 1) * 100:+.3g} % on {what} ({x0:g} to {x1:g}) {_costs(usd, gpus)}"
+        return f"A {what} of {duration_text(x1)} instead of {before} {costs}, averaged over the schedule"
+    times = "x" if key in _SCALES else ""
+    sentence = f"Raising {what} from {x0:g}{times} to {x1:g}{times} {costs}"
     when = _when(first, second, clock) if key == "rate" else ""
-    return f"{sentence}; {when}" if when else sentence
+    return f"{sentence}: {when}" if when else sentence
 
 
-def _costs(usd: float | None, gpus: int) -> str:
+def _fleet(one: Scenario) -> list[tuple[str, int]]:
+    return [(kind_of_worker(part), part.workers) for part in one.plan.fleet] if one.plan else []
+
+
+def _costs(usd: float | None, gpus: int, is_same: bool) -> str:
     """The price of a step; GPUs where dollars are not known."""
+    if is_same and not (usd and abs(usd) >= _SAME):
+        return "needs the same fleet"
     if usd is None:
-        if gpus == 0:
-            return "costs no GPU"
-        return f"{'costs' if gpus > 0 else 'saves'} {abs(gpus)} GPU{'' if abs(gpus) == 1 else 's'}"
+        more = "more" if gpus > 0 else "fewer"
+        return (
+            f"needs {abs(gpus)} {more} GPU{'' if abs(gpus) == 1 else 's'}" if gpus else "needs as many GPUs"
+        )
     if abs(usd) < _SAME:
-        return "costs nothing"
-    return f"{'costs' if usd > 0 else 'saves'} ${abs(usd):,.2f}/h"
+        return "costs the same"
+    return f"costs ${usd:,.2f}/h more" if usd > 0 else f"saves ${-usd:,.2f}/h"
 
 
 def _when(first: Scenario, second: Scenario, clock: Clock) -> str:
-    """The times at which busier traffic needs more workers, in the trace's own time: `one worker at 17:20`.
+    """When busier traffic needs more workers, in the trace's own time: `one more worker from 17:20 to 18:00`.
 
     Empty where the schedules are of different kinds of workers, or do not differ.
     """
@@ -139,9 +145,11 @@ def _when(first: Scenario, second: Scenario, clock: Clock) -> str:
     if not more:
         return ""
     start_s, stop_s, extra = max(more, key=lambda span: (span[2], span[1] - span[0]))
-    rest = f" and at {len(more) - 1} other times" if len(more) > 1 else ""
-    many = "one worker" if extra == 1 else f"{extra} workers"
-    return f"{many} more from {clock.at(start_s)} to {clock.at(stop_s)}{rest}"
+    rest = (
+        "" if len(more) == 1 else ", and once more" if len(more) == 2 else f", and {len(more) - 1} times more"
+    )
+    many = "one more worker" if extra == 1 else f"{extra} more workers"
+    return f"{many} from {clock.at(start_s)} to {clock.at(stop_s)}{rest}"
 
 
 def _spans(plan: PlanFile) -> list[Span]:

@@ -94,13 +94,13 @@ def _against(scenarios: Sequence[Scenario], key: str) -> Figure:
         "showlegend": len(series) > 1,
     }
     caption = (
-        "Each line joins the cheapest fleets; a full dot is unbeaten: nothing in the same circumstances"
-        " promises as much for less. Crosses are dearer choices for the same promise."
+        "Each line joins the cheapest fleets. A full dot is Pareto-optimal: nothing cheaper meets this"
+        " target. Crosses are dearer fleets for the same target."
     )
-    columns = (*(scenarios[0].changes if scenarios else ()), "fleet", "cost", "unbeaten")
+    columns = (*(scenarios[0].changes if scenarios else ()), "fleet", "cost", "Pareto-optimal")
     rows = _rows(scenarios, best)
     return Figure(
-        "cost", "Cost against the promise", caption, {"data": data, "layout": layout}, columns, rows, True
+        "cost", "Cost against the target", caption, {"data": data, "layout": layout}, columns, rows, True
     )
 
 

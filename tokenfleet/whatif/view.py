@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -12,14 +12,15 @@ from rich.text import Text
 from tokenfleet import __version__
 from tokenfleet.planning.plan_file import Paid, PlanFile
 from tokenfleet.report.page import page, section
-from tokenfleet.report.tables import share_text, table, usd_text
+from tokenfleet.report.tables import gpus_text, share_text, table, usd_text
 from tokenfleet.whatif.axes import Scenario, checked
 from tokenfleet.whatif.marginal import NO_CLOCK, Clock, marginal
-from tokenfleet.whatif.pareto import cost_figure, fleet_text, unbeaten
+from tokenfleet.whatif.pareto import cost, cost_figure, fleet_text, is_priced, unbeaten
 
 SCHEMA = "tokenfleet.whatif/1"
-_COLUMNS = ("fleet", "GPUs", "cost", "expected", "at least")
-_SENTENCES = 12
+_COLUMNS = ("fleet", "GPUs", "cost", "expected", "lower bound")
+_SENTENCES, _BRIEF = 12, 3
+_PARETO = "Pareto-optimal: nothing cheaper meets this target"
 
 
 def whatif_json(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str, Any]:
@@ -41,23 +42,44 @@ def whatif_json(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[
     }
 
 
-def whatif_tables(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> Iterable[RenderableType]:
-    """One row a scenario, and what the steps between them cost, the dearest first."""
+def whatif_tables(
+    scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK, verbose: bool = False
+) -> Iterable[RenderableType]:
+    """The verdict, a row for each scenario, and the dearest steps; `verbose`: more steps, and commands."""
     keys = tuple(scenarios[0].changes)
+    yield Text(verdict(scenarios), style="bold green" if any(s.feasible for s in scenarios) else "bold red")
     rows = (
         (*one.changes.values(), *cells(one, scenarios), "*" if is_best else "")
         for one, is_best in zip(scenarios, unbeaten(scenarios), strict=True)
     )
     yield table((*keys, *columns(scenarios), ""), rows, left=(*keys, "fleet", ""))
-    yield Text("* nothing in the same circumstances promises as much for less", style="dim")
-    for sentence in sentences(scenarios, clock):
-        yield Text(f"  {sentence}")
+    yield Text(f"* {_PARETO}", style="dim")
+    told = sentences(scenarios, clock)
+    yield from (Text(sentence) for sentence in (told if verbose else told[:_BRIEF]))
+    if verbose:
+        yield from (Text(f"{_changes(one.changes)}: {one.command}", style="dim") for one in scenarios)
+
+
+def verdict(scenarios: Sequence[Scenario]) -> str:
+    """How many scenarios can meet their target, and the fleet of the cheapest that does."""
+    met = [one for one in scenarios if one.feasible]
+    if not met:
+        return f"No fleet meets the target in any of {scenarios_text(len(scenarios))}"
+    head = f"{len(met)} of {scenarios_text(len(scenarios))} can meet the target"
+    best = min(met, key=lambda one: cost(one, is_priced(scenarios)))
+    assert best.plan is not None
+    fleet = f"{fleet_text(best.plan)} ({gpus_text(best.plan.gpus)}, {usd_text(best.plan.usd_per_hour)})"
+    return f"{head}; the cheapest is {fleet} at {_changes(best.changes)}"
+
+
+def scenarios_text(count: int) -> str:
+    return f"{count} scenario" + ("" if count == 1 else "s")
 
 
 def sentences(scenarios: Sequence[Scenario], clock: Clock) -> list[str]:
     """Marginal prices in words: of each axis in turn the dearest step first, a dozen in all.
 
-    Steps that cost nothing are left out, but for one of an axis that has no others.
+    Steps that cost nothing are left out, except one of an axis that has no others.
     """
     ranked = []
     for rows in marginal(scenarios, clock).values():
@@ -74,8 +96,11 @@ def _rise(row: dict[str, Any]) -> float:
 
 
 def _held(row: dict[str, Any]) -> str:
-    changes = ", ".join(f"{key} {value}" for key, value in row["held"].items())
-    return f"{row['says']}" + (f" (at {changes})" if changes else "")
+    return f"{row['says']} (at {_changes(row['held'])})." if row["held"] else f"{row['says']}."
+
+
+def _changes(changes: Mapping[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in changes.items())
 
 
 def columns(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
@@ -89,7 +114,7 @@ def cells(one: Scenario, scenarios: Sequence[Scenario]) -> tuple[str, ...]:
     plan = one.plan
     if plan is None or not plan.feasible:
         why = one.error or (plan.reason if plan else "")
-        return (f"none: {why}", *["-"] * (width - 1))
+        return (f"no fleet: {why}", *["-"] * (width - 1))
     attained = plan.attainment
     reached = attained.on_trace if attained.expected is None else attained.expected
     row = (
@@ -104,7 +129,7 @@ def cells(one: Scenario, scenarios: Sequence[Scenario]) -> tuple[str, ...]:
 
 
 def _of_which_spare(plan: PlanFile) -> str:
-    return f", {plan.spares.workers} of them spare" if plan.spares and plan.spares.workers else ""
+    return f", {plan.spares.workers} of them standby" if plan.spares and plan.spares.workers else ""
 
 
 def _paid(one: Scenario) -> Paid | None:
@@ -125,14 +150,14 @@ def whatif_report(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> str
     return page(
         "Tokenfleet what-if",
         f"{len(scenarios)} scenarios over {', '.join(keys)}",
-        "Each is a plan of its own, in the same worlds.",
+        f"{verdict(scenarios)}. Each scenario is a plan of its own, on the same resampled traces.",
         prices,
         [cost_figure(scenarios)],
         [
-            section("Scenarios", (*keys, *columns(scenarios), "unbeaten"), rows),
+            section("Scenarios", (*keys, *columns(scenarios), "Pareto-optimal"), rows),
             *_steps(scenarios, clock),
             section(
-                "The plan of each scenario, whole",
+                "The command of each scenario",
                 (*keys, "command"),
                 [(*one.changes.values(), one.command) for one in scenarios],
             ),
@@ -146,7 +171,7 @@ def _steps(scenarios: Sequence[Scenario], clock: Clock) -> Iterable[str]:
         rows = [
             (
                 f"{step['from']:g} to {step['to']:g}",
-                ", ".join(f"{k} {v}" for k, v in step["held"].items()) or "-",
+                _changes(step["held"]) or "-",
                 f"{step['gpus']:+d}",
                 "-" if step["usd_per_hour"] is None else f"{step['usd_per_hour']:+,.2f}",
                 step["says"],

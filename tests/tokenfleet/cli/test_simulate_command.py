@@ -1,6 +1,7 @@
 """`tokenfleet simulate`: one fleet, its figures, and one row a request."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,42 @@ def test_each_request_has_its_row(folder: Path, capsys: pytest.CaptureFixture[st
     assert all(float(r["arrival_s"]) < float(r["first_token_s"]) <= float(r["finish_s"]) for r in table)
     assert {r["worker"] for r in table} == {"0", "1", "2"}
     assert {r["cached_tokens"] for r in table} == {""}  # the trace does not say what requests share
-    assert "attainment" in capsys.readouterr().out
+    assert "meets the target" in capsys.readouterr().out
+
+
+def test_the_first_line_says_whether_the_fleet_meets_its_target_and_what_it_costs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "prices.yaml").write_text(PRICES)
+    priced = ("--prices", f"{folder}/prices.yaml")
+    assert simulated(folder, *priced) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    fleet = "3 x made-gpu TP1 (3 GPUs, $6.00/h)"
+    assert first == f"{fleet} meets the target: 100 % of 200 requests in SLO (target 99.00 %)"
+    assert [line.split()[0] for line in rest] == ["TTFT", "TPOT"]
+    assert simulated(folder, *priced, "--verbose") == 0
+    assert "Preemptions" in capsys.readouterr().out
+    words = ["simulate", "--trace", f"{folder}/trace.csv", "--profile", f"{folder}/worker.yaml"]
+    assert main([*words, *priced, "--workers", "1", "--slo", "ttft=1ms,tpot=30ms"]) == 0
+    first, ttft, *_ = capsys.readouterr().out.splitlines()
+    missed = r"1 x made-gpu TP1 \(1 GPU, \$2\.00/h\) misses the target: [\d.]+ % of 200 requests in SLO"
+    assert re.match(missed, first)
+    assert re.search(r"\(limit 1 ms, [1-9]\d* over it\)", ttft)
+
+
+def test_a_target_is_missed_where_one_class_misses_its_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{0.05 * i},60,50,{'high' if i % 10 == 0 else 'normal'}" for i in range(80)]
+    (folder / "trace.csv").write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,priority", *rows]))
+    words = ["simulate", "--trace", f"{folder}/trace.csv", "--profile", f"{folder}/worker.yaml"]
+    words += ["--workers", "1", "--class", "urgent=priority:high", "--class", "rest=priority:normal"]
+    words += ["--slo", "rest:ttft=5s,tpot=1s,attainment=0.9"]
+    for ttft, verdict in (("5s", "meets"), ("1ms", "misses")):
+        assert main([*words, "--slo", f"urgent:ttft={ttft},tpot=1s,attainment=0.9"]) == 0
+        out = capsys.readouterr().out
+        assert f"{verdict} the target" in out.splitlines()[0]
+        assert "Class urgent" in out
 
 
 def test_what_was_cached_is_told_of_a_trace_whose_requests_share(
@@ -76,7 +112,7 @@ def test_what_was_cached_is_told_of_a_trace_whose_requests_share(
     assert first.endswith(",0")
     assert all(line.endswith(",1024") for line in others)
     assert main([*words]) == 0
-    assert "prefix hits" in capsys.readouterr().out
+    assert "Prefix hit rate" in capsys.readouterr().out
     assert main([*words, "--no-prefix-cache", "--format", "json"]) == 0
     without = json.loads(capsys.readouterr().out)
     assert without["prefix_hit_rate"] is None
@@ -251,16 +287,16 @@ def test_the_most_agents_hold_the_target_with_confidence_and_are_no_more_than_on
     assert told("--most-agents", "--confidence", "0.5")["most_agents"]["agents"] >= most["agents"]
     assert simulated(talks, *asked, "--most-agents") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{most['agents']} hold 90.00 % at confidence 0.95 (" in said
-    assert f"{most['on_trace']} on the trace as it is" in said
+    assert f"{most['agents']} concurrent sessions meet 90.00 % at 95 % confidence (" in said
+    assert f"{most['on_trace']} on the recorded trace" in said
 
 
 def test_the_most_agents_are_all_there_are_or_none(talks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--most-agents", "--attainment", "0.8", "--confidence", "0.8")
     assert simulated(talks, *asked) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "10 hold 80.00 % at confidence 0.8 (" in said
-    assert "10 on the trace as it is, all sessions of the trace" in said
+    assert "10 concurrent sessions meet 80.00 % at 80 % confidence (" in said
+    assert "10 on the recorded trace, all sessions of the trace" in said
     assert simulated(talks, *asked, "--session-time", "1s") == 1
     assert "one agent alone attains 0.0000 on this fleet, below 0.8" in capsys.readouterr().err
     assert simulated(talks, "--most-agents") == 1

@@ -38,13 +38,29 @@ def test_the_sample_trace_is_fit_to_plan_from(capsys: pytest.CaptureFixture[str]
     assert {finding["name"] for finding in found["findings"]} >= {"order", "units", "bursts", "drift"}
 
 
-def test_a_checkup_is_a_table_on_stdout_and_nothing_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkup_begins_with_its_verdict_and_prints_its_findings_where_they_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = run(capsys, "check", SAMPLE)
-    assert code == 0
-    assert "18000 requests" in out
+    assert (code, err) == (0, "")
+    ready = (
+        "sample_trace.csv (plain) is ready for planning: no warnings; 18,000 requests in 58.4 min, 5.14 req/s"
+    )
+    assert out.splitlines()[0] == ready
     assert "█" in out
-    assert "warnings: none" in out
-    assert err == ""
+    assert "Fano" not in out
+    assert len(out.splitlines()) <= 6
+    full = run(capsys, "check", SAMPLE, "--verbose")[1]
+    assert full.startswith(out)
+    assert "Fano index" in full
+    rows = "".join(f"{i // 3 * 10},100,{10 + i}\n" for i in range(200))
+    (tmp_path / "coarse.csv").write_text(f"arrival_s,prompt_tokens,output_tokens\n{rows}")
+    first, *rest = run(capsys, "check", tmp_path / "coarse.csv")[1].splitlines()
+    warned = [line for line in rest if line.startswith("Warning")]
+    assert first.startswith(
+        f"coarse.csv (plain) may mislead a plan: {len(warned)} warnings; 200 requests in "
+    )
+    assert any("arrivals are whole multiples of 1 s" in line for line in warned)
 
 
 def test_a_sick_trace_is_checked_with_exit_code_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +136,7 @@ def test_a_trace_survives_being_converted(
 ) -> None:
     code, out, err = run(capsys, "convert", SAMPLE, tmp_path / name, "--to", to)
     assert (code, out) == (0, "")
-    assert "18000 requests" in err
+    assert "18,000 requests" in err
     before, after = read_trace(SAMPLE).workload, read_trace(tmp_path / name).workload
     assert after.arrival_s.tolist() == pytest.approx(before.arrival_s.tolist(), abs=1e-6)
     assert after.prompt_tokens.tolist() == before.prompt_tokens.tolist()

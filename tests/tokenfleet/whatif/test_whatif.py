@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 from dataclasses import replace
@@ -285,12 +286,32 @@ def test_rates_and_targets_are_planned_and_priced(folder: Path, capsys: pytest.C
     (step,) = said["marginal"]["rate"]
     assert step["gpus"] == cells[3.0, 0.03]["gpus"] - cells[1.0, 0.03]["gpus"]
     assert step["per_unit"] == pytest.approx(step["gpus"] * 2.5 / 2.0)
-    assert step["says"].startswith(f"+200 % on traffic (1 to 3) costs ${step['usd_per_hour']:.2f}/h")
+    assert step["says"].startswith(f"Raising traffic from 1x to 3x costs ${step['usd_per_hour']:.2f}/h more")
     assert [s["unbeaten"] for s in said["scenarios"]] == [False, True, False, True]
     assert sorted(p.name for p in (folder / "out").iterdir()) == ["whatif.html", "whatif.json"]
     page = (folder / "out" / "whatif.html").read_text()
     assert "tokenfleet plan --trace" in page
     assert "What steps cost" in page
+
+
+def test_the_first_line_is_the_verdict_and_steps_of_no_cost_need_the_same_fleet(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["whatif", "--trace", f"{folder}/trace.csv", "--prices", f"{folder}/prices.yaml", "--no-cache"]
+    words += ["--profile", f"{folder}/worker.yaml", "--attainment", "0.95", "--jobs", "1"]
+    grid = ["--slo", "ttft=500ms,tpot=30ms", "--vary", "rate=1,3", "--vary", "slo.tpot=100ms,200ms"]
+    assert main([*words, *grid]) == 0
+    out = capsys.readouterr().out
+    head = r"4 of 4 scenarios can meet the target; the cheapest is \d x \S+ TP\d \(\d+ GPUs?, \$[\d.]+/h\) at"
+    assert re.match(f"{head} rate 1,", out.splitlines()[0])
+    assert "* Pareto-optimal: nothing cheaper meets this target" in out
+    assert "Raising traffic from 1x to 3x costs $" in out
+    assert "Tightening TPOT from 200 ms to 100 ms needs the same fleet (at rate " in out
+    assert "tokenfleet plan" not in out
+    assert main([*words, *grid, "--verbose"]) == 0
+    assert capsys.readouterr().out.count("tokenfleet plan --trace") == 4
+    assert main([*words, "--slo", "ttft=500ms,tpot=1ms", "--vary", "rate=1,3"]) == 1
+    assert capsys.readouterr().out.startswith("No fleet meets the target in any of 2 scenarios")
 
 
 def test_cold_starts_spot_and_lengths_are_told_as_far_as_they_go(folder: Path) -> None:
