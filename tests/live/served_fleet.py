@@ -56,10 +56,10 @@ class ServedFleet:
         found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(w in line for w in wanted))
 
-    def told(self, verb: str) -> str:
-        """What `tokenfleet fleet VERB` prints of it."""
+    def told(self, *words: str) -> str:
+        """What `tokenfleet fleet` with these words prints of it."""
         start = "import sys; from tokenfleet.cli.main import main; sys.exit(main())"
-        command = [sys.executable, "-c", start, "fleet", "--control", self.control, verb]
+        command = [sys.executable, "-c", start, "fleet", "--control", self.control, *words]
         return subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"COLUMNS": "300"}
         ).stdout

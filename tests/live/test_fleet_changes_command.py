@@ -34,8 +34,8 @@ def test_an_update_tells_how_it_goes_and_ends_wholly_new(emulated_fleet, capfd):
     assert not after.keys() & before.keys()
     assert set(after.values()) == {max(before.values()) + 1}
     assert emulated_fleet.ask("GET", "/v1/fleet")["flags"] == ["--max-num-seqs", "64"]
-    assert fleet(emulated_fleet, "status") == 0
-    assert "update 2: done, 3 workers replaced" in capfd.readouterr().out
+    assert fleet(emulated_fleet, "status", "--verbose") == 0
+    assert "Update 2: done, 3 workers replaced" in capfd.readouterr().out
 
 
 def test_while_an_update_runs_no_other_begins_and_a_cancel_makes_the_fleet_old_again(emulated_fleet):

@@ -188,7 +188,7 @@ def test_a_request_has_the_targets_of_its_class_and_each_class_has_an_attainment
         == 0
     )
     assert main(["fleet", "--control", emulated_fleet.control, "status"]) == 0
-    assert f"class batch: 100.00% of {batch_of + 1}" in capsys.readouterr().out
+    assert f"Class batch: 100 % of {batch_of + 1}" in capsys.readouterr().out
 
 
 def test_slo_hits_are_counted_per_request(emulated_fleet):

@@ -35,7 +35,7 @@ def test_a_mixed_plan_starts_its_kinds_and_says_so(mixed_fleet, capsys):
     complete(mixed_fleet)
     assert main(["fleet", "--control", mixed_fleet.control, "status"]) == 0
     shown = capsys.readouterr().out
-    assert f"wanted 3 (1 {LARGE}, 2 {SMALL})" in " ".join(shown.split())
+    assert f"3 of 3 workers: 1 {LARGE}, 2 {SMALL} (" in " ".join(shown.split())
 
 
 def test_a_fleet_from_an_export_places_by_the_plans_targets_and_policy(mixed_fleet, capsys):
@@ -49,9 +49,9 @@ def test_a_fleet_from_an_export_places_by_the_plans_targets_and_policy(mixed_fle
     }
     assert {(w["kind"], w["max_seqs"]) for w in view["workers"]} == {(LARGE, 256), (SMALL, 256)}
     assert view["max_workers"] == 3
-    assert main(["fleet", "--control", mixed_fleet.control, "status"]) == 0
+    assert main(["fleet", "--control", mixed_fleet.control, "status", "--verbose"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "placed by best-fit within TTFT 400 ms, TPOT 30 ms" in shown
+    assert "Placement: best-fit, for TTFT 400 ms, TPOT 30 ms" in shown
     # The plan's packing: while one worker can take them within their targets, no other gets any.
     assert len({complete(mixed_fleet) for _ in range(4)}) == 1
 

@@ -204,7 +204,7 @@ def test_what_workers_have_cached_is_known_before_they_are_asked(vllm_fleet):
     policy = vllm_fleet.ask("GET", "/v1/fleet")["placement"]["policy"]
     exposed = vllm_fleet.metric("tokenfleet_worker_prefix_tokens", what="ideal", policy=policy)
     assert exposed == prefix_tokens()["ideal"]
-    assert "if all workers had one cache" in vllm_fleet.told("status")
+    assert "an unlimited cache shared by all" in vllm_fleet.told("status", "--verbose")
     assert {w["cache_known"] for w in workers(vllm_fleet)} == {"told"}  # by the engines' own events
 
 

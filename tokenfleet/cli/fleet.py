@@ -8,19 +8,19 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.console import RenderableType
 from rich.table import Table
 
 from controlplane.errors import BadInput
 from dataplane.http.tls import client_context, distrust
-from tokenfleet.cli.flags import Format, OutputFormat, TlsCa
+from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, Verbose
+from tokenfleet.cli.terminal import answer
 from tokenfleet.texts import duration_text
 
 fleet_app = typer.Typer(
@@ -52,10 +52,13 @@ def fleet(
 
 
 @fleet_app.command()
-def status(context: typer.Context, format: Format = OutputFormat.TABLE) -> None:
-    """Show workers, their load, moves and the last decisions."""
+def status(context: typer.Context, verbose: Verbose = False, format: Format = OutputFormat.TABLE) -> None:
+    """Show the fleet's health, its SLO attainment, its cost and its workers.
+
+    `--verbose` adds step times, prefix hits, KV transfers, gateways and the last decisions.
+    """
     view = context.obj.ask("GET", "/v1/fleet")
-    _show(view, format, _status_tables)
+    _show(view, format, lambda shown: status_lines(shown, verbose))
 
 
 @fleet_app.command()
@@ -72,8 +75,8 @@ def scale(
     if kind is not None:
         order["kind"] = kind
     reply = context.obj.ask("POST", "/v1/fleet/scale", order)
-    mode = "decided by the controller" if reply.get("auto") else "fixed"
-    _show(reply, format, lambda r: [f"workers wanted: {_wanted(r)} ({mode})"])
+    mode = "auto" if reply.get("auto") else "manual scaling"
+    _show(reply, format, lambda r: [f"{_wanted(r)} desired ({mode})"])
 
 
 @fleet_app.command()
@@ -123,11 +126,12 @@ def explain(
     if request == "":
         raise BadInput("explain: expected a request's id, got none; `fleet explain` lists them")
     if request is None:
-        reply = context.obj.ask("GET", "/v1/requests")
-        reply["scaling"] = context.obj.ask("GET", "/v1/fleet")["scaling"]
-        _show(reply, format, lambda r: [*_request_tables(r), *_scaling_tables(r["scaling"])])
+        reply, view = context.obj.ask("GET", "/v1/requests"), context.obj.ask("GET", "/v1/fleet")
+        reply["scaling"] = view["scaling"]
+        size = f"{_wanted(view)} desired ({_sized(view)})"
+        _show(reply, format, lambda r: [size, *_scaling_tables(r["scaling"]), *_request_tables(r)])
     else:
-        _show(context.obj.ask("GET", f"/v1/requests/{request}"), format, _explain_tables)
+        _show(context.obj.ask("GET", f"/v1/requests/{request}"), format, _explain_lines)
 
 
 class ControlClient:
@@ -158,7 +162,10 @@ class ControlClient:
             reason = getattr(error, "reason", error)
             if (why := distrust(reason)) is not None:
                 raise BadInput(f"--control: {self.address}: {why}") from None
-            raise BadInput(f"--control: {self.address} does not answer ({reason})") from None
+            raise BadInput(
+                f"--control: {self.address} does not answer ({reason});"
+                " start a fleet with `tokenfleet serve`, or give its address"
+            ) from None
 
     def _not_here(self) -> str:
         """What to say where a server answers that has no such address."""
@@ -176,34 +183,8 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"HTTP {error.code}"
 
 
-def _show(reply: Any, format: OutputFormat, tables: Any) -> None:
-    if format == OutputFormat.JSON:
-        print(json.dumps(reply, indent=2))
-        return
-    console = Console()
-    for part in tables(reply):
-        console.print(part, highlight=False)
-
-
-def _cached_line(workers: Sequence[dict[str, Any]]) -> list[str]:
-    """What the fleet's workers had cached of their prompts, beside what one cache of all would have had."""
-    told = [w["prefix_tokens"] for w in workers if w.get("prefix_tokens")]
-    queried, hit, ideal = (sum(tokens[name] for tokens in told) for name in ("queried", "hit", "ideal"))
-    if not queried:
-        return []
-    return [
-        f"cached: {hit / queried:.1%} of {queried:,} prompt tokens,"
-        f" {ideal / queried:.1%} if all workers had one cache with room for everything"
-    ]
-
-
-def _cached_text(tokens: dict[str, int] | None) -> str:
-    """The share of prompt tokens that a worker had, from host memory, and the expected one if it differs."""
-    if not tokens or not tokens["queried"]:
-        return "–"
-    shares = {name: f"{tokens[name] / tokens['queried']:.0%}" for name in ("hit", "loaded", "expected")}
-    host = f", {shares['loaded']} host" if tokens["loaded"] else ""
-    return shares["hit"] + host + (f" ({shares['expected']})" if shares["hit"] != shares["expected"] else "")
+def _show(reply: Any, format: OutputFormat, tables: Callable[[Any], Iterable[RenderableType]]) -> None:
+    answer(format, json.dumps(reply, indent=2), lambda: tables(reply))
 
 
 def _bare_table(named: Sequence[str], counted: Sequence[str], title: str | None = None) -> Table:
@@ -214,119 +195,217 @@ def _bare_table(named: Sequence[str], counted: Sequence[str], title: str | None 
     return table
 
 
-def _portfolio_tables(view: dict[str, Any]) -> list[Any]:
-    """The models of a portfolio: what each may have, asks for and has, and how its requests fare."""
-    counted = ("workers", "share", "right", "asks for", "needs", "running", "waiting")
-    table = _bare_table(("model", "GPU"), counted)
+def _portfolio_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType]:
+    """The models of a portfolio: the verdict, what each may have and has, and how its requests fare."""
     models = {one["name"]: one for one in view["models"]}
-    lines: list[Any] = []
+    names = dict.fromkeys(share["name"] for share in view["shares"])
+    down = [name for name in names if name not in models]
+    missing = [name for name, one in models.items() if _misses(one)]
+    taken = ", ".join(f"{one['held']:g} of {one['most']:g} {one['name']}" for one in view["limits"])
+    health = ", ".join(
+        [f"{name} does not answer" for name in down] + [f"{name} is missing its SLO" for name in missing]
+    )
+    models_text = _counted(len(names), "model")
+    yield " · ".join(filter(None, (models_text, health or "healthy", taken)))
+    counted = ("workers", "allocation", "quota", "desired", "needed", "running", "waiting")
+    table = _bare_table(("model", "GPU"), counted)
     for share in view["shares"]:
         counts = [share[name] for name in ("held", "share", "right", "asked", "needed")]
         gpu = ", ".join(filter(None, (f"{share['gpus_per_worker']} {share['gpu']}", share.get("zone"))))
-        if (one := models.get(share["name"])) is None:
-            table.add_row(share["name"], gpu, *map(str, counts), "–", "–")
-            lines.append(f"{share['name']}: its fleet does not answer")
-            continue
-        requests = [one["requests"][name] for name in ("running", "waiting")]
-        table.add_row(share["name"], gpu, *map(str, counts + requests))
-        lines.append(f"{share['name']}: {_lately(one['lately'], one['attainment_target'])}")
-        lines.append(f"{share['name']}: {_gap(one)}")
-    limits = ", ".join(f"{one['name']} {one['held']:g} of {one['most']:g}" for one in view["limits"])
-    told = [f"taken: {limits}"] if limits else []
-    for change in view["changes"][-SHOWN_DECISIONS:]:
+        load = models[share["name"]]["requests"] if share["name"] in models else {}
+        table.add_row(share["name"], gpu, *map(str, counts), *(str(load.get(k, "–")) for k in counted[-2:]))
+    yield table
+    for name, one in models.items():
+        yield f"{name}: {_lately(one['lately'], one['attainment_target'])}"
+        if verbose:
+            yield f"{name}: {_cost(one)}"
+    for change in view["changes"][-SHOWN_DECISIONS:] if verbose else ():
         at = datetime.fromtimestamp(change["at_s"]).astimezone()
-        told.append(f"{at:%H:%M:%S}  {change['model']}: share {change['before']} → {change['share']}")
-    return [table, *lines, *told]
+        yield f"{at:%H:%M:%S}  {change['model']}: allocation {change['before']} → {change['share']}"
 
 
-def _workers_table(view: dict[str, Any]) -> Table:
+def _workers_table(view: dict[str, Any], verbose: bool) -> Table:
     hosts = {w["host"] for w in view["workers"] if w.get("host")}
     named = [("kind", len(view["wanted_kinds"]) > 1), ("host", len(hosts) > 1)]
     told = [name for name, differs in named if differs]
-    counted = ("for", "requests", "tokens", "KV used", "cached", "step", "preempted")
-    workers = _bare_table(("worker", *told, "state"), counted, f"{view['model']} ({view['engine']})")
+    details = ("tokens", "prefix hits", "step", "preempted") if verbose else ()
+    columns = ["type" if name == "kind" else name for name in told]
+    workers = _bare_table(("worker", *columns, "state"), ("since", "requests", "KV used", *details))
     for w in view["workers"]:
         load = w.get("telemetry") or {}
         kv = f"{load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0%}" if load else "–"
-        workers.add_row(
-            w["worker"],
-            *(w.get(name) or "–" for name in told),
-            "silent" if w.get("silent") else w["state"],
-            duration_text(w["for_s"]),
-            str(w["requests"]),
-            str(w["tokens"]),
-            kv,
-            _cached_text(w.get("prefix_tokens")),
-            duration_text(load["step_s"]) if load else "–",
-            str(load.get("preemptions", "–")),
-        )
+        cells = [duration_text(w["for_s"]), str(w["requests"]), kv]
+        if verbose:
+            step = duration_text(load["step_s"]) if load else "–"
+            cells += [str(w["tokens"]), _cached_text(w.get("prefix_tokens")), step]
+            cells.append(str(load.get("preemptions", "–")))
+        state = "unresponsive" if w.get("silent") else w["state"]
+        workers.add_row(w["worker"], *(w.get(name) or "–" for name in told), state, *cells)
     return workers
 
 
-def _status_tables(view: dict[str, Any]) -> list[Any]:
+def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType]:
+    """The fleet for a terminal: health and size, the last minutes, the last day's cost, then its workers.
+
+    `verbose`: step times, KV transfers, gateways and decisions too.
+    """
     if "models" in view:
-        return _portfolio_tables(view)
-    mode = f"auto{_budget(view)}" if view["auto"] else "fixed"
-    advice = ", advisory: decisions are only said" if view["advisory"] else ""
-    counts = view["requests"]
-    parts: list[Any] = [
-        _workers_table(view),
-        *_placement_lines(view),
-        *_cached_line(view["workers"]),
-        f"wanted {_wanted(view)} of at most {view['max_workers']} ({mode}{advice}); "
-        f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
-    ]
-    if gateways := view.get("gateways"):
-        loads = (f"{g['gateway']} {g['requests']} requests ({g['state']})" for g in gateways)
-        parts.append(f"gateways: {', '.join(loads)}")
-    parts += [_lately(view["lately"], view["attainment_target"]), _gap(view)]
-    parts += _transport(view["transport"])
-    parts += [f"not moved, {requests}: {why}" for why, requests in view["fixed"].items()]
-    for why in {w["fixed"] for w in view["workers"] if w.get("fixed")}:
-        parts.append(f"no request is moved here: {why}")
-    parts += _update(view)
-    if view["decisions"]:
-        parts.append(_decisions_table(view["decisions"]))
-    return parts
+        yield from _portfolio_lines(view, verbose)
+        return
+    counts, serving = view["requests"], _serving(view)
+    yield (
+        f"{view['model']} · {_health(view)} · {len(serving)} of {_wanted(view)} ({_sized(view)})"
+        f" · {counts['running']} running, {counts['waiting']} waiting"
+    )
+    yield _lately(view["lately"], view["attainment_target"])
+    yield _cost(view)
+    yield from _class_lines(view)
+    if view["workers"]:
+        yield _workers_table(view, verbose)
+    update = view.get("update")
+    if update is not None and (verbose or update["state"] != "done"):
+        cause = f": {update['cause']}" if update["cause"] else ""
+        replaced = _counted(update["replaced"], "worker")
+        yield f"{update['what'].capitalize()}: {update['state']}, {replaced} replaced{cause}"
+    for kind, why in view["placement"]["unmeasured"].items():
+        yield f"No step times of {kind}: {why}"
+    if verbose:
+        yield from _details(view)
+
+
+def _serving(view: dict[str, Any]) -> list[dict[str, Any]]:
+    return [w for w in view["workers"] if w["state"] == "serving" and not w.get("silent")]
+
+
+def _health(view: dict[str, Any]) -> str:
+    """The fleet's state in a word or two: of its workers first, then of its SLO."""
+    serving, states = len(_serving(view)), [w["state"] for w in view["workers"]]
+    if any(w.get("silent") for w in view["workers"]):
+        return "degraded" if serving else "down"
+    if not serving:
+        return "starting" if "starting" in states else "down" if view["wanted_workers"] else "no workers"
+    if serving < view["wanted_workers"]:
+        return "scaling up" if "starting" in states else "degraded"
+    return "missing its SLO" if _misses(view) else "healthy"
+
+
+def _misses(view: dict[str, Any]) -> bool:
+    """Whether the last minutes' SLO attainment is below the target."""
+    both = view["lately"]["attainment"]["both"]
+    return bool(both["of"] and both["met"] < view["attainment_target"] * both["of"])
+
+
+def _sized(view: dict[str, Any]) -> str:
+    """Who decides the number of workers, within which limits."""
+    parts = ["auto" if view["auto"] else "manual scaling"]
+    if view["advisory"]:
+        parts.append("decisions are advice only")
+    parts.append(f"max {view['max_workers']}")
+    budget = (view.get("autoscale") or {}).get("budget_usd_per_h") if view["auto"] else None
+    return ", ".join([*parts, *([] if budget is None else [f"max ${budget:g}/h"])])
 
 
 def _lately(lately: dict[str, Any], target: float) -> str:
-    """What has come of the requests of the last minutes, in two lines."""
-    ttft, tpot, both = (lately["ttft_s"] or {}, lately["tpot_s"] or {}, lately["attainment"]["both"])
-    within = ""
+    """The outcome of the last minutes' requests."""
+    both, told = lately["attainment"]["both"], []
     if both["of"]:
-        within = f" {both['met'] / both['of']:.2%} within both targets ({target:.2%} is asked),"
-    latencies = "; ".join(
-        f"{name} p50 {duration_text(times['p50'])}, p90 {duration_text(times['p90'])}"
-        for name, times in (("TTFT", ttft), ("TPOT", tpot))
-        if times
-    )
-    return (
-        f"last {duration_text(lately['over_s'])}: {lately['finished']} finished,{within}"
-        f" {lately['failed']} failed, {lately['rejected']} rejected, "
-        f"{lately['tokens_per_s']:.0f} tokens/s" + (f"; {latencies}" if latencies else "")
-    )
+        told.append(f"{_percent(both['met'] / both['of'])} in SLO (target {_percent(target)})")
+    told += [f"{lately['finished']:,} done", f"{lately['failed']:,} failed"]
+    if lately["rejected"]:
+        told.append(f"{lately['rejected']:,} rejected")
+    told.append(f"{lately['tokens_per_s']:,.0f} tok/s")
+    for name in ("TTFT", "TPOT"):
+        if times := lately[f"{name.lower()}_s"]:
+            told.append(f"{name} p90 {duration_text(times['p90'])}")
+    return f"Last {duration_text(lately['over_s'])}: {', '.join(told)}"
 
 
-def _gap(view: dict[str, Any]) -> str:
-    """The last finished day's cost over the cheapest that serves the same, or why it is not known."""
-    return escape(f"cost over the cheapest: {view['gap']['line']}")
+def _cost(view: dict[str, Any]) -> str:
+    """The last finished day's cost over the hindsight optimum, or why it is not known."""
+    line, day = str(view["gap"]["line"]), view["gap"]["day"]
+    if day is None:
+        return f"Cost over the hindsight optimum: {line}"
+    yesterday = (datetime.now(UTC) - timedelta(days=1)).strftime("%Y-%m-%d")
+    return line.replace(f"{yesterday} (UTC", "Yesterday (UTC", 1)
 
 
-def _transport(shown: dict[str, Any]) -> list[str]:
-    """The ways that KV has taken, and the pace that moves have shown: of all, and of each pair of workers."""
-    if not shown["moves"]:
+def _class_lines(view: dict[str, Any]) -> Iterator[str]:
+    for one in view.get("classes", ()):
+        within = (
+            f"{_percent(one['met'] / one['of'])} of {one['of']:,} requests" if one["of"] else "no requests"
+        )
+        limits = f"TTFT {duration_text(one['ttft_s'])}, TPOT {duration_text(one['tpot_s'])}"
+        yield f"Class {one['name']}: {within} in SLO (target {_percent(one['target'])} within {limits})"
+
+
+def _percent(share: float) -> str:
+    """A share with two digits, fewer where they are zeros: 99.48 %, 99 %."""
+    return f"{100 * share:.2f}".rstrip("0").rstrip(".") + " %"
+
+
+def _details(view: dict[str, Any]) -> Iterator[RenderableType]:
+    """What explains the figures: placement, step times, prefix hits, gateways, KV transfers, decisions."""
+    placed, slo = view["placement"], view["slo"]
+    targets = f"TTFT {duration_text(slo['ttft_s'])}, TPOT {duration_text(slo['tpot_s'])}"
+    if placed["by"] == "targets":
+        yield f"Placement: {placed['policy']}, for {targets}"
+    else:
+        why = "" if placed["step_times_known"] else ", since the workers' step times are not known"
+        yield f"Placement: {placed['policy']}, by load alone{why}; {targets} are measured only"
+    for times in view["step_times"]:
+        since = f"{datetime.fromtimestamp(times['since_s']).astimezone():%H:%M:%S}"
+        off = f"recent error {times['refit_error']:.1%}" if times["steps"] else "no step served yet"
+        yield f"Step times of {times['variant']}: since {since}, {off}; {times['source']}"
+    yield from _cached_line(view["workers"])
+    yield from _transfers(view)
+    if view["moving"]:
+        yield f"Migrations under way: {len(view['moving'])}"
+    if gateways := view.get("gateways"):
+        loads = (f"{g['gateway']} {g['state']}, {_counted(g['requests'], 'request')}" for g in gateways)
+        yield f"Gateways: {'; '.join(loads)}"
+    if view["decisions"]:
+        yield _decisions_table(view["decisions"])
+
+
+def _cached_line(workers: Sequence[dict[str, Any]]) -> list[str]:
+    """The prefix hit rate of the fleet's workers, and that of an unlimited cache shared by all of them."""
+    told = [w["prefix_tokens"] for w in workers if w.get("prefix_tokens")]
+    queried, hit, ideal = (sum(tokens[name] for tokens in told) for name in ("queried", "hit", "ideal"))
+    if not queried:
         return []
-    ways = ", ".join(f"{way} ({size / 1e6:.0f} MB)" for way, size in shown["ways"].items())
-    pairs = [
-        f"{p['source']} → {p['target']} {_pace(p['bytes_per_s'])}"
-        for p in sorted(shown["pairs"], key=lambda pair: pair["bytes_per_s"])[:SHOWN_PAIRS]
-    ]
-    slowest = f"; slowest: {', '.join(pairs)}" if len(shown["pairs"]) > 1 else ""
     return [
-        f"KV by {ways or 'no engine (emulated)'}: {_pace(shown['bytes_per_s'])}, pause"
-        f" {duration_text(shown['pause_s'])} in {_counted(shown['moves'], 'move')}{slowest}"
+        f"Prefix hit rate: {hit / queried:.1%} of {queried:,} prompt tokens;"
+        f" an unlimited cache shared by all workers would reach {ideal / queried:.1%}"
     ]
+
+
+def _cached_text(tokens: dict[str, int] | None) -> str:
+    """A worker's prefix hit rate, the part from host memory, and the predicted rate if it differs."""
+    if not tokens or not tokens["queried"]:
+        return "–"
+    shares = {name: f"{tokens[name] / tokens['queried']:.0%}" for name in ("hit", "loaded", "expected")}
+    host = f", {shares['loaded']} host" if tokens["loaded"] else ""
+    return shares["hit"] + host + (f" ({shares['expected']})" if shares["hit"] != shares["expected"] else "")
+
+
+def _transfers(view: dict[str, Any]) -> Iterator[str]:
+    """The paths and speed of KV transfers, and the requests that cannot be migrated."""
+    shown = view["transport"]
+    if shown["moves"]:
+        ways = ", ".join(f"{way} ({size / 1e6:.0f} MB)" for way, size in shown["ways"].items())
+        pairs = [
+            f"{p['source']} → {p['target']} {_pace(p['bytes_per_s'])}"
+            for p in sorted(shown["pairs"], key=lambda pair: pair["bytes_per_s"])[:SHOWN_PAIRS]
+        ]
+        slowest = f"; slowest: {', '.join(pairs)}" if len(shown["pairs"]) > 1 else ""
+        yield (
+            f"KV transfers: by {ways or 'no engine (emulated)'}, {_pace(shown['bytes_per_s'])}, pause"
+            f" {duration_text(shown['pause_s'])} in {_counted(shown['moves'], 'migration')}{slowest}"
+        )
+    for why, requests in view["fixed"].items():
+        yield f"Not migrated: {_counted(requests, 'request')}, {why}"
+    for why in {w["fixed"] for w in view["workers"] if w.get("fixed")}:
+        yield f"No request is migrated here: {why}"
 
 
 def _pace(bytes_per_s: float) -> str:
@@ -337,54 +416,18 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
-def _placement_lines(view: dict[str, Any]) -> list[str]:
-    """By what requests are placed, and for each kind: which step times, since when, and how far off."""
-    placed, slo = view["placement"], view["slo"]
-    targets = f"TTFT {duration_text(slo['ttft_s'])}, TPOT {duration_text(slo['tpot_s'])}"
-    if placed["by"] == "targets":
-        lines = [f"placed by {placed['policy']} within {targets}"]
-    else:
-        why = "" if placed["step_times_known"] else ": step times of its workers are not known"
-        lines = [f"placed by load ({placed['policy']}){why}; {targets} are only judged"]
-    for one in view.get("classes", ()):
-        within = f"{one['met'] / one['of']:.2%} of {one['of']:,}" if one["of"] else "none yet"
-        targets = f"TTFT {duration_text(one['ttft_s'])}, TPOT {duration_text(one['tpot_s'])}"
-        lines.append(f"class {one['name']}: {within} within {targets}, asked {one['target']:.2%}")
-    for times in view["step_times"]:
-        since = f"{datetime.fromtimestamp(times['since_s']).astimezone():%H:%M:%S}"
-        off = f"off by {times['refit_error']:.1%} of late" if times["steps"] else "no step served yet"
-        lines.append(f"step times of {times['variant']} since {since}, {off}; {times['source']}")
-    lines += [f"{kind} could not be measured: {why}" for kind, why in placed["unmeasured"].items()]
-    return lines
-
-
-def _budget(view: dict[str, Any]) -> str:
-    """What the controller may spend an hour, where that is bounded."""
-    budget = (view.get("autoscale") or {}).get("budget_usd_per_h")
-    return "" if budget is None else f", at most ${budget:g}/h"
-
-
-def _update(view: dict[str, Any]) -> list[str]:
-    """The last update or restart, and where it stands."""
-    update = view.get("update")
-    if update is None:
-        return []
-    cause = f": {update['cause']}" if update["cause"] else ""
-    return [f"{update['what']}: {update['state']}, {_counted(update['replaced'], 'worker')} replaced{cause}"]
-
-
 def _wanted(view: dict[str, Any]) -> str:
-    """The number of workers wanted, by kind where there are several."""
-    kinds = view.get("wanted_kinds") or {}
-    parts = ", ".join(f"{workers} {kind}" for kind, workers in kinds.items())
-    return f"{view['wanted_workers']} ({parts})" if len(kinds) > 1 else str(view["wanted_workers"])
+    """The number of workers desired, by type where there are several."""
+    kinds, workers = view.get("wanted_kinds") or {}, _counted(view["wanted_workers"], "worker")
+    parts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{workers}: {parts}" if len(kinds) > 1 else workers
 
 
 def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
     """Decisions, the latest last; like ones of several requests in a row share a line."""
-    table = Table(title="last decisions", title_justify="left")
-    table.add_column("at", no_wrap=True)
-    for name in ("what", "whom", "why"):
+    table = Table(title="Last decisions", title_justify="left")
+    table.add_column("time", no_wrap=True)
+    for name in ("decision", "request, worker", "reason"):
         table.add_column(name, overflow="fold")
     runs = groupby(decisions, lambda d: (d["kind"], d.get("worker") or "", d["reason"]))
     alike = [(what, list(members)) for what, members in runs]
@@ -401,20 +444,20 @@ def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
 def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
     """The last changes of the fleet's size: what was seen, compared and chosen, and what it costs."""
     if not decisions:
-        return ["the number of workers has not changed"]
-    table = Table(title="number of workers", title_justify="left")
-    for name in ("what", "workers", "why", "seen, compared, cost"):
+        return ["The number of workers has not changed."]
+    table = Table(title="Scaling decisions", title_justify="left")
+    for name in ("decision", "workers", "reason", "observed, compared, cost"):
         table.add_column(name, overflow="fold")
     for decision in decisions:
         before = f"{decision['before']} → " if "before" in decision else ""
-        workers = f"{before}{decision['workers']}" if "workers" in decision else "as before"
+        workers = f"{before}{decision['workers']}" if "workers" in decision else "unchanged"
         table.add_row(
             decision["kind"],
             "\n".join([workers, *_named(decision.get("kinds") or {})]),
             decision["reason"],
             "\n".join(
-                f"{part}: {', '.join(_named(figures))}"
-                for part in ("seen", "compared", "cost")
+                f"{name}: {', '.join(_named(figures))}"
+                for part, name in (("seen", "observed"), ("compared", "compared"), ("cost", "cost"))
                 if (figures := decision.get(part))
             ),
         )
@@ -429,7 +472,7 @@ def _request_tables(reply: dict[str, Any]) -> list[Any]:
     # Without a box, and the names whole: they are what `migrate` and `explain` take.
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("request", overflow="fold")
-    for name in ("state", "worker", "prompt", "output", "age", "TTFT", "TPOT", "moves"):
+    for name in ("state", "worker", "prompt", "output", "age", "TTFT", "TPOT", "migrations"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("state", "worker") else "right")
     for r in reply["requests"]:
         table.add_row(
@@ -446,7 +489,10 @@ def _request_tables(reply: dict[str, Any]) -> list[Any]:
     return [table]
 
 
-def _explain_tables(reply: dict[str, Any]) -> list[Any]:
+def _explain_lines(reply: dict[str, Any]) -> list[RenderableType]:
     running = reply["request"]
-    parts = _request_tables({"requests": [running]}) if running else ["it is not running any more"]
-    return [*parts, _decisions_table(reply["decisions"])]
+    if not running:
+        return ["The request is no longer running.", _decisions_table(reply["decisions"])]
+    at = f"on {running['worker']}" if running["worker"] else "on no worker yet"
+    head = f"{running['request_id']} is {running['state']} {at}"
+    return [head, *_request_tables({"requests": [running]}), _decisions_table(reply["decisions"])]

@@ -42,9 +42,17 @@ from tokenfleet.files import write_files
 from tokenfleet.service.clairvoyant import LEAD_S, MOST_REQUESTS, Clairvoyant, Requests, cheapest
 
 SCHEMA = "tokenfleet.gap/1"
-PARTS = (
-    "starts and drains", "hold", "not there yet", "forecast", "model", "margin", "fixed", "not told apart",
-)  # fmt: skip
+# The parts of an excess cost by their names in JSON, and what people call them.
+PARTS = {
+    "starts and drains": "starts and drains",
+    "hold": "scale-in delay",
+    "not there yet": "scale-up lag",
+    "forecast": "forecast error",
+    "model": "model error",
+    "margin": "over-provisioning",
+    "fixed": "manual scaling",
+    "not told apart": "unexplained",
+}
 LATE_S = 600.0  # requests of a day may still end
 
 
@@ -168,9 +176,9 @@ def _spent(timeline: Timeline) -> dict[str, float]:
 def _untold(paid: Mapping[str, float], fleet: Fleet, types: Mapping[str, WorkerType]) -> str | None:
     """Why there is no clairvoyant; None where there is one."""
     if any(t.role != "any" for t in fleet.types):
-        return "no clairvoyant: prefill and decode workers are not simulated for one"
+        return "no hindsight optimum: it is not simulated for prefill and decode workers"
     unknown = sorted({t.name for t in fleet.types if t.known_profile is None} | (paid.keys() - types.keys()))
-    return f"no clairvoyant: no step times of {', '.join(unknown)} are known" if unknown else None
+    return f"no hindsight optimum: the step times of {', '.join(unknown)} are not known" if unknown else None
 
 
 def _amount(seconds: Mapping[str, float], types: Mapping[str, WorkerType]) -> Amount:
@@ -186,11 +194,13 @@ def _amount(seconds: Mapping[str, float], types: Mapping[str, WorkerType]) -> Am
 def _remarks(best: Clairvoyant, timeline: Timeline, types: int) -> list[str]:
     says = []
     if best.looked < len(timeline.windows):
-        says.append(f"{best.looked} of {len(timeline.windows)} windows were simulated; others go by rate")
+        says.append(
+            f"{best.looked} of {len(timeline.windows)} windows were simulated, the others estimated by rate"
+        )
     if best.late:
-        says.append(f"in {best.late} windows no number of workers would have kept to the targets")
+        says.append(f"in {best.late} windows no number of workers meets the targets")
     if types > 1:
-        says.append(f"the cheapest of one type, {best.worker_type.name}; mixes were not looked for")
+        says.append(f"the optimum is of one worker type, {best.worker_type.name}; mixes were not tried")
     return says
 
 
@@ -242,7 +252,7 @@ def last_whole_day(data: Path, now_s: float) -> str | None:
 def shown(day: Gap, amount: Amount) -> str:
     """One of a day's amounts for people: in dollars where the day's prices are known, else in GPU-hours."""
     if not is_priced(day) or (usd := amount["usd"]) is None:
-        return f"{amount['gpu_h']:,.2f} GPU-h"
+        return f"{amount['gpu_h']:,.2f} GPU-hours"
     return f"{'-' if usd < 0 else ''}${abs(usd):,.2f}"
 
 
@@ -252,15 +262,21 @@ def is_priced(day: Gap) -> bool:
 
 
 def gap_line(day: Gap) -> str:
-    """A day's gap in a line: paid, the cheapest, and by size the reasons of a hundredth of it or more."""
-    told = f"{day['day']} (UTC, {day['hours']:.1f} h): {shown(day, day['paid'])} paid"
+    """A day's excess cost in a line: paid, the hindsight optimum, and the reasons of 1 % or more by size."""
+    told = f"{day['day']} (UTC, {day['hours']:.1f} h): {shown(day, day['paid'])}"
     if day["least"] is None:
         told += f"; {'; '.join(day['says'])}"
     else:
-        times = "" if day["ratio"] is None else f"{day['ratio']:.2f} times "
-        told += f", {times}the {shown(day, day['least'])} of the cheapest that serves the same requests"
+        optimum = f"the hindsight optimum of {shown(day, day['least'])}"
+        told += f", {'above' if day['ratio'] is None else excess_text(day['ratio'])} {optimum}"
         parts = sorted(day["parts"].items(), key=lambda part: -abs(part[1]["gpu_h"]))
         least_h = 0.01 * day["paid"]["gpu_h"]
-        why = [f"{name} {shown(day, one)}" for name, one in parts if abs(one["gpu_h"]) >= least_h]
-        told += f": {', '.join(why)}" if why else ""
+        why = [f"{PARTS[name]} {shown(day, one)}" for name, one in parts if abs(one["gpu_h"]) >= least_h]
+        told += f" ({', '.join(why)})" if why else ""
     return told if is_priced(day) else f"{told}; not all prices are known"
+
+
+def excess_text(ratio: float) -> str:
+    """A cost against the optimum's: 17 % above, 3 % below, equal to."""
+    points = round(100.0 * (ratio - 1.0))
+    return f"{abs(points)} % {'above' if points > 0 else 'below'}" if points else "equal to"

@@ -69,7 +69,7 @@ class LastGap:
     def __init__(self, data: Path | None, has_history: bool = True) -> None:
         self.known: Gap | None = None
         self._data = data
-        self._missing = "no day (UTC) of its log is over" if has_history else "this fleet keeps no history"
+        self._missing = "no full day (UTC) is logged yet" if has_history else "this fleet keeps no history"
         self._tried: str | None = None
 
     def view(self) -> dict[str, Any]:

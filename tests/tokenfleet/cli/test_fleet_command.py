@@ -5,6 +5,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -73,7 +74,7 @@ def control() -> Iterator[str]:
 def test_what_happened_alike_to_many_requests_is_one_line(
     control: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["fleet", "--control", control, "status"]) == 0
+    assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     told = [[cell.strip() for cell in line.strip("│").split("│")][1:] for line in lines]
     assert told == [
@@ -109,16 +110,15 @@ def test_status_says_which_step_times_are_in_force_since_when_and_how_far_off(
     monkeypatch.setitem(FLEET, "step_times", [learned])
     monkeypatch.setitem(FLEET, "placement", placement)
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["fleet", "--control", control, "status"]) == 0
+    assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
     said = capsys.readouterr().out
-    assert "placed by spread within TTFT 400 ms, TPOT 30 ms" in said
-    assert re.search(
-        r"step times of cpu TP1 since \d\d:\d\d:\d\d, off by 4\.1% of late; learned from 893", said
-    )
+    assert "Placement: spread, for TTFT 400 ms, TPOT 30 ms" in said
+    times = r"Step times of cpu TP1: since \d\d:\d\d:\d\d, recent error 4\.1%; learned from 893"
+    assert re.search(times, said)
     unmeasured = {"TP1": "no step was measured in time"}
     monkeypatch.setitem(FLEET, "placement", placement | {"by": "load", "unmeasured": unmeasured})
     assert main(["fleet", "--control", control, "status"]) == 0
-    assert "TP1 could not be measured: no step was measured in time" in capsys.readouterr().out
+    assert "No step times of TP1: no step was measured in time" in capsys.readouterr().out
 
 
 def test_status_says_what_the_last_day_cost_over_the_cheapest_or_why_that_is_not_known(
@@ -126,7 +126,7 @@ def test_status_says_what_the_last_day_cost_over_the_cheapest_or_why_that_is_not
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["fleet", "--control", control, "status"]) == 0
-    told = "cost over the cheapest: not known: 2026-06-01: [/data] cannot be read\n"
+    told = "Cost over the hindsight optimum: not known: 2026-06-01: [/data] cannot be read\n"
     assert told in capsys.readouterr().out
     share = {"gpus_per_worker": 1, "gpu": "h100", "held": 1, "share": 1, "right": 1, "asked": 1, "needed": 1}
     shown = {name: FLEET[name] for name in ("requests", "lately", "attainment_target", "gap")}
@@ -135,9 +135,12 @@ def test_status_says_what_the_last_day_cost_over_the_cheapest_or_why_that_is_not
     for name, value in {"models": models, "shares": shares, "limits": [], "changes": []}.items():
         monkeypatch.setitem(FLEET, name, value)
     assert main(["fleet", "--control", control, "status"]) == 0
-    said = capsys.readouterr().out
-    assert f"chat: {told}" in said
-    assert "1 h100, east" in said
+    brief = capsys.readouterr().out
+    assert brief.splitlines()[0] == "2 models · lost does not answer"
+    assert "1 h100, east" in brief
+    assert told not in brief
+    assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
+    assert f"chat: {told}" in capsys.readouterr().out
 
 
 def test_status_says_by_which_way_kv_moves_and_how_fast(
@@ -149,13 +152,15 @@ def test_status_says_by_which_way_kv_moves_and_how_fast(
     moved = {"moves": 12, "bytes_per_s": 2e9, "pause_s": 0.01, "ways": {"memory": 40_000_000}, "pairs": pairs}
     monkeypatch.setitem(FLEET, "transport", moved)
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["fleet", "--control", control, "status"]) == 0
+    assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
     said = capsys.readouterr().out
-    assert "KV by memory (40 MB): 2.00 GB/s, pause 10 ms in 12 moves" in said
+    assert "KV transfers: by memory (40 MB), 2.00 GB/s, pause 10 ms in 12 migrations" in said
     assert "slowest: w1 → w0 1.00 GB/s, w0 → w1 3.00 GB/s" in said
     monkeypatch.setitem(FLEET, "transport", moved | {"moves": 1, "bytes_per_s": 2.4e6, "pairs": []})
-    assert main(["fleet", "--control", control, "status"]) == 0
-    assert "KV by memory (40 MB): 2.4 MB/s, pause 10 ms in 1 move\n" in capsys.readouterr().out
+    assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
+    assert (
+        "KV transfers: by memory (40 MB), 2.4 MB/s, pause 10 ms in 1 migration\n" in capsys.readouterr().out
+    )
 
 
 def test_status_says_to_how_many_workers_an_operator_scaled(
@@ -163,8 +168,70 @@ def test_status_says_to_how_many_workers_an_operator_scaled(
 ) -> None:
     asked = {"at_s": 1e9, "kind": "scale", "reason": "an operator asked", "before": 2, "workers": 0}
     monkeypatch.setitem(FLEET, "decisions", [asked])
-    assert main(["fleet", "--control", control, "status"]) == 0
+    assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
     assert re.search(r"scale +│ 2 → 0 +│ an operator asked", capsys.readouterr().out)
+
+
+WORKER = {"worker": "w0", "state": "serving", "for_s": 60.0, "requests": 3, "tokens": 900, "telemetry": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({}, "m · healthy · 2 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
+        ({"met": 98}, "m · missing its SLO · 2 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
+        ({"auto": True}, "m · healthy · 2 of 2 workers (auto, max 8) · 0 running, 0 waiting"),
+        ({"serving": 1}, "m · degraded · 1 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
+        ({"serving": 0}, "m · down · 0 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
+        (
+            {"serving": 0, "wanted_workers": 0, "auto": True},
+            "m · no workers · 0 of 0 workers (auto, max 8) · 0 running, 0 waiting",
+        ),
+    ],
+)
+def test_status_begins_with_the_fleets_health_and_its_last_minutes(
+    control: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    first: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    lately = FLEET["lately"] | {"finished": 100, "failed": 2, "tokens_per_s": 2100.0, "over_s": 300.0}
+    lately |= {"ttft_s": {"p50": 0.1, "p90": 0.31}, "tpot_s": {"p50": 0.02, "p90": 0.035}}
+    lately |= {"attainment": {"both": {"met": changes.get("met", 100), "of": 100}}}
+    workers = [WORKER | {"worker": f"w{i}"} for i in range(changes.get("serving", 2))]
+    view = {"lately": lately, "workers": workers, **changes}
+    for name in ("lately", "workers", "auto", "wanted_workers"):
+        if name in view:
+            monkeypatch.setitem(FLEET, name, view[name])
+    assert main(["fleet", "--control", control, "status"]) == 0
+    head, last, *rest = capsys.readouterr().out.splitlines()
+    assert head == first
+    share = "98 %" if "met" in changes else "100 %"
+    counts = "100 done, 2 failed, 2,100 tok/s, TTFT p90 310 ms, TPOT p90 35 ms"
+    assert last == f"Last 5 min: {share} in SLO (target 99 %), {counts}"
+    assert not any(line.startswith("Placement") for line in rest)
+    assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
+    assert "Placement: spread+migrate, by load alone" in capsys.readouterr().out
+
+
+def test_status_calls_the_last_day_yesterday(
+    control: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yesterday = (datetime.now(UTC) - timedelta(days=1)).strftime("%Y-%m-%d")
+    costs = "48.00 GPU-hours, 17 % above the hindsight optimum of 41.20 GPU-hours"
+    line = f"{yesterday} (UTC, 24.0 h): {costs}"
+    monkeypatch.setitem(FLEET, "gap", {"line": line, "day": {"day": yesterday}})
+    assert main(["fleet", "--control", control, "status"]) == 0
+    assert f"Yesterday (UTC, 24.0 h): {costs}\n" in capsys.readouterr().out
+
+
+def test_explain_begins_with_the_fleets_size_or_the_requests_place(
+    control: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fleet", "--control", control, "explain"]) == 0
+    assert capsys.readouterr().out.startswith("2 workers desired (manual scaling, max 8)\n")
 
 
 def test_what_is_asked_of_no_request_or_of_another_address_says_what_to_do(

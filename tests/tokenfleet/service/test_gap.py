@@ -211,7 +211,7 @@ def test_of_several_types_the_cheapest_serves_and_the_reasons_are_not_told_apart
     one = found_in(tmp_path, requests([6.0] * 2), minutes([2, 2], kind=dear.name, rule=None), made_of)
     assert one["type"] == KIND.name
     assert set(one["parts"]) == {"not told apart"}
-    assert "mixes were not looked for" in one["says"][0]
+    assert "mixes were not tried" in one["says"][0]
     check_adds_up(one)
 
 
@@ -232,7 +232,7 @@ def test_a_long_day_is_looked_at_in_parts_and_says_so(tmp_path):
     folder, end_s = tmp_path / "a" / "history", NOON_S + 1800.0
     logs = read_fleet_log(folder, NOON_S, end_s)
     part = gap_of(*logs, read_history(folder, 0.0, end_s), NOON_S, end_s, (len(rows) + 1) // 2)
-    assert part["says"] == ["3 of 6 windows were simulated; others go by rate"]
+    assert part["says"] == ["3 of 6 windows were simulated, the others estimated by rate"]
     assert part["least"]["gpu_h"] == pytest.approx(whole["least"]["gpu_h"], rel=0.2)
     check_adds_up(part)
 
@@ -299,10 +299,10 @@ def test_a_fleet_of_unknown_step_times_has_no_clairvoyant_and_says_so(tmp_path):
     made_of = fleet(types=(WorkerType("h100-sxm", 1),))
     one = found_in(tmp_path, requests([6.0] * 2), minutes([3, 3]), made_of)
     assert (one["least"], one["ratio"], one["parts"]) == (None, None, {})
-    assert "no step times of h100-sxm TP1 are known" in one["says"][0]
+    assert "the step times of h100-sxm TP1 are not known" in one["says"][0]
     assert gap_line(one) == (
-        f"{DAY} (UTC, 0.2 h): 0.50 GPU-h paid; no clairvoyant: no step times of h100-sxm TP1 are known;"
-        " not all prices are known"
+        f"{DAY} (UTC, 0.2 h): 0.50 GPU-hours; no hindsight optimum: the step times of h100-sxm TP1 are not"
+        " known; not all prices are known"
     )
 
 
@@ -312,20 +312,22 @@ def test_a_line_says_what_was_paid_the_cheapest_and_the_reasons_the_largest_firs
     says = gap_line(waste)
     paid, least = waste["paid"]["usd"], waste["least"]["usd"]
     assert says.startswith(
-        f"{DAY} (UTC, 0.2 h): ${paid:.2f} paid, {waste['ratio']:.2f} times the ${least:.2f} of the cheapest"
+        f"{DAY} (UTC, 0.2 h): ${paid:.2f}, {100 * (waste['ratio'] - 1):.0f} % above the hindsight optimum of"
+        f" ${least:.2f} ("
     )
-    told = [part.rpartition(" ")[::2] for part in says.rpartition(": ")[2].split(", ")]
-    assert [name for name, _ in told] == ["fixed", "starts and drains"]
+    told = [part.rpartition(" ")[::2] for part in says.rpartition("(")[2].rstrip(")").split(", ")]
+    assert [name for name, _ in told] == ["manual scaling", "starts and drains"]
     assert sum(float(amount.lstrip("$")) for _, amount in told) == pytest.approx(paid - least, abs=0.011)
     unpriced = fleet(types=(WorkerType.of(PROFILE),))
     one = found_in(tmp_path / "b", rows, minutes([3, 3], rule=None, fixed=True), unpriced)
     least = one["least"]["gpu_h"]
-    assert f"0.50 GPU-h paid, {one['ratio']:.2f} times the {least:.2f} GPU-h of the" in gap_line(one)
-    assert gap_line(one).endswith(f": fixed {0.5 - least:.2f} GPU-h; not all prices are known")
+    assert f"0.50 GPU-hours, {100 * (one['ratio'] - 1):.0f} % above the hindsight" in gap_line(one)
+    assert f"optimum of {least:.2f} GPU-hours (" in gap_line(one)
+    assert gap_line(one).endswith(f"(manual scaling {0.5 - least:.2f} GPU-hours); not all prices are known")
     idle = found_in(tmp_path / "c", [], minutes([2, 2], rule=None, fixed=True))
-    assert "paid, the $0.00 of the cheapest" in gap_line(idle)
+    assert "above the hindsight optimum of $0.00" in gap_line(idle)
     behind = minutes([1, 1], rule=Ruled(3, *RULE_LINE))
-    assert "not there yet -$" in gap_line(found_in(tmp_path / "d", rows, behind))
+    assert "scale-up lag -$" in gap_line(found_in(tmp_path / "d", rows, behind))
 
 
 def test_what_a_fleet_tells_of_its_last_day_is_made_once_and_else_says_why_it_is_not_known(
@@ -346,10 +348,10 @@ def test_what_a_fleet_tells_of_its_last_day_is_made_once_and_else_says_why_it_is
         return last.view()
 
     last = LastGap(tmp_path)
-    assert look() == {"line": "not known: no day (UTC) of its log is over", "day": None}
+    assert look() == {"line": "not known: no full day (UTC) is logged yet", "day": None}
     logged(tmp_path / "history", minutes([3, 3]))
     written(tmp_path / "history", requests([6.0] * 2))
-    assert look(NOON_S)["line"] == "not known: no day (UTC) of its log is over"
+    assert look(NOON_S)["line"] == "not known: no full day (UTC) is logged yet"
     assert asked_for == []
     said["error"] = "history: cannot be read"
     with pytest.raises(BadInput, match=rf"{DAY}: history: cannot be read"):
