@@ -27,11 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from controlplane.errors import BadInput
-from controlplane.perfmodel.fit import fit_step
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
-from controlplane.perfmodel.samples import StepSamples
-from controlplane.perfmodel.step import StepModel
+from controlplane.perfmodel.profile import Profile
 from controlplane.scaler.traffic import Traffic
 from controlplane.types import ClassArrivals, EngineMode, Role
 
@@ -124,34 +120,3 @@ def _step_s(profile: Profile, batch: float, prompt: float, output: float) -> flo
         rare_s = step.per_prefill_step_s * max(1.0 - prompts, 0.0)  # not every step prefills
         return float(step.step_s(prompts * prompt, batch, context)) - rare_s
     return float(step.step_s(0.0, batch, context)) + batch / output * float(prefill.prefill_s(prompt))
-
-
-LEAST_STEPS = 30
-LEAST_BATCHES = 3  # different ones: steps that are all alike say nothing about another batch
-
-
-def profile_seen(
-    samples: StepSamples, kv_capacity_tokens: int, max_seqs: int, worker_type: str
-) -> Profile | None:
-    """A profile of the type that explains these steps; None where they are too few or too alike.
-
-    The full step model where the steps can tell its terms apart, else base and sequences alone, the time of
-    prefill counted with the sequences it came with: dearer than it is, never cheaper.
-    """
-    if len(samples) < LEAST_STEPS or kv_capacity_tokens < 1 or max_seqs < 1:
-        return None
-    try:
-        fit = fit_step(samples, robust=True, extra_terms=False)
-        step, residuals = fit.model, fit.residuals
-    except BadInput:
-        b, t = samples.sequences + (samples.prefill_tokens > 0), samples.step_s
-        if len(set(b.tolist())) < LEAST_BATCHES:
-            return None
-        centred = b - b.mean()
-        slope = max(float((centred * (t - t.mean())).sum() / (centred**2).sum()), 0.0)
-        step = StepModel(max(float(t.mean() - slope * b.mean()), 0.0), 0.0, slope, 0.0)
-        residuals = Residuals(0.0, 0.0, 0.0, len(samples))
-    batched = max(EngineLimits().max_batched_tokens, max_seqs)
-    engine = EngineLimits(max_batched_tokens=batched, max_seqs=max_seqs)
-    source = Source("measured", f"{len(samples)} steps of a fleet that serves", "", "")
-    return Profile("", worker_type, 1, step, KvModel(kv_capacity_tokens), engine, residuals, source)

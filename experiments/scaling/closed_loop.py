@@ -41,7 +41,7 @@ from controlplane.snapshot import Action, Snapshot
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
-from dataplane.live.control.snapshot_builder import REFIT_STEPS
+from dataplane.live.control.step_times import BELIEVED_STEPS
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.autoscaling import (
     CASE,
@@ -127,10 +127,10 @@ def one_run(
 
     def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
         busy = [load for w in seen.workers if (load := w.counted()).running and loop == "closed"]
-        for load in busy if refit.steps < REFIT_STEPS else busy[:1]:
+        for load in busy if refit.steps < BELIEVED_STEPS else busy[:1]:
             step_s = float(CASE.profile.step.step_s(0, load.running, load.held_tokens))
             refit.take(0, load.running, load.held_tokens, step_s * math.exp(NOISE * rng.normal()))
-        step = refit.model if refit.steps >= REFIT_STEPS else believed.step
+        step = refit.model if refit.steps >= BELIEVED_STEPS else believed.step
         seen = replace(seen, workers=tuple(replace(w, step=step) for w in seen.workers))
         return tick(control.tick, state, seen if loop != "open" else replace(seen, outcomes=()))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_gateways import made_request, worker_info
 from made_profiles import made_profile
-from made_replies import request, seen, worker
+from made_states import state_of
 
 from controlplane.migration.loads import loads
 from controlplane.migration.room import DRAIN_LOOK_S
@@ -20,7 +20,7 @@ from controlplane.placement.queue import QueueSettings
 from controlplane.placement.rebalance import DeviationTracker
 from controlplane.types import EngineMode, Slo, WorkerId
 from controlplane.workload import Workload
-from dataplane.live.control.snapshot_builder import SnapshotBuilder
+from dataplane.live.control.fleet_state import Observer, RequestRow, WorkerRow
 from dataplane.live.gateway.admission import Admission
 from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.placement import Placement
@@ -41,20 +41,11 @@ PROFILE = made_profile(
 )
 
 
-def as_seen(led):
-    """The ledger as the controller's mirror would have it."""
-    workers = [worker(str(w), int(step)) for w, step in enumerate(led.workers["step"])]
-    requests = [
-        request(
-            str(r),
-            None if row["worker"] < 0 else str(row["worker"]),
-            int(generated(led, r)) if row["phase"] == DECODING else 0,
-            int(row["predicted"]),
-        )
-        for r, row in enumerate(led.requests)
-        if row["phase"] != DONE
-    ]
-    return seen(*workers, requests=requests)
+def as_sent(led, **told):
+    """The fleet of a ledger as the control API would send it."""
+    workers = [WorkerRow(str(w), "", "serving", w) for w in range(len(led.workers))]
+    there = np.flatnonzero(led.requests["phase"] != DONE).tolist()
+    return state_of(led, workers, [RequestRow(f"r{r}", r, 1000 - r) for r in there], **told)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
@@ -68,14 +59,14 @@ def test_both_planes_see_the_same_errors_of_algorithm_2(seed, factor):
         load, [WorkerSpec(PROFILE)] * 3, Slo(1.0, 0.1), "jsq", settings=None, predictor=None,
         predicted_tokens=predicted, seed=seed, patience=4.0, max_misses=None,
     )  # fmt: skip
-    tracker, live = DeviationTracker(), SnapshotBuilder()
+    tracker, live = DeviationTracker(), Observer({})
     off = 0
     for now_s in np.arange(0.1, 14, 0.1):
         advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
         view_all(run.ledger, run.engines, now_s)
         loads(run.ledger)  # renews outlived predictions, as every look of the control loop does
         errors = deviations(tracker, run.ledger)
-        assert errors == live.snapshot(as_seen(run.ledger), now_s).errors
+        assert errors == live.snapshot(as_sent(run.ledger), now_s).errors
         off += any(e.sequences for e in errors.values())
     assert off > 20
 
@@ -254,7 +245,7 @@ def test_both_planes_count_the_same_outcomes_of_the_same_requests(seed):
         advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
         counted = simulated.look(run.ledger, run.engines.requests, load.slo_class, run.arrived)
         for r in run.arrived.tolist():
-            finish_s = run.engines.requests["finish_s"][r]
+            finish_s = float(run.engines.requests["finish_s"][r])
             if np.isnan(finish_s) or r in told:
                 continue
             told.add(r)
@@ -269,8 +260,7 @@ def test_both_planes_count_the_same_outcomes_of_the_same_requests(seed):
             tracked.first_token_s, tracked.last_token_s = float(run.ledger.requests["first_s"][r]), finish_s
             live.end(tracked, "finished")
             live.end(tracked, "aborted")  # what a client gave up is no outcome
-    builder = SnapshotBuilder()
-    there = builder.snapshot(seen(worker("a"), outcomes=live.outcomes()), 0.0).outcomes
+    there = Observer({}).snapshot(as_sent(run.ledger, outcomes=live.outcomes()), 0.0).outcomes
     assert sorted(there, key=lambda c: c.slo.ttft_s) == list(counted)
     assert sum(c.ended for c in counted) == n
     assert 0 < sum(c.met for c in counted) < sum(c.ttft_met for c in counted) < n

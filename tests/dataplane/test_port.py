@@ -7,22 +7,21 @@ import msgspec
 import numpy as np
 import pytest
 from made_moves import profile
-from made_replies import fleet, request, worker
-from msgspec import structs
+from made_states import state_of
 
 from controlplane.control import Settings, State, tick
 from controlplane.migration.balance import MoveSettings
 from controlplane.migration.overload import ShedSettings
-from controlplane.placement.ledger import DECODING, DONE, QUEUED, generated
+from controlplane.placement.ledger import DONE
 from controlplane.port import DataPlane, Outcome, run_round
 from controlplane.scaler.load import LoadSettings
-from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
+from controlplane.snapshot import Migrate, Pace, Reassign, Scale, Snapshot
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.live.control import controller
-from dataplane.live.control.changes import HeldRow, MoveRow, PaceRow
 from dataplane.live.control.controller import LivePlane
+from dataplane.live.control.fleet_state import MoveRow, RequestRow, WorkerRow
 from dataplane.live.control.settings import ControllerSettings
 from dataplane.simulated.control_loop import ControlSettings, drive
 from dataplane.simulated.observe import held_requests
@@ -80,46 +79,27 @@ def test_a_round_asks_by_a_verb_each_in_their_order_and_reports_what_came_of_the
     ]
 
 
-def key_of(row):
-    """The tokens that one which was preempted has to prefill anew: an engine takes them for its prompt."""
-    return 0 if row["phase"] == DECODING else int(row["key"])
-
-
-def as_told(plane, elastic):
-    """The simulated fleet as the control API would tell of it."""
+def as_sent(plane, elastic):
+    """The simulated fleet as the control API would send it."""
     run, led = plane.run, plane.run.ledger
-    queued = np.bincount(led.requests["worker"][led.requests["phase"] == QUEUED], minlength=len(led.workers))
-    workers = [
-        structs.replace(
-            worker(str(w), int(led.workers["step"][w]), int(queued[w]), state, KIND),
-            kv_tokens=0 if state == "starting" else 1024,
-            kv_bytes_per_token=PROFILE.kv.bytes_per_token,
-        )
-        for w, state in enumerate(elastic.states())
-        if state is not None
-    ]
-    requests = [
-        request(
-            str(r),
-            None if row["worker"] < 0 else str(row["worker"]),
-            int(generated(led, r)) if row["phase"] == DECODING else 0,
-            int(row["predicted"]) - key_of(row),
-            int(row["prompt"]) + key_of(row),
-            r,
-        )
-        for r, row in enumerate(led.requests[: len(run.arrived)])
-        if row["phase"] != DONE
-    ]
-    moving = [MoveRow(str(m.request), str(m.source), str(m.target)) for m in plane.moves.open]
-    held = [
-        HeldRow(int(h.request.request), h.left_s) for h in held_requests(led, run.cluster.queue, plane.now_s)
-    ]
-    usual = PaceRow(BYTES_PER_S, 0.01, 3)
-    return fleet(*workers, requests=requests, wanted=elastic.wanted, moving=moving, held=held, usual=usual)
+    phases = led.requests["phase"][: len(run.arrived)]
+    return state_of(
+        led,
+        [
+            WorkerRow(f"w{w}", KIND, state, -1 if state == "starting" else w, PROFILE.kv.bytes_per_token)
+            for w, state in enumerate(elastic.states())
+            if state is not None
+        ],
+        [RequestRow(f"r{r}", r, r) for r in np.flatnonzero(phases != DONE).tolist()],
+        wanted_kinds={KIND: elastic.wanted},
+        moving=[MoveRow(f"r{m.request}", f"w{m.source}", f"w{m.target}") for m in plane.moves.open],
+        held=[(int(h.request.request), h.left_s) for h in held_requests(led, run.cluster.queue, plane.now_s)],
+        pace=Pace(BYTES_PER_S, 0.01, 3),
+    )
 
 
 def brief(action):
-    return action.workers if isinstance(action, Scale) else (action.request, action.target)
+    return action.workers if isinstance(action, Scale) else (f"r{action.request}", f"w{action.target}")
 
 
 @pytest.mark.parametrize(
@@ -137,14 +117,12 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
     elastic = Elastic(run, ElasticSettings(2, cold_start_s=2.0))
     live = LivePlane(ControllerSettings("", None, False, 0, (WorkerType.of(PROFILE),)))
     states, told, posted, done, held = [State()], [], [], [], []
-    # These answers do not lengthen the prediction of a request that has outlived it, as both planes do, and
-    # shedding goes by such predictions.
     asked = ASKED if policy.startswith("jsq") else BY_TARGETS
     observe, report = ElasticPlane.observe, ElasticPlane.report
 
     def ask(self, method, path, body=None):
         if method == "GET":
-            return msgspec.json.encode(told.pop())
+            return msgspec.msgpack.encode(told.pop())
         posted.append(body["workers"] if path.endswith("scale") else (body["request_id"], body["target"]))
         return b"{}"
 
@@ -152,7 +130,7 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
         """The live plane's round goes first, on the same fleet; what it asks for changes nothing."""
         snapshot = observe(self)
         held.append(snapshot.waiting_tokens)
-        told.append(as_told(self, elastic))
+        told.append(as_sent(self, elastic))
         monkeypatch.setattr(controller.time, "monotonic", lambda: self.now_s)
         states[0] = run_round(live, partial(tick, asked), states[0])
         return snapshot

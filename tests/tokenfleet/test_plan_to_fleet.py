@@ -10,7 +10,6 @@ from planning_builders import planned, worker, worker_type
 from controlplane.errors import BadInput
 from controlplane.scaler.state import ScalingSettings
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
-from dataplane.live.control.snapshot_builder import SnapshotBuilder
 from tokenfleet.cli.serve.workers import autoscale_of, headroom_of, planned_types
 from tokenfleet.export.deployment import deployment, serve_words
 from tokenfleet.export.files import ExportSettings, export_files
@@ -45,7 +44,7 @@ def test_price_limit_reclaims_profile_and_degree_of_a_plan_are_the_scalers(plan)
     autoscale = autoscale_of("1..24", "60s", plan)
     sent = ControllerSettings("", None, False, 0, tuple(types), autoscale)
     read = CONTROLLER_SETTINGS.validate_json(CONTROLLER_SETTINGS.dump_json(sent))
-    scaling = read.tick(SnapshotBuilder(read.profiles).profiles).scaling
+    scaling = read.tick(read.profiles).scaling
     assert isinstance(scaling, ScalingSettings)
     (one,) = scaling.worker_types
     assert (one.gpu, one.tp_degree, one.known_profile) == (MADE.gpu, TP, MADE)
@@ -58,7 +57,7 @@ def test_price_limit_reclaims_profile_and_degree_of_a_plan_are_the_scalers(plan)
 
 def test_whether_requests_move_is_the_plans_word():
     for moves in (True, False):
-        settings = ControllerSettings("", None, False, 0, (), moves=moves).tick(SnapshotBuilder({}).profiles)
+        settings = ControllerSettings("", None, False, 0, (), moves=moves).tick({})
         assert (settings.moves is not None) == moves
 
 

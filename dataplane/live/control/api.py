@@ -238,10 +238,10 @@ def _add_changes(app: FastAPI, operations: Operations) -> None:
 def _open_controllers_door(app: FastAPI, operations: Operations) -> None:
     """The routes that the controller's process looks and decides through."""
 
-    @app.get("/v1/changes", response_model=dict[str, Any])
-    async def changes(book: str = "", since: Annotated[int, Query(ge=0, le=1 << 53)] = 0) -> Any:
-        """What has changed since a version of this book; all there is since 0."""
-        return _json(operations.changes(book, since))
+    @app.get("/v1/state", response_model=None)
+    async def state() -> Response:
+        """The fleet at this instant with its ledger's records, in MessagePack."""
+        return Response(msgspec.msgpack.encode(operations.state()), media_type="application/msgpack")
 
     @app.post("/v1/decisions/scale", status_code=202)
     async def decide_scale(decision: Annotated[ScaleDecision, Body()]) -> dict[str, int]:

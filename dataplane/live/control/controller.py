@@ -32,11 +32,11 @@ from controlplane.errors import BadInput
 from controlplane.port import Outcome, run_round
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
 from controlplane.snapshot import DRAINING, SERVING, STARTING, Migrate, Note, Reassign, Scale, Snapshot
+from controlplane.worker_type import WorkerType
 from dataplane.history.fleet_log import Fleet, FleetLog, Look, Ruled
 from dataplane.http.tls import own_host_context
-from dataplane.live.control.changes import Changes, Mirror
+from dataplane.live.control.fleet_state import FleetState, Observer
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
-from dataplane.live.control.snapshot_builder import SnapshotBuilder
 from dataplane.startup import use_kernel_cache
 
 HEARTBEAT_S = 0.5
@@ -49,8 +49,7 @@ class LivePlane:
 
     def __init__(self, settings: ControllerSettings) -> None:
         self._settings = settings
-        self._builder = SnapshotBuilder(settings.profiles)
-        self._mirror = Mirror()
+        self._observer = Observer(settings.profiles)
         self._wanted = 0
         self._needed: int | None = None
         self._advised: tuple[object, ...] | None = None
@@ -61,18 +60,18 @@ class LivePlane:
     @property
     def settings(self) -> Settings:
         """Of tick, with what is known of the workers by now."""
-        return self._settings.tick(self._builder.profiles)
+        return self._settings.tick(self._observer.profiles)
 
     def observe(self) -> Snapshot:
         """The fleet now. Raises OSError (urllib's errors are) where the API does not answer."""
         now_s = time.monotonic()
-        told = self._changes()
-        if not self._mirror.take(told):
-            self._mirror = Mirror()
-            told = self._changes()
-            self._mirror.take(told)
-        self._wanted, self._silence = told.wanted_workers, ""
-        self._seen = snapshot = self._builder.snapshot(self._mirror, now_s)
+        try:
+            state = msgspec.msgpack.decode(self.ask("GET", "/v1/state"), type=FleetState)
+        except msgspec.MsgspecError as error:
+            raise OSError(f"it gave no state of the fleet: {error}") from error
+        self._silence = ""
+        self._seen = snapshot = self._observer.snapshot(state, now_s)
+        self._wanted = snapshot.wanted
         return snapshot if self._settings.moves else replace(snapshot, errors={})  # they only make moves
 
     def migrate(self, move: Migrate) -> str | None:
@@ -113,11 +112,19 @@ class LivePlane:
             line = rule.line.workers_per_rps, rule.line.intercept
             ruled = Ruled(rule.workers, *line, rule.given_slope, limits.limits.low, limits.limits.high)
         fixed = told.autoscale is None or told.advisory or seen.fixed is not None
-        types = tuple(self._builder.profiles.known(t) for t in told.worker_types)
+        types = tuple(self._known(t) for t in told.worker_types)
         log.write(
             Look(at_s, counts, seen.cold_start_s, fixed, None if fixed else ruled),
             Fleet(at_s, types, told.policy, told.attainment, told.classes),
         )
+
+    def _known(self, worker_type: WorkerType) -> WorkerType:
+        """The type with its step times as they are now."""
+        profile = self._observer.profiles.get(worker_type.name)
+        if profile is None:
+            return worker_type
+        step = self._observer.steps.get(worker_type.name, profile.step)
+        return replace(worker_type, known_profile=replace(profile, step=step))
 
     def need(self, workers: int | None) -> None:
         """Tell what is needed of what is asked for, where that has changed and the fleet is one of many."""
@@ -150,14 +157,6 @@ class LivePlane:
         except OSError as error:
             self._silence = f"the control API does not answer: {error}"
         return self._silence or None
-
-    def _changes(self) -> Changes:
-        """The fleet's changes since what the mirror has."""
-        path = f"/v1/changes?book={self._mirror.book}&since={self._mirror.version}"
-        try:
-            return msgspec.json.decode(self.ask("GET", path), type=Changes)
-        except msgspec.MsgspecError as error:
-            raise OSError(f"it gave no changes: {error}") from error
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The reply's body. Raises OSError when there is none."""

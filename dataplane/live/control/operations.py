@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from controlplane.errors import BadInput
+from controlplane.placement.ledger import NONE
 from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.snapshot import Note, Scale
 from controlplane.types import Role, WorkerId
 from dataplane.http.rules import Conflict, UnknownName
-from dataplane.live.control.changes import Changes, HeldRow, MoveRow, PaceRow, RequestRow, WorkerRow
+from dataplane.live.control.fleet_state import FleetState, MoveRow, RequestRow, WorkerRow, copied
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.control.views import (
@@ -29,6 +30,7 @@ from dataplane.live.control.views import (
 from dataplane.live.engine_api.processes import Estate, Tasks
 from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.timeline import BUCKET_S
 from dataplane.live.gateways.keeper import Gateways
 from dataplane.live.pool.member import Revision
@@ -198,35 +200,45 @@ class Operations:
         points = self.metrics.timeline.points(minutes, time.time())
         return {"bucket_s": BUCKET_S, "now_s": time.time(), "points": points}
 
-    def changes(self, book: str, since: int) -> Changes:
-        """What has changed since a version of this `book`; all there is for another's (control.changes)."""
-        requests, pool = self.core.requests, self.cluster
-        since = since if book == requests.life else 0
-        now = list(requests)
-        changed, elsewhere = requests.changed(since), self.core.placement.cached_elsewhere
-        attached = {at.worker: at for at in self.core.attached()}
-        return Changes(
-            requests.life,
-            since,
-            requests.next_version(),
-            [t.number for t in now],
-            [len(t.output_token_ids) for t in now],
-            [t.predicted_tokens for t in now],
-            [RequestRow.of(t, self.core.why_fixed(t) is not None, elsewhere(t)) for t in changed],
-            [WorkerRow.of(member, attached.get(member.worker)) for member in pool.members()],
-            [MoveRow(m.request, m.source, m.target) for m in self.core.migrations.open.values()],
-            self.arrived.arrivals(),
-            sum(pool.asked_kinds.values()),
+    def state(self) -> FleetState:
+        """The fleet at this instant, for the controller."""
+        core, pool, moves = self.core, self.cluster, self.core.migrations
+        workers, requests = core.placement.worker_rows, core.placement.request_rows
+        sizes = {at.worker: at.link.info.kv_bytes_per_token for at in core.attached()}
+        held = [(requests[t.id], round(left_s, 3)) for t, left_s in core.held()]
+        records, table = copied(core.placement.ledger)
+        return FleetState(
+            records,
+            table,
+            [
+                WorkerRow(m.worker, m.kind, m.state, workers.get(m.worker, NONE), sizes.get(m.worker, 0))
+                for m in pool.members()
+            ],
+            [
+                RequestRow(t.id, requests[t.id], t.number, *self._ties(t))
+                for t in core.requests
+                if t.id in requests
+            ],
+            [MoveRow(m.request, m.source, m.target) for m in moves.open.values()],
             pool.asked_kinds,
             self.auto,
-            round(pool.cold_start_s, 3),
-            round(pool.drain_s, 3),
+            pool.cold_start_s,
+            pool.drain_s,
+            self.arrived.arrivals(),
             self.arrived.outcomes(),
-            [] if self.step_times is None else self.step_times.refits(),
-            [HeldRow(t.number, round(left_s, 3)) for t, left_s in self.core.held()],
-            PaceRow.of(self.core.migrations.usual),
-            [PaceRow.of(pace, *pair) for pair, pace in self.core.migrations.pairs.items()],
+            held,
+            moves.usual,
+            [(*pair, pace) for pair, pace in moves.pairs.items()],
+            {} if self.step_times is None else self.step_times.profiles(),
+            {} if self.step_times is None else self.step_times.believed(),
         )
+
+    def _ties(self, tracked: Tracked) -> tuple[bool, dict[WorkerId, int]]:
+        """Whether a request cannot leave its place, and who else had it cached: looked up once a place."""
+        if tracked.ties is None:
+            elsewhere = self.core.placement.cached_elsewhere(tracked)
+            tracked.ties = self.core.why_fixed(tracked) is not None, elsewhere
+        return tracked.ties
 
     def requests(self) -> list[dict[str, Any]]:
         """Every running and waiting request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
@@ -20,7 +21,6 @@ from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.types import ClassArrivals, Slo, SloClass
 from controlplane.worker_type import WorkerType
-from dataplane.live.control.snapshot_builder import TypeProfiles
 
 ANY_SLO = Slo(1.0, 1.0)  # a line's lengths are compared within each class, at its own targets
 BIN_S = 10.0
@@ -102,19 +102,19 @@ class ControllerSettings:
         """The profiles given, by the name of their type."""
         return {t.name: t.known_profile for t in self.worker_types if t.known_profile is not None}
 
-    def tick(self, profiles: TypeProfiles) -> Settings:
+    def tick(self, profiles: Mapping[str, Profile]) -> Settings:
         """This heartbeat's settings; profiles as known by now. The fleet empties draining workers itself."""
-        are_known = bool(self.worker_types) and all(profiles.of(t.name) for t in self.worker_types)
+        are_known = bool(self.worker_types) and all(t.name in profiles for t in self.worker_types)
         by_targets = are_known and self.policy in BY_TARGETS
         # Shedding is off until a worker's speed is known.
-        shed = ShedSettings(headroom=self.headroom) if profiles.any() is not None and self.moves else None
+        shed = ShedSettings(headroom=self.headroom) if profiles and self.moves else None
         balance = MoveSettings(Reading(self.headroom)) if self.moves and not by_targets else None
         plain = Settings(balance, shed)
         if self.autoscale is None:
             return plain
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.
         load = LoadSettings(max(self.autoscale.low, 1), self.autoscale.high)
-        types = tuple(replace(t, known_profile=profiles.of(t.name)) for t in self.worker_types)
+        types = tuple(replace(t, known_profile=profiles.get(t.name)) for t in self.worker_types)
         return replace(plain, load=load, scaling=self.autoscale.settings(types, self.classes))
 
 

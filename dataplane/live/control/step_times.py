@@ -19,13 +19,13 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.refit import Refit, StepTimeChange
 from controlplane.perfmodel.step import StepModel, coefficients
 from controlplane.types import WorkerId
-from dataplane.live.control.changes import RefitRow
 from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.events import EventLog
 
 TELL_EVERY = 50  # steps learned from between two corrections of placement
 TURN_S = 0.05  # between two steps learned from, as often as a lone worker tells of them
 FORGET_EVERY = 256  # turns after which workers that have gone are looked for
+BELIEVED_STEPS = 200  # before the controller goes by a refit
 WORKER_STEPS = 100  # memory of a worker's own factor
 LAST_DRIFTS = 10
 LEARNT = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq")
@@ -179,9 +179,15 @@ class StepTimes(Collector):
         here = self._here()
         return [times.as_json(here) for times in self.kinds.values()]
 
-    def refits(self) -> list[RefitRow]:
-        """What the controller needs of them."""
-        return [RefitRow(kind, t.refit.steps, t.step_as_json()) for kind, t in self.kinds.items()]
+    def profiles(self) -> dict[str, Profile]:
+        """The profile of each kind, as given or measured."""
+        return {kind: times.refit.profile for kind, times in self.kinds.items()}
+
+    def believed(self) -> dict[str, StepModel]:
+        """The refitted step times of each kind of which enough steps were seen."""
+        return {
+            k: times.refit.model for k, times in self.kinds.items() if times.refit.steps >= BELIEVED_STEPS
+        }
 
     def _here(self) -> Collection[WorkerId]:
         """The workers there are; what is known of those that have gone is forgotten."""

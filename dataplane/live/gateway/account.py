@@ -115,6 +115,16 @@ class Account:
         return self._led
 
     @property
+    def worker_rows(self) -> Mapping[WorkerId, int]:
+        """The ledger's row of each attached worker."""
+        return self._worker_rows
+
+    @property
+    def request_rows(self) -> Mapping[RequestId, int]:
+        """The ledger's row of each request."""
+        return self._rows
+
+    @property
     def has_workers(self) -> bool:
         """Whether any worker is attached, open or draining."""
         return bool(self._workers)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -71,14 +70,10 @@ class Attachments:
 
 
 class RequestBook:
-    """Every request from arrival to end, in order of arrival. One listens to at most one segment at a time.
-
-    Each change of place and each look at the changes is a new version, within this book's `life`.
-    """
+    """Every request from arrival to end, in order of arrival. One listens to one segment at most."""
 
     def __init__(self) -> None:
-        self.life = uuid.uuid4().hex
-        self._version = self._arrived = 0
+        self._arrived = 0
         self._by_id: dict[RequestId, Tracked] = {}
         self._by_segment: dict[str, Tracked] = {}
         self._by_worker: defaultdict[WorkerId, dict[RequestId, Tracked]] = defaultdict(dict)
@@ -110,7 +105,6 @@ class RequestBook:
         tracked.number = self._arrived
         self._by_id[tracked.id] = tracked
         tracked.ticket.requests.append(tracked.id)
-        self.has_changed(tracked)
 
     def listen(self, tracked: Tracked, worker: WorkerId) -> str:
         """Begin a new segment of the request on a worker and return its id."""
@@ -124,23 +118,13 @@ class RequestBook:
     def ignore(self, tracked: Tracked) -> None:
         """Listen to no segment of the request; what its old one still says is dropped."""
         self._leave_place(tracked)
-        tracked.segment, tracked.worker = "", None
-        self.has_changed(tracked)
+        tracked.segment, tracked.worker, tracked.ties = "", None, None
 
     def remove(self, tracked: Tracked) -> None:
         """The request is over."""
         self._leave_place(tracked)
         if self._by_id.pop(tracked.id, None) is not None:
             tracked.ticket.requests.remove(tracked.id)
-
-    def changed(self, since: int) -> list[Tracked]:
-        """Requests that have come, or changed their place, since that version."""
-        return [t for t in self._by_id.values() if t.version > since]
-
-    def next_version(self) -> int:
-        """The version of a look: newer than all that came before it, so that two looks can be told apart."""
-        self._version += 1
-        return self._version
 
     def _leave_place(self, tracked: Tracked) -> None:
         self._by_segment.pop(tracked.segment, None)
@@ -149,10 +133,6 @@ class RequestBook:
             here.pop(tracked.id, None)
             if not here:
                 del self._by_worker[tracked.worker]
-
-    def has_changed(self, tracked: Tracked) -> None:
-        """Count a change of the request: of its place, or whether it may leave it."""
-        tracked.version = self.next_version()
 
 
 class Unread:

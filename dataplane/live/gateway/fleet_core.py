@@ -441,7 +441,7 @@ class FleetCore(FrontEndClient):
             tracked.last_token_s, tracked.fruitless = now_s, 0
             if is_first:
                 tracked.first_token_s = now_s
-                self.requests.has_changed(tracked)  # one that has begun may not be movable any more
+                tracked.ties = None  # one that has begun may not be movable any more
             if tracked.cut is not None:
                 tracked.settle_cut(True)
             if self.predict_anew is not None and tracked.has_outlived:

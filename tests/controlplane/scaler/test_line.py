@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_types import profile_of
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.scaler.line import (
     HEADROOM,
@@ -18,7 +16,6 @@ from controlplane.scaler.line import (
     capacity_rps,
     carried_over,
     line_of,
-    profile_seen,
 )
 from controlplane.scaler.traffic import MOST_CLASSES, Traffic, blend
 from controlplane.types import ClassArrivals, EngineMode, Slo
@@ -92,36 +89,6 @@ def test_classes_that_clients_invent_do_not_add_up_for_ever():
     for n in range(100):
         traffic = blend(traffic, (arrivals(1.0 + n, slo=Slo(1.0, 0.01 + n * 1e-4)),), float(n))
     assert len(traffic.classes) == MOST_CLASSES
-
-
-def steps(model, batches, rng):
-    p, b, c = np.array(batches, float).T
-    return StepSamples(p, b, c, model.step_s(p, b, c) * rng.normal(1.0, 0.01, len(p)))
-
-
-def test_a_profile_is_learned_from_steps_that_differ():
-    rng = np.random.default_rng(0)
-    truth = StepModel(0.01, 2e-5, 5e-4, 1e-6)
-    batches = [(int(rng.integers(0, 2)) * 300, b, b * int(rng.integers(50, 900))) for b in range(1, 60)]
-    seen = profile_seen(steps(truth, batches, rng), 50_000, 64, "a TP1")
-    assert capacity_rps(seen, arrivals()) == pytest.approx(
-        capacity_rps(profile_of(truth, 50_000, 64), arrivals()), rel=0.1
-    )
-    assert "59 steps" in seen.source.what
-
-
-def test_a_profile_is_learned_of_sequences_alone_where_the_rest_cannot_be_told_apart():
-    rng = np.random.default_rng(1)
-    batches = [(0, b, 100 * b) for b in (1, 2, 4, 8) for _ in range(12)]
-    seen = profile_seen(steps(StepModel(0.01, 0.0, 1e-3, 0.0), batches, rng), 50_000, 64, "a TP1")
-    assert seen.step.base_s == pytest.approx(0.01, rel=0.1)
-    assert seen.step.per_sequence_s == pytest.approx(1e-3, rel=0.1)
-
-
-def test_steps_that_are_few_or_alike_teach_nothing():
-    rng = np.random.default_rng(2)
-    assert profile_seen(steps(STEP, [(0, 1, 100)] * 100, rng), 50_000, 64, "a TP1") is None
-    assert profile_seen(steps(STEP, [(0, 1, 100), (0, 2, 200)], rng), 50_000, 64, "a TP1") is None
 
 
 @pytest.mark.parametrize("learned", [arrivals(), None])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from made_fleet_log import DAY, NOON_S, fleet, logged, look
-from made_replies import STEP
+from made_states import STEP
 
 from controlplane.errors import BadInput
 from dataplane.history.files import HistoryLimits, let_go

@@ -13,7 +13,7 @@ from queue import Queue
 import msgspec
 import pytest
 from checkout import ROOT
-from made_replies import PROFILE, counted, fleet, worker
+from made_states import PROFILE, counted, state, worker
 
 from controlplane.errors import BadInput
 from controlplane.scaler.autoscale import scale
@@ -101,15 +101,16 @@ def control_api():
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             looks.append(self.path)
-            now = fleet(worker("a"), arrivals=[counted(len(looks))], wanted=1, cold_start_s=300.0)
-            self.reply(msgspec.to_builtins(now))
+            now = state(
+                worker("a"), arrivals=[counted(len(looks))], wanted_kinds={"a": 1}, cold_start_s=300.0
+            )
+            self.reply(msgspec.msgpack.encode(now))
 
         def do_POST(self):
             orders.put(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            self.reply({})
+            self.reply(b"{}")
 
-        def reply(self, said):
-            body = json.dumps(said).encode()
+        def reply(self, body):
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()

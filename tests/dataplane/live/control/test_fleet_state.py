@@ -1,15 +1,18 @@
-"""What the controller makes of the control API's answers: arrivals, surprises, queues, a worker's profile."""
+"""What the controller makes of the states that the control API sends: arrivals, errors, queues, profiles."""
 
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
-from made_replies import PROFILE, counted, fleet, request, seen, worker
+from made_states import PROFILE, counted, request, state, state_of, worker
 
 from controlplane.control import State, tick
 from controlplane.errors import BadInput
 from controlplane.migration.move import Price, price_of
-from controlplane.perfmodel.step import coefficients
+from controlplane.perfmodel.coefficients import coefficient_row
+from controlplane.placement.ledger import enqueue, leave_queue, new_ledger
+from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import Policy
 from controlplane.placement.rebalance import Error
 from controlplane.port import run_round
@@ -17,23 +20,22 @@ from controlplane.snapshot import Cached, Migrate, Pace, Reassign, Scale, Worker
 from controlplane.types import ClassArrivals, Slo, SloClass, WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.history.fleet_log import FleetLog, read_fleet_log
-from dataplane.live.control.changes import HeldRow, PaceRow, RefitRow
 from dataplane.live.control.controller import LivePlane
+from dataplane.live.control.fleet_state import Observer, RequestRow, WorkerRow
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
-from dataplane.live.control.snapshot_builder import SnapshotBuilder, TypeProfiles
 from dataplane.live.gateway.demand_count import since
 
 
 def test_arrivals_are_what_came_between_two_looks():
-    builder = SnapshotBuilder({"a": PROFILE})
-    assert builder.snapshot(seen(worker("a"), arrivals=[counted(7)]), 0.0).arrivals is None
-    now = builder.snapshot(seen(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), 0.5)
+    observer = Observer({"a": PROFILE})
+    assert observer.snapshot(state(worker("a"), arrivals=[counted(7)]), 0.0).arrivals is None
+    now = observer.snapshot(state(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), 0.5)
     assert now.arrivals == 3
     assert now.by_class == (
         ClassArrivals(Slo(1.0, 0.1), 2, 100, 200),
         ClassArrivals(Slo(2.0, 0.1), 1, 50, 100),
     )
-    assert builder.snapshot(seen(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), 1.0).arrivals == 0
+    assert observer.snapshot(state(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), 1.0).arrivals == 0
 
 
 def test_counters_that_began_anew_are_no_silence():
@@ -43,94 +45,101 @@ def test_counters_that_began_anew_are_no_silence():
     assert since([counted(5)], [counted(5)]) == ()
 
 
-def test_a_fixed_number_and_those_who_wait_are_seen():
+def test_a_fixed_number_and_those_who_wait_are_state():
     requests = [request("r", None, 0), request("s", None, 0)]
-    now = SnapshotBuilder().snapshot(seen(worker("a"), requests=requests, auto=False), 0.0)
+    now = Observer({}).snapshot(state(worker("a"), requests=requests, auto=False), 0.0)
     assert (now.fixed, now.waiting_requests, now.waiting_tokens) == (2, 2, 100)
     assert (now.cold_start_s, now.drain_s) == (30.0, 4.0)
 
 
 def test_what_other_workers_have_cached_is_seen_as_not_shared():
-    row, *counts = request("r")
-    known = (msgspec.structs.replace(row, cached={"b": 48}), *counts)
-    (now,) = SnapshotBuilder().snapshot(seen(worker("a"), requests=[known]), 0.0).workers
+    known = request("r", cached={"b": 48})
+    (now,) = Observer({}).snapshot(state(worker("a"), requests=[known]), 0.0).workers
     [r] = now.requests
     assert (r.cached(WorkerId("b")), r.cached(WorkerId("c"))) == (Cached(48, 0), Cached())
     assert (r.to_send(WorkerId("b")), r.new_at(WorkerId("b"))) == (12, 60)
 
 
-def test_the_youngest_without_a_token_are_an_engines_queue():
-    there = [request("old", "a", 0, number=1), request("new", "a", 0, number=2), request("runs", number=3)]
-    (now,) = SnapshotBuilder().snapshot(seen(worker("a", waiting=1), requests=there), 0.0).workers
-    assert [r.request for r in now.waiting] == ["new"]
-    assert [r.request for r in now.requests] == ["old", "runs"]
+def test_a_workers_queue_and_load_are_the_ledgers():
+    there = [request("old", "a", 0), request("new", "a", 0), request("runs")]
+    now, starting = (
+        Observer({}).snapshot(state(worker("a"), worker("b", state="starting"), requests=there), 0.0).workers
+    )
+    assert [r.request for r in now.waiting] == ["old", "new"]
+    assert [r.request for r in now.requests] == ["runs"]
+    assert (now.load.waiting_tokens, now.load.held_tokens) == (100, 60)
+    assert (now.capacity_tokens, now.max_seqs, now.kv_bytes_per_token) == (16_000, 32, 1000.0)
+    assert (starting.capacity_tokens, len(starting.requests), starting.load) == (0, 0, None)
+
+
+def test_a_state_is_a_copy_that_no_later_step_changes():
+    led = new_ledger(
+        np.array([coefficient_row(PROFILE)]), np.zeros(1, np.int64), 1, 1, LengthTable.constant(5)
+    )
+    led.requests["prompt"], led.requests["predicted"] = 100, 10
+    led.workers["status"] = 1
+    enqueue(led, 0, 0, False)
+    sent = state_of(led, [WorkerRow("w", "a", "serving", 0)], [RequestRow("r", 0, 1)])
+    led.requests["prompt"] = 5_000
+    leave_queue(led, 0, 0)
+    (now,) = Observer({}).snapshot(sent, 0.0).workers
+    assert [(r.request, r.tokens) for r in now.waiting] == [("r", 100)]
 
 
 def test_requests_that_end_early_or_outlive_their_prediction_are_errors():
-    builder = SnapshotBuilder()
+    observer = Observer({})
     here = [request("r"), request("s", "b")]
-    assert not builder.snapshot(seen(worker("a"), worker("b"), requests=here), 0.0).errors
+    assert not observer.snapshot(state(worker("a"), worker("b"), requests=here), 0.0).errors
     # 20 steps on: r is gone 70 steps before its end; s made what was expected, and 50 more are now.
     later = [request("s", "b", output=100, expected=150)]
-    now = builder.snapshot(seen(worker("a", 120), worker("b", 190), requests=later), 1.0)
+    now = observer.snapshot(state(worker("a", 120), worker("b", 190), requests=later), 1.0)
     assert now.errors == {"a": Error(-70, -1), "b": Error(50, 1)}
-    assert not builder.snapshot(
-        seen(worker("a", 200), worker("b", 250)), 2.0
+    assert not observer.snapshot(
+        state(worker("a", 200), worker("b", 250)), 2.0
     ).errors  # the weights have faded, and s is over
 
 
 def test_a_request_that_moved_is_no_surprise():
-    builder = SnapshotBuilder()
-    builder.snapshot(seen(worker("a"), worker("b", 500), requests=[request("r")]), 0.0)
+    observer = Observer({})
+    observer.snapshot(state(worker("a"), worker("b", 500), requests=[request("r")]), 0.0)
     there = [request("r", "b", output=20)]
-    assert not builder.snapshot(seen(worker("a", 110), worker("b", 510), requests=there), 0.5).errors
-    gone = builder.snapshot(seen(worker("a", 110), worker("b", 520)), 1.0)
+    assert not observer.snapshot(state(worker("a", 110), worker("b", 510), requests=there), 0.5).errors
+    gone = observer.snapshot(state(worker("a", 110), worker("b", 520)), 1.0)
     assert gone.errors == {"a": Error(0, 0), "b": Error(-70, -1)}
 
 
 def test_errors_make_algorithm_2_act_on_what_waits():
-    builder = SnapshotBuilder({"a": PROFILE})
+    observer = Observer({"a": PROFILE})
     running = [request(f"a{i}", "a") for i in range(3)] + [request(f"b{i}", "b") for i in range(3)]
-    builder.snapshot(seen(worker("a"), worker("b"), requests=running), 0.0)
+    observer.snapshot(state(worker("a"), worker("b"), requests=running), 0.0)
     outlived = [request(f"a{i}", "a", output=100, expected=9_000) for i in range(3)]  # more than fits
     there = [*outlived, request("q", "a", 0, expected=20)]
-    now = builder.snapshot(seen(worker("a", 190, waiting=1), worker("b", 120), requests=there), 1.0)
-    settings = ControllerSettings("", None, False, 0, ()).tick(builder.profiles)
+    now = observer.snapshot(state(worker("a", 190), worker("b", 120), requests=there), 1.0)
+    settings = ControllerSettings("", None, False, 0, ()).tick(observer.profiles)
     _, actions = tick(settings, State(), now)
     assert [(a.request, a.source, a.target) for a in actions if isinstance(a, Reassign)] == [("q", "a", "b")]
 
 
-def test_a_profile_is_learned_from_steps_unless_it_was_given():
-    builder = SnapshotBuilder()
-    for n in range(1, 81):
-        b = 1 + n % 16
-        load = worker("a", n, sequences=b, context_tokens=b * 100, step_s=0.01 + b * 1e-3)
-        builder.snapshot(seen(load), n / 2)
-    assert builder.profiles.of("a").step.step_s(0, 8, 800) == pytest.approx(0.018, rel=0.05)
-    assert builder.profiles.of("a").engine.max_seqs == 32
-    assert SnapshotBuilder({"a": PROFILE}).profiles.of("a") is PROFILE
-
-
 def test_moves_pursue_targets_where_every_speed_is_told_and_balance_elsewhere():
     told = ControllerSettings("", None, False, 0, (WorkerType.of(PROFILE),))
-    assert told.tick(TypeProfiles(told.profiles)).moves is None
+    assert told.tick(told.profiles).moves is None
     for other in (
         replace(told, policy=Policy.JSQ),
         replace(told, worker_types=(*told.worker_types, WorkerType("b", 1))),
     ):
-        assert other.tick(TypeProfiles({})).moves is not None
-    assert told.tick(TypeProfiles({})).shed is None  # no worker's speed is known yet
+        assert other.tick({}).moves is not None
+    assert told.tick({}).shed is None  # no worker's speed is known yet
 
 
 def test_who_is_held_and_the_pace_of_moves_are_in_the_snapshot():
-    told = seen(
+    told = state(
         worker("a"),
         requests=[request("r", None, 0), request("s", None, 0)],
-        held=[HeldRow(ord("r"), 0.7)],
-        usual=PaceRow(1e8, 0.02, 12),
-        paces=[PaceRow(3e7, 0.05, 9, "a", "b")],
+        held=[(0, 0.7)],
+        pace=Pace(1e8, 0.02, 12),
+        paces=[("a", "b", Pace(3e7, 0.05, 9))],
     )
-    snapshot = SnapshotBuilder().snapshot(told, 0.0)
+    snapshot = Observer({}).snapshot(told, 0.0)
     [held] = snapshot.held
     assert (held.request.request, held.request.tokens, held.left_s) == ("r", 50, 0.7)
     assert snapshot.transport.between(WorkerId("a"), WorkerId("b")) == Pace(3e7, 0.05, 9)
@@ -175,7 +184,7 @@ def test_an_api_that_falls_silent_is_not_asked_again_before_the_next_look(monkey
 
     def ask(self, method, path, body=None):
         if method == "GET":
-            return msgspec.json.encode(fleet())
+            return msgspec.msgpack.encode(state())
         tried.append(path)
         raise OSError("timed out")
 
@@ -193,17 +202,17 @@ def test_the_fleets_log_is_told_of_the_workers_and_of_the_rule_that_decided(monk
     workers = [worker(name, state=state, kind=kind.name) for name, state in
                (("a", "serving"), ("b", "serving"), ("c", "starting"), ("d", "draining"))]  # fmt: skip
     arrivals = iter(range(0, 400, 40))
-    monkeypatch.setattr(LivePlane, "ask", lambda self, method, path, body=None: msgspec.json.encode(
-        fleet(*workers, arrivals=[counted(next(arrivals))])
+    monkeypatch.setattr(LivePlane, "ask", lambda self, method, path, body=None: msgspec.msgpack.encode(
+        state(*workers, arrivals=[counted(next(arrivals))])
     ) if method == "GET" else b"")  # fmt: skip
     chat = SloClass("chat", Slo(0.4, 0.03), 0.95)
     scaled = Autoscale(1, 6, (0.5, 0.25), hold_s=60.0)
     told = ControllerSettings("", None, False, 0, (kind,), scaled, attainment=0.9, classes=(chat,))
-    log, state, plane = FleetLog(tmp_path), State(), LivePlane(told)
+    log, before, plane = FleetLog(tmp_path), State(), LivePlane(told)
     for n in range(6):
         monkeypatch.setattr("time.monotonic", lambda n=n: 10.0 * n)
-        state = run_round(plane, lambda *seen: tick(plane.settings, *seen), state)
-        plane.log(log, state.scaling, 1e9 + 10.0 * n)
+        before = run_round(plane, lambda *seen: tick(plane.settings, *seen), before)
+        plane.log(log, before.scaling, 1e9 + 10.0 * n)
     log.close()
     looks, fleets = read_fleet_log(tmp_path, 0.0, 1e10)
     assert all(one.workers == {kind.name: (1, 2, 1)} and not one.fixed for one in looks)
@@ -220,12 +229,17 @@ def test_bounds_that_cannot_be_are_refused(bounds):
         Autoscale(*bounds)
 
 
-def test_a_workers_step_times_are_those_of_the_gateways_refit_once_it_has_seen_enough():
-    builder = SnapshotBuilder({"a": PROFILE})
-    slower = PROFILE.step.scaled(1.3, 1.3)
-    hinges = [{"of": h.of, "from": h.start, "per_unit_s": h.per_unit_s} for h in slower.hinges]
-    told = {**coefficients(slower), "hinges": hinges}
-    for steps, expected in ((50, PROFILE.step), (5000, slower)):
-        here = builder.snapshot(seen(worker("a"), refits=[RefitRow("a", steps, told)]), 0.0)
-        assert here.workers[0].step == expected
-    assert builder.profiles.of("a") == PROFILE
+def test_a_workers_step_times_are_those_that_its_refit_has_come_to():
+    observer, slower = Observer({"a": PROFILE}), PROFILE.step.scaled(1.3, 1.3)
+    for steps, expected in (({}, PROFILE.step), ({"a": slower}, slower)):
+        assert observer.snapshot(state(worker("a"), steps=steps), 0.0).workers[0].step == expected
+    assert observer.profiles["a"] == PROFILE
+
+
+def test_a_profile_that_was_measured_later_comes_with_the_state():
+    observer = Observer({})
+    assert observer.snapshot(state(worker("a")), 0.0).workers[0].step is None
+    assert observer.snapshot(state(worker("a"), profiles={"a": PROFILE}), 0.5).workers[0].step == PROFILE.step
+    assert (
+        ControllerSettings("", None, False, 0, (WorkerType("a", 1),)).tick(observer.profiles).shed is not None
+    )

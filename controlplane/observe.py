@@ -1,0 +1,114 @@
+"""The snapshot of a fleet, from the ledger that its plane keeps: one function for both planes.
+
+A plane names its workers, and says where in the ledger each has its row. What they carry is counted from the
+ledger; their requests are listed when a rule asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.migration.loads import Listed, Table, load_of
+from controlplane.perfmodel.step import StepModel
+from controlplane.placement.ledger import DECODING, NONE, Ledger
+from controlplane.placement.rebalance import Decoding, DeviationTracker, Error, Mask
+from controlplane.snapshot import HeldRequest, RunningRequest, Snapshot, WorkerLoad
+from controlplane.types import RequestId, WorkerId
+
+Rename = Callable[[RunningRequest], RunningRequest]  # from its row's number to its own name
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A worker, and its `row` in the ledger; NONE while it starts. `capacity_tokens` 0: not known yet."""
+
+    row: int
+    worker: WorkerId
+    state: str
+    kind: str = ""
+    step: StepModel | None = None
+    capacity_tokens: int = 0
+    max_seqs: int = 1 << 30
+    kv_bytes_per_token: float = 0.0
+
+
+class _Renamed(Listed):
+    """A worker's requests by the names that their plane has for them."""
+
+    def __init__(self, led: Ledger, w: int, waiting: bool, count: int, rename: Rename) -> None:
+        super().__init__(led, w, waiting, count)
+        self._rename = rename
+
+    def _list(self) -> list[RunningRequest]:
+        if self._rows is None:
+            self._rows = [self._rename(request) for request in super()._list()]
+        return self._rows
+
+
+def observe(
+    led: Ledger, table: Table, places: Sequence[Place], now_s: float, rename: Rename | None = None
+) -> Snapshot:
+    """The fleet at `now_s`, the ledger brought up to it before; `table`: its `loads`.
+
+    Requests have the numbers of their rows as names, unless `rename` gives them others.
+    """
+
+    def listed(w: int, waiting: bool, count: int) -> Listed:
+        return Listed(led, w, waiting, count) if rename is None else _Renamed(led, w, waiting, count, rename)
+
+    rows, workers = table.tolist(), []
+    for at in places:
+        load = None if at.row == NONE else load_of(rows[at.row])
+        workers.append(
+            WorkerLoad(
+                at.worker,
+                at.state,
+                at.capacity_tokens,
+                () if load is None else listed(at.row, False, load.running),
+                () if load is None else listed(at.row, True, load.waiting),
+                at.step,
+                at.max_seqs,
+                load,
+                at.kind,
+                at.kv_bytes_per_token,
+            )
+        )
+    return Snapshot(now_s, tuple(workers), len(workers))
+
+
+def deviations(
+    tracker: DeviationTracker,
+    led: Ledger,
+    rows: Mapping[WorkerId, int],
+    numbers: NDArray[np.int64],
+    has_ended: Callable[[NDArray[Any]], Mask],
+) -> dict[WorkerId, Error]:
+    """Algorithm 2's errors now; `loads` renews the predictions that they go by.
+
+    `rows`: of the workers. `numbers`: what each row's request is called, no two of a fleet's life alike.
+    """
+    at = np.array(list(rows.values()), np.int64)
+    running_n, steps = led.workers["running_n"][at], led.workers["step"][at]
+    running = led.running[at]
+    request = running[np.arange(running.shape[1]) < running_n[:, None]]
+    worker = np.repeat(np.arange(len(at)), running_n)
+    decodes = led.requests["phase"][request] == DECODING
+    request, worker = request[decodes], worker[decodes]
+    made = led.requests["key"][request] + steps[worker]
+    decoding = Decoding(numbers[request], worker, made, led.requests["predicted"][request])
+    return tracker.look(dict(zip(rows, steps.tolist(), strict=True)), decoding, has_ended)
+
+
+def held_request(led: Ledger, r: int, left_s: float) -> HeldRequest:
+    """A request in line that has so long until it must begin."""
+    row = led.requests[r]
+    tokens, still = int(row["prompt"] + row["key"]), max(int(row["predicted"] - row["key"]), 1)
+    name, priority = RequestId(str(r)), int(row["priority"])
+    return HeldRequest(
+        RunningRequest(name, tokens, priority, int(row["key"]), still, float(row["tpot_s"])), left_s
+    )

@@ -1,0 +1,190 @@
+"""`FleetState`: a live fleet at one instant, as the control API sends it and the controller observes it.
+
+The gateway's core copies the ledger that it places by, and the loads counted in it, between two turns of its
+loop. So no record is half written in a copy, and neither side keeps anything of the other. A reply that is
+lost costs one heartbeat. The controller lays the records out as the same ledger. `controlplane.observe` makes
+the snapshot from them, as it does for a simulated fleet.
+
+Caches are too large to copy. Each request names the workers that had most of it cached as it came to its
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from controlplane.migration.loads import loads
+from controlplane.observe import Place, deviations, held_request, observe
+from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS, WIDTH
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import StepModel
+from controlplane.placement.ledger import HELD, NONE, REQUEST, WORKER, Ledger, Records, new_ledger
+from controlplane.placement.lengths import LengthTable
+from controlplane.placement.rebalance import DeviationTracker
+from controlplane.snapshot import NOT_CACHED, Cached, Pace, RunningRequest, Snapshot, Transport
+from controlplane.types import ClassArrivals, ClassOutcomes, RequestId, WorkerId
+from dataplane.live.gateway.demand_count import since
+
+# The ledger's arrays that rules of a fleet read, and what they hold; numbers are not named here.
+RECORDS = {"workers": WORKER, "requests": REQUEST}
+FLOATS = ("coefficients", "length_expected")
+COPIED = ("workers", "requests", "queue_head", "running", "length_edges", "length_grid", *FLOATS)
+
+
+class Array(msgspec.Struct, frozen=True):
+    """An array's shape and bytes."""
+
+    shape: tuple[int, ...]
+    content: bytes
+
+
+class WorkerRow(msgspec.Struct, frozen=True):
+    """A worker, and its row in the ledger; NONE while it starts."""
+
+    worker: str
+    kind: str
+    state: str
+    row: int = NONE
+    kv_bytes_per_token: int = 0
+
+
+class RequestRow(msgspec.Struct, frozen=True):
+    """A request, its row in the ledger, and how many came before it.
+
+    `fixed`: it cannot be moved from there. `cached`: tokens of it that other workers had cached as it came to
+    its place, of those that had most.
+    """
+
+    request: str
+    row: int
+    number: int
+    fixed: bool = False
+    cached: dict[WorkerId, int] = {}
+
+
+class MoveRow(msgspec.Struct, frozen=True):
+    """A move under way."""
+
+    request: str
+    source: str | None
+    target: str
+
+
+class FleetState(msgspec.Struct, frozen=True):
+    """A fleet at one instant.
+
+    `records`: the ledger's arrays, by name; `loads`: of its workers. `arrivals` and `outcomes`: counters by
+    class. `held`: rows of those in line that may be on time, and in how many seconds each must begin. `pace`
+    and `paces`: of moves, in all and by source and target. `profiles`: of kinds, as given or measured;
+    `steps`: the step times that refits have come to.
+    """
+
+    records: dict[str, Array]
+    loads: Array
+    workers: list[WorkerRow]
+    requests: list[RequestRow]
+    moving: list[MoveRow]
+    wanted_kinds: dict[str, int]
+    auto: bool
+    cold_start_s: float
+    drain_s: float
+    arrivals: list[ClassArrivals]
+    outcomes: list[ClassOutcomes]
+    held: list[tuple[int, float]]
+    pace: Pace
+    paces: list[tuple[str, str, Pace]]
+    profiles: dict[str, Profile]
+    steps: dict[str, StepModel]
+
+
+def copied(led: Ledger) -> tuple[dict[str, Array], Array]:
+    """The ledger's arrays as they are now, and the loads of its workers."""
+    table = loads(led)  # renews outlived predictions, so it comes first
+    return {name: _array(getattr(led, name)) for name in COPIED}, _array(table)
+
+
+def _array(values: Records) -> Array:
+    return Array(values.shape, values.tobytes())
+
+
+def _values(name: str, array: Array) -> Records:
+    dtype = RECORDS.get(name, np.dtype(np.float64 if name in FLOATS else np.int64))
+    # Copied, since kernels are compiled for arrays that may be written to.
+    return np.frombuffer(array.content, dtype).reshape(array.shape).copy()
+
+
+class Observer:
+    """Snapshots from states. It remembers the last one: arrivals are the difference of two counters, and a
+    request that is gone has finished. A new one knows nothing of before.
+
+    `profiles`: of kinds, as given and as states say; `steps`: what their refits have come to.
+    """
+
+    def __init__(self, profiles: Mapping[str, Profile]) -> None:
+        self.profiles = dict(profiles)
+        self.steps: dict[str, StepModel] = {}
+        self._arrivals: Sequence[ClassArrivals] | None = None
+        self._deviations = DeviationTracker()
+        self._blank = new_ledger(np.zeros((0, WIDTH)), np.zeros(0, np.int64), 0, 0, LengthTable.constant(1))
+
+    def snapshot(self, state: FleetState, now_s: float) -> Snapshot:
+        """The fleet, in its state at `now_s`."""
+        self.profiles |= state.profiles
+        self.steps |= state.steps
+        led = self._blank._replace(**{name: _values(name, array) for name, array in state.records.items()})
+        rows = {WorkerId(w.worker): w.row for w in state.workers if w.row != NONE}
+        by_row, numbers = {r.row: r for r in state.requests}, np.full(len(led.requests), NONE)
+        numbers[list(by_row)] = [r.number for r in state.requests]
+        rename = partial(_renamed, by_row)
+        places = [self._place(led, w) for w in state.workers]
+        held = [held_request(led, r, left_s) for r, left_s in state.held]
+        waiting = led.requests[[r for r in by_row if led.requests["phase"][r] == HELD]]
+        arrived = since(self._arrivals, state.arrivals)
+        self._arrivals = state.arrivals
+        fixed = (r.request for r in state.requests if r.fixed)
+        wanted = sum(state.wanted_kinds.values())
+        pairs = {(WorkerId(source), WorkerId(target)): pace for source, target, pace in state.paces}
+        return replace(
+            observe(led, _values("coefficients", state.loads), places, now_s, rename),
+            wanted=wanted,
+            waiting_tokens=int((waiting["prompt"] + waiting["key"]).sum()),
+            moving=frozenset(RequestId(name) for name in (*(m.request for m in state.moving), *fixed)),
+            busy=frozenset(WorkerId(end) for m in state.moving for end in (m.source, m.target) if end),
+            errors=deviations(self._deviations, led, rows, numbers, lambda gone: ~np.isin(gone, numbers)),
+            arrivals=None if arrived is None else round(sum(c.requests for c in arrived)),
+            fixed=None if state.auto else wanted,
+            by_class=arrived or (),
+            waiting_requests=len(waiting),
+            cold_start_s=state.cold_start_s,
+            drain_s=state.drain_s,
+            wanted_kinds=state.wanted_kinds,
+            outcomes=tuple(state.outcomes),
+            held=tuple(replace(h, request=rename(h.request)) for h in held),
+            transport=Transport(state.pace, pairs),
+        )
+
+    def _place(self, led: Ledger, w: WorkerRow) -> Place:
+        profile = self.profiles.get(w.kind)
+        step = self.steps.get(w.kind, None if profile is None else profile.step)
+        at = Place(w.row, WorkerId(w.worker), w.state, w.kind, step)
+        if w.row == NONE:
+            return at
+        k = led.coefficients[led.workers[w.row]["variant"]]
+        tokens, seats = int(k[KV_BLOCKS] * k[BLOCK_TOKENS]), int(k[MAX_SEQS])
+        bytes_per_token = float(w.kv_bytes_per_token)
+        return replace(at, capacity_tokens=tokens, max_seqs=seats, kv_bytes_per_token=bytes_per_token)
+
+
+def _renamed(rows: Mapping[int, RequestRow], request: RunningRequest) -> RunningRequest:
+    its = rows[int(request.request)]
+    return replace(request, request=RequestId(its.request), cached=partial(_cached, its.cached))
+
+
+def _cached(tokens: Mapping[WorkerId, int], worker: WorkerId) -> Cached:
+    """Whether others use it is not known: memory is counted as if no other request did."""
+    return Cached(tokens[worker]) if worker in tokens else NOT_CACHED
