@@ -238,7 +238,7 @@ def _add_changes(app: FastAPI, operations: Operations) -> None:
 def _open_controllers_door(app: FastAPI, operations: Operations) -> None:
     """The routes that the controller's process looks and decides through."""
 
-    @app.get("/v1/state", response_model=None)
+    @app.get("/v1/state", response_class=Response)
     async def state() -> Response:
         """The fleet at this instant with its ledger's records, in MessagePack."""
         return Response(msgspec.msgpack.encode(operations.state()), media_type="application/msgpack")

@@ -19,13 +19,13 @@ import msgspec
 import numpy as np
 
 from controlplane.migration.loads import loads
-from controlplane.observe import Place, deviations, held_request, observe
+from controlplane.observe import Place, Rename, deviations, held_request, observe
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS, WIDTH
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.ledger import HELD, NONE, REQUEST, WORKER, Ledger, Records, new_ledger
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.rebalance import DeviationTracker
+from controlplane.placement.rebalance import DeviationTracker, Error
 from controlplane.snapshot import NOT_CACHED, Cached, Pace, RunningRequest, Snapshot, Transport
 from controlplane.types import ClassArrivals, ClassOutcomes, RequestId, WorkerId
 from dataplane.live.gateway.demand_count import since
@@ -137,25 +137,21 @@ class Observer:
         self.profiles |= state.profiles
         self.steps |= state.steps
         led = self._blank._replace(**{name: _values(name, array) for name, array in state.records.items()})
-        rows = {WorkerId(w.worker): w.row for w in state.workers if w.row != NONE}
-        by_row, numbers = {r.row: r for r in state.requests}, np.full(len(led.requests), NONE)
-        numbers[list(by_row)] = [r.number for r in state.requests]
-        rename = partial(_renamed, by_row)
-        places = [self._place(led, w) for w in state.workers]
-        held = [held_request(led, r, left_s) for r, left_s in state.held]
+        by_row, rename = _requests_of(state)
         waiting = led.requests[[r for r in by_row if led.requests["phase"][r] == HELD]]
+        held = [held_request(led, r, left_s) for r, left_s in state.held]
+        places = [self._place(led, w) for w in state.workers]
         arrived = since(self._arrivals, state.arrivals)
         self._arrivals = state.arrivals
-        fixed = (r.request for r in state.requests if r.fixed)
         wanted = sum(state.wanted_kinds.values())
         pairs = {(WorkerId(source), WorkerId(target)): pace for source, target, pace in state.paces}
         return replace(
             observe(led, _values("coefficients", state.loads), places, now_s, rename),
             wanted=wanted,
             waiting_tokens=int((waiting["prompt"] + waiting["key"]).sum()),
-            moving=frozenset(RequestId(name) for name in (*(m.request for m in state.moving), *fixed)),
+            moving=_tied(state),
             busy=frozenset(WorkerId(end) for m in state.moving for end in (m.source, m.target) if end),
-            errors=deviations(self._deviations, led, rows, numbers, lambda gone: ~np.isin(gone, numbers)),
+            errors=self._errors(led, state),
             arrivals=None if arrived is None else round(sum(c.requests for c in arrived)),
             fixed=None if state.auto else wanted,
             by_class=arrived or (),
@@ -168,6 +164,13 @@ class Observer:
             transport=Transport(state.pace, pairs),
         )
 
+    def _errors(self, led: Ledger, state: FleetState) -> dict[WorkerId, Error]:
+        """Algorithm 2's errors; a request that is not in the state has ended."""
+        rows = {WorkerId(w.worker): w.row for w in state.workers if w.row != NONE}
+        numbers = np.full(len(led.requests), NONE)
+        numbers[[r.row for r in state.requests]] = [r.number for r in state.requests]
+        return deviations(self._deviations, led, rows, numbers, lambda gone: ~np.isin(gone, numbers))
+
     def _place(self, led: Ledger, w: WorkerRow) -> Place:
         profile = self.profiles.get(w.kind)
         step = self.steps.get(w.kind, None if profile is None else profile.step)
@@ -178,6 +181,18 @@ class Observer:
         tokens, seats = int(k[KV_BLOCKS] * k[BLOCK_TOKENS]), int(k[MAX_SEQS])
         bytes_per_token = float(w.kv_bytes_per_token)
         return replace(at, capacity_tokens=tokens, max_seqs=seats, kv_bytes_per_token=bytes_per_token)
+
+
+def _requests_of(state: FleetState) -> tuple[dict[int, RequestRow], Rename]:
+    """The requests by their rows, and how they get their names."""
+    by_row = {r.row: r for r in state.requests}
+    return by_row, partial(_renamed, by_row)
+
+
+def _tied(state: FleetState) -> frozenset[RequestId]:
+    """Requests on the move, and those that cannot be moved."""
+    moving = [RequestId(move.request) for move in state.moving]
+    return frozenset([*moving, *(RequestId(r.request) for r in state.requests if r.fixed)])
 
 
 def _renamed(rows: Mapping[int, RequestRow], request: RunningRequest) -> RunningRequest:
