@@ -245,7 +245,7 @@ def move_timeline(move: Mapping[str, Any]) -> str:
     cut_s, pause_ms = move["cut_over_s"], (after - before) * 1e3
     says = f"{move['prompt_tokens']:,} prompt tokens, {move['moved_bytes'] / 2**20:.1f} MiB of KV"
     parts = [
-        text(24, 34, f"A running request moves: {move['source']} to {move['target']}", 17, INK, weight=700),
+        text(24, 34, f"A running request moves, {move['source']} to {move['target']}", 17, INK, weight=700),
         note(
             24, 56,
             f"{says}; two vLLM engines on CPU. Longest wait for a token around the move: {pause_ms:.0f} ms",
@@ -265,9 +265,11 @@ def move_timeline(move: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     copied = "; ".join(f"{tokens:,} tokens in {(e - b) * 1e3:.0f} ms" for b, e, tokens in stages)
     parts += [
-        text(at(stages[0][0]), 144, f"copies KV: {copied}", 12, ORANGE),
         path(f"M{at(cut_s)} 92V298", INK, 1, "4 4"),
-        text(at(cut_s) + 6, 292, f"switch-over, then {move['tail_tokens']} tokens more", 12),
+        text(at(stages[0][0]), 144, f"KV copied: {copied}", 12, ORANGE),
+        text(at(cut_s) - 6, 276, "switch-over, with the KV", 12, INK, "end"),
+        text(at(cut_s) - 6, 292, f"of the last {move['tail_tokens']} tokens", 12, INK, "end"),
+        text(at(after) + 6, 276, f"the client waits {pause_ms:.0f} ms", 12, ORANGE),
     ]
     axis = 310
     parts.append(path(f"M{left} {axis}H{left + width}", SOFT, 1))

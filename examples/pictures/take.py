@@ -38,7 +38,7 @@ FOLDER = ROOT / "docs/pictures"
 DEMO, MODEL = ROOT / "tokenfleet-out/demo", ROOT / "tokenfleet-out/tiny-llama"
 SIZE = 1200, 1150
 QUESTION = "model=llama-3.1-70b&ttft=1.6s&tpot=75ms&gpu=a100&gpu=h100&gpu=h200"
-BUSY_S = 1550.0, 1850.0  # of the sample trace, its peak among them
+BUSY_S = 1600.0, 1800.0  # of the sample trace, its peak among them
 LETTERS = 256  # ids of the tiny model's tokens that stand for single bytes
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 PROMPT_TOKENS, BEFORE, SHOWN, LOOK_S = 6000, 60, 40, 0.004

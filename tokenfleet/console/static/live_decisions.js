@@ -9,6 +9,7 @@ const SPEAK_EVERY_MS = 4000;
 // What stands before and after a fact, where its name in the API is no word.
 const WORDS = {
   source: ["from ", ""],
+  worker_kind: ["type ", ""],
   migration: ["as ", ""],
   cost: ["", ""],
   bytes: ["copied ", ""],

@@ -102,7 +102,6 @@ function answer(plan) {
   return [
     make("h2", { id: "answer-title", tabindex: "-1" }, sentence(plan)),
     make("p", { class: "soft" }, shared.length > 0 ? `Without limits: ${dollars(free)}. ${constant}.` : `${constant}.`),
-    plan.warnings.length > 0 ? make("ul", { class: "notice" }, plan.warnings.map((text) => make("li", {}, text))) : null,
     models(plan),
     ...plan.models.filter((one) => one.adapters?.length > 0).map(adapters),
     plan.free_parts_usd_per_hour > 0.005
@@ -110,7 +109,19 @@ function answer(plan) {
       : null,
     shared.length > 0 ? limits(plan) : null,
     make("div", { class: "charts" }, overTime(plan)),
+    notes(plan.warnings),
   ].filter(Boolean);
+}
+
+/** What to know of prices and profiles; it changes no figure above. */
+function notes(lines) {
+  if (lines.length === 0) return null;
+  return make(
+    "details",
+    { class: "notice" },
+    make("summary", {}, counted(lines.length, "note")),
+    make("ul", {}, lines.map((text) => make("li", {}, text))),
+  );
 }
 
 function models(plan) {
@@ -133,6 +144,7 @@ function models(plan) {
         )
         .join(", "),
     ]),
+    { class: "cards" },
   );
 }
 
@@ -160,6 +172,7 @@ function limits(plan) {
         ? "saves nothing"
         : `${number(one.more, 4)} more saves ${dollars(one.saves_usd_per_hour)}`,
     ]),
+    { class: "cards" },
   );
 }
 
