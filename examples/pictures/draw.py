@@ -241,11 +241,12 @@ def move_timeline(move: Mapping[str, Any]) -> str:
     def at(time_s: float) -> float:
         return round(left + (min(max(time_s, start_s), end_s) - start_s) * per_s, 1)
 
+    between = f"{move['source']} to {move['target']}"
     before, after = move["pause_s"]
     cut_s, pause_ms = move["cut_over_s"], (after - before) * 1e3
     says = f"{move['prompt_tokens']:,} prompt tokens, {move['moved_bytes'] / 2**20:.1f} MiB of KV"
     parts = [
-        text(24, 34, f"A running request moves, {move['source']} to {move['target']}", 17, INK, weight=700),
+        text(24, 34, f"A running request moves from {between}", 17, INK, weight=700),
         note(
             24, 56,
             f"{says}; two vLLM engines on CPU. Longest wait for a token around the move: {pause_ms:.0f} ms",
@@ -287,8 +288,7 @@ def move_timeline(move: Mapping[str, Any]) -> str:
     return drawing(
         900, 366,
         "A moved request on a time line",
-        f"A request with {says} moves from {move['source']} to {move['target']}. Its KV is copied while it "
-        "decodes; "
+        f"A request with {says} moves from {between}. Its KV is copied while it decodes; "
         f"the client waits {pause_ms:.0f} ms for one token.",
         parts,
     )  # fmt: skip

@@ -40,7 +40,7 @@ function switchField(option) {
 }
 
 function choiceField(option) {
-  const unset = option.default === null ? [["", "as it is"]] : [];
+  const unset = option.default === null ? [["", "default"]] : [];
   const listed = [...unset, ...option.choices.map((name) => [name, name])];
   const select = make("select", { id: option.key });
   select.replaceChildren(...listed.map(([value, text]) => make("option", { value }, text)));

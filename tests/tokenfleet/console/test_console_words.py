@@ -1,0 +1,43 @@
+"""The words of the console's pages, as they stand in its files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+from prose import BANNED_TURNS, OLD_WORDS, prose_of
+
+FOLDER = ROOT / "tokenfleet/console/static"
+COMMENT = re.compile(r"/\*.*?\*/|(?<![:\"'])//[^\n]*", re.DOTALL)
+LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"|`((?:[^`\\]|\\.)*)`')
+VALUE = re.compile(r"\$\{[^{}]*\}")
+TAG = re.compile(r"<!--.*?-->|<[^>]+>", re.DOTALL)
+LATER = {"plan_answer.js", "plan_charts.js"}
+FILES = sorted(p for p in FOLDER.iterdir() if p.suffix in (".js", ".html") and p.name not in LATER)
+
+
+def texts(path: Path) -> list[str]:
+    """What a person may read of a file: the text of a page, the strings of several words of a script."""
+    content = path.read_text(encoding="utf-8")
+    if path.suffix == ".html":
+        return [line for line in TAG.sub("\n", content).split("\n") if " " in line.strip()]
+    found = ["".join(groups) for groups in LITERAL.findall(COMMENT.sub("", content))]
+    whole = [VALUE.sub("5", VALUE.sub("5", text)) for text in found]
+    return [text for text in whole if re.search(r"[a-z]+ [a-z]+", text)]
+
+
+def test_texts_are_found_where_there_are_some() -> None:
+    told = {path.name: texts(path) for path in FILES}
+    assert "Autoscaling stops." in " ".join(told["live_page.js"])
+    assert "5 left out: they came too fast for this page." in told["live_decisions.js"]
+    assert any("Choose the traffic and the targets" in text for text in told["plan.html"])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_page_has_the_words_of_the_field(path: Path) -> None:
+    prose = prose_of(texts(path))
+    assert prose.matches(BANNED_TURNS) == []
+    assert prose.matches(OLD_WORDS) == []
+    assert prose.long_sentences == []
