@@ -21,6 +21,7 @@ from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.threads import threads
+from tokenfleet.report.plan_json import plan_json
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.03)
 BLOCK = 16
@@ -132,6 +133,11 @@ def planned(
             explained=explained,
             replicates_of=replicates_of,
         )
+
+
+def said_of(plan: Plan) -> dict[str, str]:
+    """The lines of a plan's answer, by topic."""
+    return dict(plan_json(plan)["says"])
 
 
 def save(workload: Workload, path: Path) -> None:

@@ -16,8 +16,8 @@ from tokenfleet.export.files import ExportSettings, export_files
 from tokenfleet.export.kuberay import kuberay
 from tokenfleet.export.production_stack import production_stack
 from tokenfleet.planning.plan_file import PlanFile, read_plan
-from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.profiles.form import parse_profile
+from tokenfleet.report.plan_json import plan_json
 
 TP, USD, RECLAIMS, MAX_GPUS, BUDGET = 2, 2.25, 0.04, 48, 90.0
 MADE = worker("made-gpu", TP)

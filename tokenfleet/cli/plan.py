@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, takes_request
 from tokenfleet.planning.request import PlanRequest
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tokenfleet.planning.plan_file import PlanFile
+
+FEW = 3  # alternatives that are printed unless all are asked for
 
 
 @takes_request()
@@ -22,6 +30,9 @@ def plan_command(
         int | None, typer.Option(min=1, help="simulations at the same time (default: one per core)")
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="write plan.json and report.html there")] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="print every alternative, and what was ruled out")
+    ] = False,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """Find the cheapest fleet that meets the targets, how sure that is, and why not one worker fewer.
@@ -36,11 +47,11 @@ def plan_command(
     from tokenfleet.cli.terminal import answer, console, progress_bar, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import gather
-    from tokenfleet.planning.plan_json import plan_json
+    from tokenfleet.planning.plan_file import parse_plan
     from tokenfleet.planning.planner import make_plan
     from tokenfleet.planning.threads import threads
     from tokenfleet.report.page import plan_report
-    from tokenfleet.report.tables import plan_tables
+    from tokenfleet.report.plan_json import plan_json
     from tokenfleet.service.forks import asked_traces
     from tokenfleet.service.scorecard import kept_bias
     from tokenfleet.traces import read_traces
@@ -51,14 +62,58 @@ def plan_command(
         paths, notes = asked_traces(source.trace, source.since, source.data, request.bias_from is not None)
         bias = None if request.bias_from is None else kept_bias(source.data, request.bias_from)
         gathered = gather(read_traces(paths), request, bias, date.today())
-    warn([*notes, *gathered.inputs.warnings])
+    # The answer's note has the ages of prices and profiles.
+    warn([*notes, *(w for w in gathered.inputs.warnings if w not in gathered.inputs.ages)])
     with threads(jobs or os.cpu_count() or 1) as pool, progress_bar() as bar:
         plan = make_plan(gathered.workload, gathered.worker_types, request, gathered.inputs, pool, bar)
-    text = json.dumps(plan_json(plan), indent=1) + "\n"
+    document = plan_json(plan)
+    text, read = json.dumps(document, indent=1) + "\n", parse_plan(document, "plan")
     if files:
-        write_files(dict(zip(files, (text, plan_report(plan)), strict=True)))
-    answer(output_format, text, lambda: plan_tables(plan), files)
+        write_files(dict(zip(files, (text, plan_report(read)), strict=True)))
+    answer(output_format, text, lambda: plan_answer(read, output_dir, show_all))
     return 0 if plan.feasible else 1
+
+
+def plan_answer(plan: PlanFile, written: Path | None, show_all: bool) -> Iterator[RenderableType]:
+    """The answer on a terminal: its lines, its tables, the files, and the next command."""
+    from rich.text import Text
+
+    from tokenfleet.report.answer import GUIDE, OPENS
+    from tokenfleet.report.tables import lines_table, plan_table
+
+    *lines, (_, note) = plan.says
+    yield lines_table(lines, OPENS, "bold green" if plan.feasible else "bold red")
+    for shown in plan.tables:
+        if not show_all and shown.title not in ("Classes", "Alternatives"):
+            continue
+        most = FEW if shown.title == "Alternatives" and not show_all else len(shown.rows)
+        yield Text("")
+        yield plan_table(shown, most)
+        if (more := len(shown.rows) - most) > 0:
+            where = "report.html" if written else "the JSON"
+            yield Text(f"… {more} more in {where}; --all prints them", style="dim")
+    yield Text(f"\nNote: {note}", style="dim")
+    yield Text(f"Every line explained: {GUIDE}", style="dim")
+    if written is None:
+        yield Text("Next: --output-dir DIR keeps plan.json and a report")
+        return
+    yield Text(f"Report: {written / 'report.html'}")
+    if is_exported(plan):
+        command = (
+            f"tokenfleet export kuberay --plan {written / 'plan.json'} --output-dir {written / 'deploy'}"
+        )
+        yield Text(f"Next: {command}")
+
+
+def is_exported(plan: PlanFile) -> bool:
+    """Whether `export` takes the plan as it is, without a flag more."""
+    from controlplane.errors import BadInput
+    from tokenfleet.export.deployment import deployment
+
+    try:
+        return plan.feasible and deployment(plan).unserved is None
+    except BadInput:
+        return False
 
 
 def portfolio_command(

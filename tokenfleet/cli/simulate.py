@@ -379,7 +379,7 @@ def _fleet(profile: Profile, workers: int, prefill_workers: int | None, request:
     from tokenfleet.planning.fleet import Fleet
     from tokenfleet.planning.inputs import priced
 
-    (kind,), _ = priced([profile], request, None)
+    (kind,), _ = priced([profile], request)
     if not kind.is_split:
         if prefill_workers is not None:
             raise BadInput("--prefill-workers: only with --engine split")
@@ -443,8 +443,8 @@ def sessions_rows(told: dict[str, Any] | None, asked: float) -> Iterator[tuple[s
 
 def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
     """The simulation's JSON object; `wall_s` is how long it took to run."""
-    from tokenfleet.planning.plan_json import latency_json
     from tokenfleet.planning.result import latency
+    from tokenfleet.report.plan_json import latency_json
 
     finished = outcome.finish_s == outcome.finish_s  # NaN is not itself
     hits = outcome.prefix_hit_rate

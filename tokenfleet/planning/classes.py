@@ -23,7 +23,7 @@ from controlplane.workload import Workload
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.texts import due, duration_text
+from tokenfleet.texts import due
 from tokenfleet.traces import Trace
 
 _RULED = ("tenant", "key", "priority")
@@ -45,11 +45,6 @@ class ClassOfPlan:
     alone: Fleet | None = None
     binds: bool = False
     runs_on: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def mostly_on(self) -> str:
-        """`h100 TP4 (93 %)`: the kind that serves most of its requests."""
-        return f"{self.runs_on[0][0]} ({100 * self.runs_on[0][1]:.0f} %)" if self.runs_on else "-"
 
 
 def classed(trace: Trace, request: PlanRequest) -> Trace:
@@ -128,10 +123,3 @@ def separate_usd(classes: Sequence[ClassOfPlan]) -> float | None:
     """Dollars an hour of separate fleets; None where one is not known."""
     prices = [None if one.alone is None else one.alone.usd_per_hour for one in classes]
     return None if None in prices else sum(p for p in prices if p is not None)
-
-
-def target_text(one: SloClass) -> str:
-    """`TTFT 400 ms and TPOT 30 ms`, or what is due of whole answers."""
-    if one.deadline_s is not None:
-        return f"all of an answer within {duration_text(one.deadline_s)}"
-    return f"TTFT {duration_text(one.slo.ttft_s)} and TPOT {duration_text(one.slo.tpot_s)}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from controlplane.perfmodel.profile import HostKv
 from controlplane.placement.policies import PlacementSettings
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
-from tokenfleet.planning.estimate import Estimate
+from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.replicates import Replicates, missed
 from tokenfleet.planning.request import PlanRequest
@@ -143,11 +144,12 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Costed:
-    """The fleet needed on the trace with both targets `scale` times what was asked; None: not possible."""
+    """The fleet needed with both targets `scale` times what was asked, judged `on`; None: not possible."""
 
     scale: float
     slo: Slo
     fleet: Fleet | None
+    on: Literal["resampled traces", "recorded trace"]
 
 
 def baselines(
@@ -236,19 +238,48 @@ def _without_tier(fleet: Fleet) -> Fleet:
 def cost_by_slo(
     replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
 ) -> tuple[Costed, ...]:
-    """The fleet's size as both targets are eased and tightened."""
+    """The fleet's size as both targets are eased and tightened, judged as the answer was.
+
+    Looser targets never take more workers, so each search begins where the one before it ended. Where replays
+    take long all of them are sized on the recorded trace alone, the target that was asked for among them.
+    """
     assert sizing.workers is not None
-    workers = sizing.workers
+    on_trace = replicates.is_slow or sizing.confirmed is None
+    asked = sizing.workers if on_trace else sizing.confirmed
+    assert asked is not None
+    most = 4 * asked + 4
 
-    def one(scale: float) -> Costed:
+    def holds(scale: float, workers: int) -> bool:
+        eased, fresh = replicates.eased(scale, scale), replace(sizing, on_trace={}, fleets={})
+        if not passes_on_trace(eased, question, fresh, workers):
+            return False
+        return on_trace or Trial(eased, question, fresh.fleet(workers), pool).holds()
+
+    def count(scale: float, low: int, high: int) -> int | None:
         eased = replicates.eased(scale, scale)
-        if scale == 1.0:
-            return Costed(scale, eased.slo, sizing.fleet(workers))
         if ceiling(sizing.worker_type.profile, eased.outline, eased) < question.attainment:
-            return Costed(scale, eased.slo, None)
-        return Costed(scale, eased.slo, _fewest(eased, question, sizing, 4 * workers + 4))
+            return None
+        return smallest(lambda n: holds(scale, n), low, low if scale < 1.0 else high, high)
 
-    return tuple(pool.map(one, SLO_SCALES))
+    counts: dict[float, int | None] = {1.0: asked}
+    fewest: int | None = asked
+    for scale in sorted((s for s in SLO_SCALES if s < 1.0), reverse=True):
+        fewest = None if fewest is None else count(scale, fewest, most)
+        counts[scale] = fewest
+    enough = asked
+    for scale in sorted(s for s in SLO_SCALES if s > 1.0):
+        enough = count(scale, sizing.fewest, enough - 1) or enough
+        counts[scale] = enough
+    on: Literal["resampled traces", "recorded trace"] = "recorded trace" if on_trace else "resampled traces"
+    return tuple(
+        Costed(
+            scale,
+            replicates.eased(scale, scale).slo,
+            None if (n := counts[scale]) is None else sizing.fleet(n),
+            on,
+        )
+        for scale in SLO_SCALES
+    )
 
 
 def _fewest(replicates: Replicates, question: PlanRequest, sizing: Sizing, cap: int) -> Fleet | None:

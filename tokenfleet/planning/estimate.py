@@ -46,7 +46,7 @@ SCREENED = 4  # replicates, the hardest known, that a fleet passes before all ar
 class Estimate:
     """Attainment of a fleet: its mean over replicates, and one-sided bounds each held with `confidence`.
 
-    At a confidence well below 0.95 the lower bound may be above a mean that a few bad replicates pull down.
+    `low` is never above `expected`: see `estimate`.
     """
 
     expected: float
@@ -61,7 +61,12 @@ class Estimate:
 def estimate(
     misses: Sequence[int], requests: Sequence[int], confidence: float, showable: float | None = None
 ) -> Estimate:
-    """Bounds from two replicates or more: `misses[i]` of `requests[i]`; none is above `showable`."""
+    """Bounds from two replicates or more: `misses[i]` of `requests[i]`; none is above `showable`.
+
+    The bound is a quantile over replicates, and the mean is below it where a few bad replicates pull it down
+    and the confidence does not count them (below 0.95). Then the lower bound is the mean: a fleet whose mean
+    misses its target does not meet it, however many replicates do.
+    """
     missed, judged = np.asarray(misses, float), np.asarray(requests, float)
     replicates = len(missed)
     share = np.sort(missed / judged)
@@ -77,8 +82,8 @@ def estimate(
         low = min(1.0 - float(np.exp(y.mean() + reach)), 1.0 - float(share[-1]))
         high = max(1.0 - float(np.exp(y.mean() - reach)), 1.0 - float(share[0]))
     showable = most_showable(round(judged.mean()), confidence) if showable is None else showable
-    low = max(min(low, showable), 0.0)
-    return Estimate(expected, low, min(max(high, low), 1.0), confidence, replicates)
+    low = max(min(low, showable, expected), 0.0)
+    return Estimate(expected, low, min(max(high, expected), 1.0), confidence, replicates)
 
 
 def rank(replicates: int, confidence: float) -> int:

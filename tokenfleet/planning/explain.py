@@ -15,9 +15,11 @@ import numpy as np
 
 from controlplane.perfmodel.profile import Profile
 from dataplane.simulated.simulate import Outcome
+from tokenfleet.planning.estimate import rank, replicates_for
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.replicates import Replicates
-from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s
+from tokenfleet.planning.replicates import AS_IT_IS, Replicates
+from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s, meets, smallest
 from tokenfleet.planning.threads import Threads
 from tokenfleet.planning.traffic.draws import time_scale
 
@@ -215,3 +217,52 @@ def failing_rate(replicates: Replicates, fleet: Fleet, target: float) -> float:
             return scale
         scale *= 1.25
     return scale
+
+
+GROWTHS = (1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """The most traffic at which a fleet meets its target, and the least at which it misses; None: not found.
+
+    Both are times the trace's, each in as many resampled traces as the confidence asks for.
+    """
+
+    meets: float
+    misses: float | None
+
+
+def headroom(replicates: Replicates, fleet: Fleet, question: PlanRequest, pool: Threads) -> Headroom:
+    """How much more traffic `fleet` bears, to a step of `GROWTHS`.
+
+    The recorded trace comes first, since it takes one replay a step; no more than it bears is tried in the
+    resampled ones. Of these the hardest so far come first, so that a step that misses takes few of them.
+    """
+    numbers = list(range(1, replicates_for(question.confidence) + 1))
+    may_fail = max(len(numbers) - rank(len(numbers), question.confidence), 0)
+    allowed = replicates.may_miss(question.attainment)
+
+    def met(growth: float, replicate: int) -> bool:
+        return meets(replicates.replay(fleet, replicate, growth=growth, most_missed=allowed), question)
+
+    def holds(step: int) -> bool:
+        failed = 0
+        for first in range(0, len(numbers), pool.count):
+            some = numbers[first : first + pool.count]
+            lost = [
+                i
+                for i, ok in zip(some, pool.map(lambda i: met(GROWTHS[step], i), some), strict=True)
+                if not ok
+            ]
+            failed += len(lost)
+            numbers[:] = lost + [i for i in numbers if i not in lost]
+            if failed > may_fail:
+                return False
+        return True
+
+    on_trace = smallest(lambda step: not met(GROWTHS[step], AS_IT_IS), 0, 0, len(GROWTHS) - 1)
+    most = len(GROWTHS) if on_trace is None else on_trace
+    first = smallest(lambda step: not holds(step), 0, 0, most - 1)
+    miss = most if first is None else first
+    return Headroom(GROWTHS[miss - 1] if miss else 1.0, GROWTHS[miss] if miss < len(GROWTHS) else None)

@@ -77,7 +77,7 @@ def gather(
     profiles = chosen_profiles(request)
     if bias is not None:
         profiles = [with_times(profile, bias.decode, bias.prefill) for profile in profiles]
-    worker_types, price_warnings = priced(profiles, request, today)
+    worker_types, price_warnings = priced(profiles, request)
     trimmed_trace = replace(trace, workload=trimmed(trace, request))
     doctored = doctor_warnings(trimmed_trace)
     workload = in_sessions(trimmed_trace.workload)  # found by lengths that fit what is shared
@@ -95,22 +95,24 @@ def gather(
             " times and more; --window plans a part sooner"
         ]
     slow += without_work(workload, request)
-    ages = old_profiles([t.profile for t in usable], today) if today else []
+    ages = [*old_prices(profiles, request, today), *old_profiles([t.profile for t in usable], today)]
     biased = [bias.says] if bias is not None else []
     biased += what_drafts_do(workload, request)
     if request.precision not in (None, "bf16"):
         biased.append(f"what {request.precision} weights do to the model's answers is not judged here")
     warnings = (
-        *biased, *trace.warnings, *doctored, *length_warnings, *price_warnings, *kv_warnings, *ages, *slow,
+        *biased, *trace.warnings, *doctored, *length_warnings, *price_warnings, *kv_warnings, *slow, *ages,
     )  # fmt: skip
     clock_s = trace.clock_start_s
     if clock_s is not None and clock_s > LATEST_DATE_S:
         clock_s = None  # milliseconds read as seconds: `doctored` says so, and it is no time to schedule by
     if clock_s is not None and request.window is not None:
         clock_s += request.window.value[0]
-    inputs = described(trace.name, workload, warnings)
+    inputs = described(trace.name, workload)
     faster = time_scale(trace.workload, request.rate_scale)
-    inputs = replace(inputs, clock_start_s=clock_s, rate_scale=faster, classes=classes)
+    inputs = replace(
+        inputs, clock_start_s=clock_s, rate_scale=faster, classes=classes, warnings=warnings, ages=tuple(ages)
+    )
     return Gathered(workload, usable, inputs)
 
 
@@ -199,10 +201,8 @@ def _same_model(name: str, stated: str) -> bool:
     return canonical_model(name) == canonical_model(stated)
 
 
-def priced(
-    profiles: Sequence[Profile], request: PlanRequest, today: date | None
-) -> tuple[list[WorkerType], list[str]]:
-    """Types of worker with their prices; a missing or old price is said, never guessed.
+def priced(profiles: Sequence[Profile], request: PlanRequest) -> tuple[list[WorkerType], list[str]]:
+    """Types of worker with their prices, and a warning for each that is missing: none is guessed.
 
     Raises BadInput where there is a budget and a price is not known.
     """
@@ -216,9 +216,6 @@ def priced(
             warnings.append(f"{profile.gpu}: no price known; fleets with it are ranked by GPUs")
             worker_types.append(WorkerType.of(profile))
             continue
-        old = price.age_warning(today) if today else None
-        if old:
-            warnings.append(f"{profile.gpu}: {old}")
         of = f" at {request.provider}" if request.provider else ""
         source = f"{kind.replace('_', ' ')}{of}, {price.date}, {price.source}"
         usd_per_h = price.usd * profile.gpus * scale / profile.workers_per_gpu
@@ -243,8 +240,19 @@ def kv_link(gpu: str, request: PlanRequest) -> KvLink:
     return KvLink((request.kv_gb_per_s or network_gb_per_s(gpu)) * 1e9, latency_s)
 
 
-def old_profiles(profiles: Sequence[Profile], today: date) -> list[str]:
+def old_prices(profiles: Sequence[Profile], request: PlanRequest, today: date | None) -> list[str]:
+    """A warning for each type of GPU whose price is old."""
+    prices, kind = read_prices(request.prices), kind_of(request.spot, request.reserved)
+    of = {gpu: prices.usd_per_gpu_h(gpu, kind, request.provider) for gpu in sorted({p.gpu for p in profiles})}
+    if today is None:
+        return []
+    return [f"{gpu}: {old}" for gpu, price in of.items() if price and (old := price.age_warning(today))]
+
+
+def old_profiles(profiles: Sequence[Profile], today: date | None) -> list[str]:
     """One warning for all the profiles that are old, about the first of them."""
+    if today is None:
+        return []
     old = [warning for profile in profiles if (warning := age_warning(profile, today))]
     more = f" (and {len(old) - 1} more profiles)" if len(old) > 1 else ""
     return [old[0] + more] if old else []
@@ -303,7 +311,7 @@ def within_kv(
     ]
 
 
-def described(name: str, workload: Workload, warnings: Sequence[str]) -> Inputs:
+def described(name: str, workload: Workload, warnings: Sequence[str] = ()) -> Inputs:
     """The record of a workload: its size, its rate, and its rate over time."""
     end_s = float(workload.arrival_s[-1]) if len(workload) else 0.0
     edges = np.linspace(0.0, max(end_s, 1e-9), RATE_POINTS + 1)

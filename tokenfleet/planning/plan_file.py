@@ -1,6 +1,7 @@
-"""The reader of `tokenfleet.plan/1`: a plan's JSON as numbers that have been checked, or one line of refusal.
+"""`tokenfleet.plan/1` as a typed tree: what terminal, report, console and fleets read of a plan.
 
-plan_json.py is the writer.
+plan_json.py fills it. Fields that an older plan lacks are None or empty here. What is no plan is refused in
+one line. The tree is pydantic's, since the HTTP API publishes it as its schema.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ SCHEMA = "tokenfleet.plan/1"
 MAX_FILE_BYTES = 50_000_000
 
 Count = Annotated[int, Field(ge=1, le=100_000)]
+Whole = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Pair = Annotated[list[Number], Field(min_length=2, max_length=2)]
+Said = Annotated[list[str], Field(min_length=2, max_length=2)]  # a topic, and what there is to read about it
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -57,21 +61,51 @@ class Targets(_Part):
 
 
 class Attainment(_Part):
-    """The share of requests within both targets: asked for, expected, and its lower bound."""
+    """The share of requests within both targets: asked for, expected, and its bounds.
+
+    `worlds`: the resampled traces that it was judged by.
+    """
 
     target: Annotated[float, Field(gt=0, lt=1)]
     expected: Number | None = None
     low: Number | None = None
+    high: Number | None = None
     confidence: Number | None = None
+    worlds: Whole = 0
     on_trace: Number | None = None
 
 
+class FleetCost(_Part):
+    """A fleet's groups and totals."""
+
+    fleet: list[FleetPart]
+    workers: Whole
+    gpus: Whole
+    usd_per_hour: Dollars | None = None
+
+
+class RunsOn(_Part):
+    """The share of a class's requests that a worker type serves."""
+
+    worker: str
+    share: Number
+
+
 class PlannedClass(Targets):
-    """A class of requests with targets of its own; `deadline_s`: what its targets keep."""
+    """A class of requests with targets of its own; `deadline_s`: what its targets keep.
+
+    `without`: the cheapest fleet for all others; `alone`: for this class; `binds`: whether it misses first.
+    """
 
     name: Name
     deadline_s: Positive | None = None
     attainment: Attainment
+    requests: Whole | None = None
+    binds: bool = False
+    without: FleetCost | None = None
+    alone: FleetCost | None = None
+    marginal_usd_per_hour: Number | None = None
+    runs_on: list[RunsOn] = []
 
     def whole(self) -> SloClass:
         return SloClass(self.name, Slo(self.ttft_s, self.tpot_s), self.attainment.target, self.deadline_s)
@@ -86,21 +120,36 @@ class Quantiles(_Part):
     mean: Number | None
 
 
-class Line(_Part):
-    """Workers at a rate: `workers_per_rps` x rate + `intercept`, at these mean lengths."""
+class _AnyLine(_Part):
+    """A line through (rate or sessions, workers)."""
 
-    workers_per_rps: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     intercept: Number
+    r2: Number | None = None
+    points: list[Pair] = []
     mean_prompt_tokens: Positive | None = None
     mean_output_tokens: Positive | None = None
 
 
+class Line(_AnyLine):
+    """Workers at a rate: `workers_per_rps` x rate + `intercept`, at these mean lengths."""
+
+    workers_per_rps: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class AgentsLine(_AnyLine):
+    """Workers at a number of concurrent sessions: `workers_per_agent` x sessions + `intercept`."""
+
+    workers_per_agent: Number
+
+
 class Stretch(_Part):
-    """So many workers from `start_s` to `end_s` of the planned workload."""
+    """The workers from `start_s` to `end_s` of the planned workload, and which they are."""
 
     start_s: Seconds
     end_s: Seconds
-    workers: Annotated[int, Field(ge=0)]
+    workers: Whole
+    gpus: Whole | None = None
+    fleet: str | None = None
 
 
 class Paid(_Part):
@@ -108,19 +157,222 @@ class Paid(_Part):
 
     cold_start_s: Seconds
     usd_per_hour: Dollars | None = None
+    worker_hours: Number | None = None
 
 
 class ScheduleDetail(_Part):
-    """The cost of following the schedule; `paid` where a cold start was given."""
+    """The cost of following the schedule; `paid` where a cold start was given; `week`: workers by weekday."""
 
     paid: Paid | None = None
+    attainment: Number | None = None
+    low: Number | None = None
+    saved_share: Number | None = None
+    week: dict[str, list[int]] = {}
 
 
 class Spares(_Part):
     """Workers beyond those that serve, for reclaimed ones."""
 
-    workers: Annotated[int, Field(ge=0)]
+    workers: Whole
     reclaims_per_h: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    availability: Number | None = None
+
+
+class Considered(FleetCost):
+    """A fleet that was considered, and how it does."""
+
+    attainment: Attainment
+    ttft_s: Quantiles | None = None
+    tpot_s: Quantiles | None = None
+    note: str | None = None
+
+
+class PassedOver(_Part):
+    """A worker type that is not feasible, and why."""
+
+    gpu: Name
+    tp_degree: Count
+    ranks: Ranked = ""
+    reason: str
+
+
+class OneFewer(_Part):
+    """One worker less than the answer, and how it fails."""
+
+    workers: Whole
+    attainment: Number | None = None
+    low: Number | None = None
+    on_trace: Number | None = None
+
+
+class BindingDetail(_Part):
+    """The trial that shows the bottleneck: its workers, its traffic, and what each relief gains."""
+
+    workers: Whole
+    rate_scale: Number
+    slo_class: str | None = None
+    relief: dict[str, Number]
+
+
+class Headroom(_Part):
+    """The most traffic that the fleet meets its target at, and the least at which it misses it.
+
+    Both are times the trace's, in as many resampled traces as the confidence asks for; None: not found.
+    """
+
+    meets: Number | None = None
+    misses: Number | None = None
+
+
+class AloneShares(_Part):
+    """Of both targets a share of requests, or seconds."""
+
+    ttft: Number | None = None
+    tpot: Number | None = None
+
+
+class Plateau(_Part):
+    """The worker counts between which attainment hardly differs, and what is missed there."""
+
+    workers: Annotated[list[int], Field(min_length=1)]
+    span: Number
+    missed: Number
+    alone: AloneShares
+    alone_needs_s: AloneShares
+
+
+class Sampling(_Part):
+    """The sample that a long trace was judged by."""
+
+    requests: Whole
+    windows: Whole
+    binding_windows: Whole
+    of_windows: Whole
+    attainment: Number
+    low: Number
+    full_replay: Number | None = None
+    added_workers: Whole = 0
+
+
+class Uncertainty(_Part):
+    """The scatter of attainment from each source alone, its shares of the variance, and the rate's drift."""
+
+    arrivals: Number
+    drift: Number
+    coefficients: Number
+    traffic: str = "steady"
+    of_rate: Number = 0.0
+    shares: dict[str, Number] = {}
+
+
+class Nearest(_Part):
+    """The nearest target that can be met, or only what the trace can show at most."""
+
+    ttft_s: Positive | None = None
+    tpot_s: Positive | None = None
+    session_s: Positive | None = None
+    fleet: list[FleetPart] = []
+    gpus: Whole = 0
+    usd_per_hour: Dollars | None = None
+    attainment: Number | None = None
+    low: Number | None = None
+    looser: Number | None = None
+
+
+class Affinity(_Part):
+    """The best policy that looks at no caches, and what the plan's saves against it on the recorded trace."""
+
+    policy: str
+    workers: Whole
+    saved_workers: int
+    saved_usd_per_hour: Number | None = None
+    prefix_hit_rate: Number | None = None
+
+
+class Grown(_Part):
+    """The fleet under `scale` times the sessions."""
+
+    scale: Number
+    hit_rate: Number
+    attainment: Number
+
+
+class Cliff(_Part):
+    """The growths of sessions that were tried, and those at which hits and target are lost."""
+
+    tried: Annotated[list[Grown], Field(min_length=1)]
+    hits_lost: Number | None = None
+    target_lost: Number | None = None
+
+
+class SessionCost(_Part):
+    """The sessions of the trace on the fleet."""
+
+    sessions: Whole
+    at_once: Whole
+    mean_s: Number
+    usd: Number | None = None
+    within: Number | None = None
+
+
+class Reuse(_Part):
+    """The reuse of prefixes on the fleet."""
+
+    hit_rate: Number
+    low: Number
+    high: Number
+    ideal: Number
+    working_set_tokens: Whole
+    kv_tokens: Whole
+    cliff: Cliff
+    sessions: SessionCost | None = None
+
+
+class HostMemory(_Part):
+    """What KV offload to CPU memory is worth on the recorded trace."""
+
+    gib: Number
+    gb_per_s: Number
+    prefix_hit_rate: Number
+    loaded: Number
+    prefix_hit_rate_without: Number
+    workers: Whole
+    workers_without: Whole | None = None
+    host_usd_per_hour: Number
+    saved_usd_per_hour: Number | None = None
+    tried_up_to: Whole
+
+
+class Counted(_Part):
+    """Attainment at a worker count."""
+
+    workers: Whole
+    on_trace: Number | None = None
+    expected: Number | None = None
+    low: Number | None = None
+    high: Number | None = None
+
+
+class Costed(_Part):
+    """The fleet for targets `scale` times what was asked, and by which traces; none: not possible."""
+
+    scale: Number
+    on: str = "recorded trace"
+    ttft_s: Number
+    tpot_s: Number
+    workers: Whole | None = None
+    gpus: Whole | None = None
+    usd_per_hour: Number | None = None
+
+
+class Curves(_Part):
+    """The data of the plots."""
+
+    rate_rps: list[Pair] = []
+    attainment_by_workers: list[Counted] = []
+    ttft_cdf: list[Pair] = []
+    tpot_cdf: list[Pair] = []
+    cost_by_slo: list[Costed] = []
 
 
 class PlannedLink(_Part):
@@ -144,6 +396,9 @@ class PlannedProfile(_Part):
     date: str
     kv_link: PlannedLink | None = None
     usd_per_gpu_h: Dollars | None = None
+    price: str | None = None
+    engine: str | None = None
+    mean_relative_error: Number | None = None
     profile: dict[str, Any]
 
     def whole(self, where: str = "inputs.profiles") -> Profile:
@@ -160,11 +415,25 @@ def kind_of_worker(part: FleetPart | PlannedProfile) -> str:
     return f"{part.gpu} TP{part.tp_degree} {part.ranks}".strip()
 
 
+class Shown(_Part):
+    """A table as terminal, report and console show it."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
 class PlanInputs(_Part):
     """The inputs of a plan."""
 
+    trace: str = "trace"
+    requests: Whole = 0
+    duration_s: Number = 0.0
     rate_rps: Number | None
     profiles: list[PlannedProfile]
+    warnings: list[str] = []
+    confidence: Number | None = None
+    seed: int | None = None
     clock_start_unix_s: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)] | None = None
     rate_scale: Positive = 1.0
     max_gpus: Count | None = None
@@ -183,7 +452,7 @@ class PlanBrief(_Part):
 
 
 class PlanFile(PlanBrief):
-    """`tokenfleet.plan/1`, as `tokenfleet plan --format json` prints it; rarer fields are not typed."""
+    """`tokenfleet.plan/1`, as `tokenfleet plan --format json` prints it."""
 
     form: Literal["tokenfleet.plan/1"] = Field(alias="schema")
     policy: str
@@ -192,15 +461,34 @@ class PlanFile(PlanBrief):
     engine_mode: Mode | None
     slo: Targets
     classes: list[PlannedClass] = []
+    separate_usd_per_hour: Dollars | None = None
     session_s: Annotated[float, Field(gt=0)] | None = None
     agents: Annotated[int, Field(ge=1)] | None = None
     attainment: Attainment
     ttft_s: Quantiles | None
     tpot_s: Quantiles | None
+    says: list[Said] = []
+    tables: list[Shown] = []
+    binding: str | None = None
+    binding_window_s: Pair | None = None
+    binding_detail: BindingDetail | None = None
+    headroom: Headroom | None = None
+    plateau: Plateau | None = None
+    sampling: Sampling | None = None
+    one_fewer: OneFewer | None = None
+    doubt: Uncertainty | None = None
+    nearest_feasible: Nearest | None = None
     demand_line: Line | None = None
+    agents_line: AgentsLine | None = None
     schedule: list[Stretch] = []
     schedule_detail: ScheduleDetail | None = None
     spares: Spares | None = None
+    alternatives: list[Considered] = []
+    passed_over: list[PassedOver] = []
+    affinity: Affinity | None = None
+    reuse: Reuse | None = None
+    host_kv: HostMemory | None = None
+    curves: Curves = Curves()
     inputs: PlanInputs
 
     _document: dict[str, Any] = PrivateAttr(default_factory=dict)

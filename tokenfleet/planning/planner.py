@@ -42,8 +42,8 @@ from tokenfleet.planning.estimate import (
     too_few,
     verdict_on,
 )
-from tokenfleet.planning.explain import Binding, binding, failing_rate, plateau
-from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.explain import Binding, Headroom, binding, failing_rate, headroom, plateau
+from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.mix import (
     Mixed,
     cheaper_mix,
@@ -64,11 +64,10 @@ from tokenfleet.planning.verified import verified
 
 R = TypeVar("R")
 
-CONFIRMED_KINDS = (
-    4  # the cheapest so many are confirmed in other replicates; dearer ones are sized on the trace
-)
+# The cheapest worker types are confirmed in resampled traces; dearer ones are sized on the recorded trace.
+CONFIRMED_KINDS = 4
 DOUBT_REPLICATES = 6
-_REASONS = 11  # parts of a plan's explanation
+_REASONS = 12  # parts of a plan's explanation
 STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say what binds
 
 
@@ -208,14 +207,14 @@ def _serving(
 ) -> Plan:
     """The plan of the fleet that serves; what spot workers need beyond it comes later."""
     question, worker_types = blank.question, blank.worker_types
-    watch.stage("sizing each kind of worker on the trace", 0.0)
+    watch.stage("sizing each worker type on the recorded trace", 0.0)
     sizings = size_all(replicates, question, worker_types, pool)
     possible = sorted((s for s in sizings if s.workers is not None), key=lambda s: s.cost)
     passed_over = tuple(PassedOver(s.worker_type, s.reason) for s in sizings if s.workers is None)
     blank = replace(blank, passed_over=passed_over)
     if possible and (few := too_few(replicates, question)):
         return _too_short(blank, replicates, few, possible)
-    watch.stage("confirming in worlds that might have been", 0.2)
+    watch.stage("confirming in resampled traces", 0.2)
     _confirm_cheapest(replicates, question, possible, pool, CONFIRMED_KINDS if explained else 1)
     watch.stage("looking for a cheaper mix", 0.45)
     winner = _winner(blank, replicates, possible, pool, parts)
@@ -371,17 +370,18 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
     # Side by side, what takes longest first.
     hit_rates = best.estimate.hit_rates if best.estimate else ()
     reuse = begin(
-        "looking for the cliff of prefix caches",
+        "growing the sessions",
         lambda: reuse_of(replicates, best.fleet, hit_rates, question.attainment, pool),
     )
-    line = begin("fitting the worker line", lambda: demand_line(rough, question, winner, pool))
+    line = begin("fitting the scaling rule", lambda: demand_line(rough, question, winner, pool))
     costed = begin("pricing other targets", lambda: cost_by_slo(rough, question, winner, pool))
     one_fewer = begin("showing that one fewer fails", lambda: _one_fewer(replicates, question, winner, pool))
-    doubt = begin("telling doubts apart", lambda: _doubt(replicates.roughly(), best.fleet, pool))
+    doubt = begin("splitting the uncertainty", lambda: _doubt(replicates.roughly(), best.fleet, pool))
     others = begin("comparing policies", lambda: baselines(rough, question, winner, pool))
-    tier = begin("telling what host memory is worth", lambda: tier_worth(rough, question, winner))
-    bind = begin("finding what binds", lambda: _binding(rough, question, winner, pool))
-    schedule = begin("making the schedule", lambda: _schedule(plan, replicates, winner, pool))
+    tier = begin("valuing KV offload", lambda: tier_worth(rough, question, winner))
+    room = begin("looking for the headroom", lambda: _headroom(rough, question, best.fleet, pool))
+    bind = begin("finding the bottleneck", lambda: _binding(rough, question, winner, pool))
+    schedule = begin("making the scaling schedule", lambda: _schedule(plan, replicates, winner, pool))
     surer = begin("confirming one more", one_more)
     on_trace = begin("replaying the counts around it", around)()
     plan = replace(
@@ -389,6 +389,7 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
         one_fewer=one_fewer(),
         doubt=doubt(),
         binding=bind(),
+        headroom=room(),
         plateau=plateau(
             replicates, winner.worker_type.profile, on_trace, best.fleet.workers, question.attainment
         ),
@@ -426,9 +427,9 @@ def _one_fewer(replicates: Replicates, question: PlanRequest, winner: Sizing, po
     if verdict is None:
         verdict = winner.sure[count] = _verdict(replicates, question, fleet, pool)
     if on_trace < question.attainment:
-        fails = "on the trace as it is, attainment is below the target"
+        fails = "attainment on the recorded trace is below the target"
     elif verdict.expected < question.attainment:
-        fails = "over worlds that might have been, expected attainment is below the target"
+        fails = "averaged over resampled traces, attainment is below the target"
     elif verdict.low < question.attainment:
         fails = f"its lower bound at confidence {question.confidence:g} is below the target"
     else:
@@ -447,6 +448,13 @@ def _binding(replicates: Replicates, question: PlanRequest, winner: Sizing, pool
         return binding(replicates, winner.fleet(enough - 1), pool)
     fleet = winner.fleet(enough)
     return binding(replicates, fleet, pool, failing_rate(replicates, fleet, question.attainment))
+
+
+def _headroom(replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads) -> Headroom | None:
+    """The headroom; None where prefixes are cached, since the search for more sessions tells it there."""
+    if replicates.workload.prefixes is not None:
+        return None
+    return headroom(replicates, fleet, question, pool)
 
 
 def _doubt(replicates: Replicates, fleet: Fleet, pool: Threads) -> Doubt:
@@ -473,7 +481,7 @@ def _others(
         fleet = sizing.answer
         assert fleet is not None
         sure = sizing.sure.get(fleet.workers) if sizing.confirmed else None
-        note = sizing.reason or ("" if sizing.confirmed else "sized on the trace alone")
+        note = sizing.reason or ("" if sizing.confirmed else "sized on the recorded trace alone")
         return _candidate(replicates, fleet, sure, note)
 
     return tuple(sorted(pool.map(one, rest), key=lambda c: (c.estimate is None, c.fleet.cost)))
@@ -527,9 +535,31 @@ def _infeasible(
     watch.stage("looking for the nearest feasible target", 0.5)
     near = nearest_feasible(replicates, plan.question, sizings, pool)
     best = max(sizings, key=lambda s: (s.ceiling, max(s.on_trace.values(), default=0.0)))
-    reason = plan.reason or f"{best.worker_type.name}: {best.reason}"
+    reason = (
+        plan.reason or no_worker_fits(plan.question, sizings) or f"{best.worker_type.name}: {best.reason}"
+    )
     watch.stage("done", 1.0)
     return replace(plan, reason=reason, nearest=near)
+
+
+def no_worker_fits(question: PlanRequest, sizings: Sequence[Sizing]) -> str | None:
+    """That the limits allow no worker, the smallest there is, and the flag to raise; None if one fits."""
+    for sizing in sizings:
+        limit = question.most_workers(sizing.worker_type)
+        if limit is None or limit >= sizing.fewest:
+            return None
+    fewest = [of_one_kind(s.worker_type, max(s.fluid, s.fewest), 0.5) for s in sizings]
+    flag = question.limit_text(sizings[0].worker_type)
+    by_gpus = flag.startswith("--max-gpus")
+    least_fleet = min(fewest, key=lambda fleet: fleet.cost[1:] if by_gpus else fleet.cost[:2])
+    kind = least_fleet.groups[0].worker_type
+    size = f"{kind.gpus} GPUs" if by_gpus else f"${kind.usd_per_h or 0.0:,.2f}/h"
+    cents = math.ceil(100 * (least_fleet.usd_per_hour or 0.0))
+    least = f"{least_fleet.gpus}" if by_gpus else f"{cents / 100:g}"
+    return (
+        f"{flag} allows no worker: the smallest that holds this model is {kind.name} with {size}, and the"
+        f" load needs at least {least_fleet.workers}; set {flag.split()[0]} {least} or more"
+    )
 
 
 def _too_short(plan: Plan, replicates: Replicates, few: TooFew, possible: Sequence[Sizing]) -> Plan:
@@ -539,6 +569,6 @@ def _too_short(plan: Plan, replicates: Replicates, few: TooFew, possible: Sequen
     return replace(
         plan,
         reason=few.reason,
-        alternatives=(_candidate(replicates, fleet, None, "sized on the trace alone"),),
+        alternatives=(_candidate(replicates, fleet, None, "sized on the recorded trace alone"),),
         nearest_attainment=few.showable,
     )

@@ -393,13 +393,22 @@ class PlanRequest:
 
     def most_workers(self, worker_type: WorkerType) -> int | None:
         """The most workers of one type that the limits allow; None without a limit."""
-        caps = []
+        return min(self._caps(worker_type).values(), default=None)
+
+    def limit_text(self, worker_type: WorkerType) -> str:
+        """The limit that allows the fewest workers of a type, as the flag that sets it."""
+        caps = self._caps(worker_type)
+        return min(caps, key=lambda flag: caps[flag])
+
+    def _caps(self, worker_type: WorkerType) -> dict[str, int]:
+        caps = {}
         if self.max_gpus is not None:
-            caps.append(self.max_gpus // worker_type.gpus)
+            caps[f"--max-gpus {self.max_gpus}"] = self.max_gpus // worker_type.gpus
         if self.budget_usd_per_h is not None and worker_type.usd_per_h:
             # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
-            caps.append(int(self.budget_usd_per_h / worker_type.usd_per_h + 1e-9))
-        return min(caps, default=None)
+            most = int(self.budget_usd_per_h / worker_type.usd_per_h + 1e-9)
+            caps[f"--budget-usd-per-h {self.budget_usd_per_h:g}"] = most
+        return caps
 
 
 class Option:

@@ -12,7 +12,7 @@ from controlplane.worker_type import WorkerType
 from tokenfleet.planning.classes import ClassOfPlan
 from tokenfleet.planning.comparisons import Baseline, Costed, DemandLine, Nearest, TierWorth
 from tokenfleet.planning.estimate import Estimate
-from tokenfleet.planning.explain import Binding, Plateau
+from tokenfleet.planning.explain import Binding, Headroom, Plateau
 from tokenfleet.planning.fleet import Fleet, Spares
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.reuse import Reuse
@@ -154,6 +154,7 @@ class Inputs:
     rate_scale: float = 1.0  # so many seconds of the trace pass in one of the workload's
     ideal_hit_rate: float | None = None  # of caches that forget nothing; None where nothing is cached
     classes: tuple[SloClass, ...] = ()  # of the workload, in its order; none where the targets are plain
+    ages: tuple[str, ...] = ()  # those of the warnings that tell how old prices and profiles are
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class Plan:
     nearest: Nearest | None = None
     nearest_attainment: float | None = None
     binding: Binding | None = None
+    headroom: Headroom | None = None
     plateau: Plateau | None = None
     one_fewer: OneFewer | None = None
     doubt: Doubt | None = None

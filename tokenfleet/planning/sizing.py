@@ -159,8 +159,8 @@ def size_on_trace(replicates: Replicates, question: PlanRequest, worker_type: Wo
         if limit is None or limit >= far:
             sizing.reason = f"even {cap} workers {found}"
         else:
-            found = f"which {found}" if limit >= low else f"the load alone needs {low}"
-            sizing.reason = f"the limits allow {limit} workers{',' if limit >= low else ';'} {found}"
+            found = f", which {found}" if limit >= low else f"; the load alone needs {low}"
+            sizing.reason = f"{question.limit_text(worker_type)} allows {limit} workers{found}"
     return sizing
 
 
@@ -344,14 +344,14 @@ def most_agents(
     target, trials = question.attainment, dict[int, Trial]()
 
     def fails_on_trace(agents: int) -> bool:
-        tell(f"{agents:,} agents on the trace")
+        tell(f"{agents:,} agents on the recorded trace")
         outcome = replace(replicates, agents=agents).replay(
             fleet, most_missed=broken_off(replicates, question)
         )
         return not meets(outcome, question)
 
     def fails(agents: int) -> bool:
-        tell(f"{agents:,} agents in worlds that might have been")
+        tell(f"{agents:,} agents in resampled traces")
         trials[agents] = Trial(replace(replicates, agents=agents), question, fleet, pool)
         return not trials[agents].holds()
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from tokenfleet import __version__
 from tokenfleet.portfolio.offers import Kind
 from tokenfleet.portfolio.plan import PortfolioPlan, Row, Use
-from tokenfleet.report.figures import Figure
+from tokenfleet.report.figures import TONES, Axis, Figure, Series
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import share_text, table, usd_text
 from tokenfleet.whatif.pareto import fleet_text
@@ -182,21 +182,16 @@ def portfolio_report(plan: PortfolioPlan) -> str:
 def _over_time(plan: PortfolioPlan) -> Figure:
     unit, per = ("min", 60.0) if plan.edges_s[-1] - plan.edges_s[0] < 4 * 3600 else ("h", 3600.0)
     edges = [round(float(t) / per, 4) for t in plan.edges_s]
-    colors = ("--blue", "--orange", "--good", "--bad", "--soft")
-    data = [
-        {
-            "x": edges,
-            "y": [*map(int, plan.gpus[:, i]), int(plan.gpus[-1, i])],
-            "name": gpu,
-            "stackgroup": "gpus",
-            "line": {"shape": "hv", "width": 1.5, "color": colors[i % len(colors)]},
-        }
+    stacked = plan.gpus.cumsum(axis=1)
+    series = [
+        Series(
+            f"{gpu}, above those below" if i else gpu,
+            "steps",
+            [(t, float(n)) for t, n in zip(edges, [*stacked[:, i], stacked[-1, i]], strict=True)],
+            TONES[i % len(TONES)],
+        )
         for i, gpu in enumerate(plan.gpu_types)
     ]
-    layout = {
-        "xaxis": {"title": {"text": f"time ({unit})"}},
-        "yaxis": {"title": {"text": "GPUs"}, "rangemode": "tozero"},
-    }
     rows = [
         (f"{a:g}", f"{b:g}", *map(str, counts))
         for a, b, counts in zip(edges[:-1], edges[1:], plan.gpus.tolist(), strict=True)
@@ -205,7 +200,9 @@ def _over_time(plan: PortfolioPlan) -> Figure:
         "gpus",
         "GPUs over time",
         "GPUs of each type that all models take together, on their schedules.",
-        {"data": data, "layout": layout},
+        Axis(f"time ({unit})", edges[0], edges[-1]),
+        Axis("GPUs", 0.0, whole=True),
+        series,
         (f"from ({unit})", f"to ({unit})", *plan.gpu_types),
         rows,
         True,

@@ -1,291 +1,212 @@
-"""The report's plots as Plotly specifications (plain dictionaries), each with its caption and its table.
+"""Plots as inline SVG: axes, lines, steps, dots, bars and bands, with a legend and the numbers in a table.
 
-A colour that begins with `--` is one of the page's own, looked up when the plot is drawn; so one
-specification serves light and dark.
+A page that holds them needs no script and no network. Colours are classes of the page's own style sheet, so
+that one drawing serves light and dark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Literal
 
-import numpy as np
+HEIGHT, TOP, BOTTOM, RIGHT = 260.0, 14.0, 44.0, 16.0
+LETTER = 7.0  # width of a letter of an axis's text
+TONES = ("a", "b", "c", "d", "e")
 
-from tokenfleet.planning.comparisons import Costed
-from tokenfleet.planning.result import Latency, Plan
-from tokenfleet.planning.reuse import Reuse
-from tokenfleet.report.tables import cliff_text, share_text, usd_text, workers_text
-from tokenfleet.texts import duration_text
+Kind = Literal["line", "dashed", "steps", "filled steps", "dots", "open dots", "crosses", "bars", "band"]
 
-TAIL = 1e-4  # the smallest share of requests that is drawn
-TAIL_POINTS = 80
 
-Spec = dict[str, Any]
+@dataclass(frozen=True)
+class Axis:
+    """An axis: its name, its range (None: that of the points), and its ticks where they are not found."""
+
+    name: str
+    low: float | None = None
+    high: float | None = None
+    ticks: Sequence[tuple[float, str]] = ()
+    log: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points (x, y), of a band (x, low, high); `labels` stand above bars and are the tips of dots."""
+
+    name: str
+    kind: Kind
+    points: Sequence[tuple[float, ...]]
+    tone: str = "a"
+    labels: Sequence[str] = ()
+    tones: Sequence[str] = ()  # of each bar, where they differ
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One plot: where it goes, what it shows in words, its specification and its numbers as a table."""
+    """One plot: what it shows in words, its axes and series, and its numbers as a table."""
 
     id: str
     title: str
     caption: str
-    spec: Spec
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    columns: tuple[str, ...] = ()
+    rows: Sequence[tuple[str, ...]] = ()
     wide: bool = False
+    marks: Sequence[tuple[Literal["x", "y"], float, str]] = field(default=())
 
 
-def figures(plan: Plan) -> Iterator[Figure]:
-    """The plots that this plan has the numbers for."""
-    yield rate_figure(plan)
-    if plan.best is None:
-        return
-    slo, target = plan.question.slo, plan.question.attainment
-    if len(plan.inputs.classes) < 2:  # others have a target each
-        yield tail_figure("ttft", "Time to first token", plan.best.ttft, slo.ttft_s, target)
-        yield tail_figure("tpot", "Time per output token", plan.best.tpot, slo.tpot_s, target)
-    if plan.on_trace or plan.sure:
-        yield attainment_figure(plan)
-    if plan.reuse is not None:
-        yield cliff_figure(plan.reuse)
-    if plan.costed:
-        yield cost_figure(plan)
+def figure_html(figure: Figure, table: str) -> str:
+    """The figure as HTML; `table` holds its numbers."""
+    wide = ' class="wide"' if figure.wide else ""
+    numbers = f"<details><summary>Numbers</summary>{table}</details>" if figure.rows else ""
+    return (
+        f'<figure{wide} id="{figure.id}"><h2>{escape(figure.title)}</h2>{_legend(figure)}'
+        f'<div class="scroll">{_svg(figure)}</div>'
+        f"<figcaption>{escape(figure.caption)}{numbers}</figcaption></figure>"
+    )
 
 
-def rate_figure(plan: Plan) -> Figure:
-    """Arrivals over time, with the schedule of workers where there is one."""
-    start_s, rate = zip(*plan.inputs.rate_curve, strict=True)
-    unit, per = ("min", 60.0) if plan.inputs.duration_s < 4 * 3600 else ("h", 3600.0)
-    data: list[Spec] = [
-        {
-            "x": [round(t / per, 4) for t in start_s],
-            "y": [float(f"{r:.4g}") for r in rate],
-            "name": "requests a second",
-            "line": {"color": "--blue", "width": 1.5, "shape": "hv"},
-            "fill": "tozeroy",
-            "fillcolor": "--band",
-        }
+def _legend(figure: Figure) -> str:
+    named = [one for one in figure.series if one.name]
+    if len(named) < 2:
+        return ""
+    items = "".join(f"<li>{_swatch(one)} {escape(one.name)}</li>" for one in named)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _swatch(one: Series) -> str:
+    shape = f'<path class="line {one.tone}{" dash" if one.kind == "dashed" else ""}" d="M1 6H21"/>'
+    if one.kind in ("band", "bars"):
+        shape = f'<rect class="{_shape(one.kind)} {one.tone}" width="22" height="12"/>'
+    elif one.kind in ("dots", "open dots"):
+        shape = f'<circle class="{_shape(one.kind)} {one.tone}" cx="11" cy="6" r="4"/>'
+    return f'<svg width="22" height="12" aria-hidden="true">{shape}</svg>'
+
+
+def _shape(kind: Kind) -> str:
+    return {"open dots": "open", "dots": "dot", "bars": "bar"}.get(kind, kind)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From values to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+
+    def __call__(self, value: float) -> float:
+        low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
+        at = math.log10(max(value, self.low)) if self.log else value
+        return self.start + (at - low) / ((high - low) or 1.0) * (self.end - self.start)
+
+    def ticks(self, most: int, whole: bool) -> list[tuple[float, str]]:
+        """At most so many round values within the range; on a logarithmic axis the powers of ten."""
+        if self.log:
+            powers = range(
+                math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1
+            )
+            return [(10.0**power, f"{10.0**power:g}") for power in powers]
+        rough = (self.high - self.low) / most or 1.0
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough - 1e-12)
+        step = max(step, 1.0) if whole else step
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [(i * step, f"{i * step:.6g}") for i in range(first, last + 1)]
+
+
+def _range(axis: Axis, values: Sequence[float], marks: Sequence[float]) -> tuple[float, float]:
+    seen = [*values, *marks]
+    low = min(seen) if axis.low is None else axis.low
+    high = max(seen) * (1.0 if axis.log else 1.06) if axis.high is None else axis.high
+    return (low, high) if high > low else (low, low + 1.0)
+
+
+def _svg(figure: Figure) -> str:
+    width = 960.0 if figure.wide else 500.0
+    x, y = figure.x, figure.y
+    xs = [point[0] for one in figure.series for point in one.points]
+    ys = [v for one in figure.series for point in one.points for v in point[1:]]
+    marks_x, marks_y = ([at for axis, at, _ in figure.marks if axis == which] for which in "xy")
+    if not xs:
+        return ""
+    up = _Scale(*_range(y, ys, marks_y), HEIGHT - BOTTOM, TOP, y.log)
+    ticks_y = list(y.ticks) or up.ticks(5, y.whole)
+    left = max((len(text) for _, text in ticks_y), default=2) * LETTER + 30.0
+    across = _Scale(*_range(x, xs, marks_x), left, width - RIGHT, x.log)
+    widest = max((len(text) for _, text in x.ticks), default=6) * LETTER + 14.0
+    ticks_x = list(x.ticks) or across.ticks(max(int((width - left) / widest), 2), x.whole)
+    floor = HEIGHT - BOTTOM
+    parts = [
+        *(f'<path class="grid" d="M{left:g} {up(v):.1f}H{width - RIGHT:g}"/>' for v, _ in ticks_y),
+        *(_text(left - 8, up(v) + 4, text, "end") for v, text in ticks_y),
+        *(f'<path class="grid" d="M{across(v):.1f} {floor:g}v5"/>' for v, _ in ticks_x),
+        *(_text(across(v), floor + 18, text) for v, text in ticks_x),
+        _text((left + width) / 2, HEIGHT - 6, x.name),
+        f'<text class="axis" transform="translate(13 {(TOP + floor) / 2:g}) rotate(-90)">',
+        f"{escape(y.name)}</text>",
+        *(_drawn(one, across, up) for one in figure.series),
+        *(_mark(axis, at, text, across, up, left, width) for axis, at, text in figure.marks),
     ]
-    layout: Spec = {
-        "xaxis": {"title": {"text": f"time ({unit})"}},
-        "yaxis": {"title": {"text": "requests a second"}, "rangemode": "tozero"},
-    }
-    rows: list[tuple[str, ...]] = []
-    caption = "Requests a second over the trace."
-    if plan.schedule is not None and plan.best is not None:
-        stretches = plan.schedule.stretches
-        x = [t / per for s in stretches for t in (s.start_s, s.end_s)]
-        y = [s.workers for s in stretches for _ in range(2)]
-        data.append(
-            {
-                "x": x,
-                "y": y,
-                "name": "workers",
-                "yaxis": "y2",
-                "line": {"color": "--orange", "width": 3},
-                "mode": "lines",
-            }
+    label = escape(f"{figure.title}: {figure.caption}")
+    return f'<svg viewBox="0 0 {width:g} {HEIGHT:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _mark(axis: str, at: float, text: str, across: _Scale, up: _Scale, left: float, width: float) -> str:
+    if axis == "y":
+        line = f'<path class="mark" d="M{left:g} {up(at):.1f}H{width - RIGHT:g}"/>'
+        return line + _text(width - RIGHT, up(at) + (15 if up(at) < TOP + 16 else -5), text, "end")
+    right = across(at) < width - RIGHT - len(text) * LETTER - 8
+    line = f'<path class="mark" d="M{across(at):.1f} {TOP:g}V{HEIGHT - BOTTOM:g}"/>'
+    return line + _text(across(at) + (6 if right else -6), TOP + 10, text, "start" if right else "end")
+
+
+def _drawn(one: Series, across: _Scale, up: _Scale) -> str:
+    if not one.points:
+        return ""
+    at = [(across(x), *(up(v) for v in values)) for x, *values in one.points]
+    floor = up(max(up.low, 0.0))
+    if one.kind == "bars":
+        wide = min(0.6 * (across.end - across.start) / max(len(at), 1), 60.0)
+        tones = one.tones or [one.tone] * len(at)
+        labels = one.labels or [""] * len(at)
+        return "".join(
+            f'<rect class="bar {tone}" x="{x - wide / 2:.1f}" y="{y:.1f}" width="{wide:.1f}"'
+            f' height="{max(floor - y, 0.0):.1f}"/>{_text(x, y - 5, label)}'
+            for (x, y), tone, label in zip(at, tones, labels, strict=True)
         )
-        layout["yaxis2"] = {
-            "title": {"text": "workers"},
-            "overlaying": "y",
-            "side": "right",
-            "range": [0, max(y) * 1.15],
-            "showgrid": False,
-            "tickformat": "d",
-            "dtick": max(1, max(y) // 5),
-        }
-        rows = [(f"{s.start_s:.0f}", f"{s.end_s:.0f}", str(s.workers)) for s in stretches]
-        caption += " The orange line is the fewest workers for each stretch"
-        saved = plan.schedule.saved_share
-        caption += (
-            f"; it saves {share_text(saved)} of the constant fleet's worker-hours." if saved > 0 else "."
-        )
-    return Figure(
-        "rate",
-        "Load and schedule",
-        caption,
-        {"data": data, "layout": layout},
-        ("from (s)", "to (s)", "workers"),
-        rows,
-        True,
+    if one.kind in ("dots", "open dots", "crosses"):
+        return "".join(_dot(one, i, x, y) for i, (x, y) in enumerate(at))
+    if one.kind == "band":
+        if len(at) == 1:
+            x, low, high = at[0]
+            ends = f"M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"
+            return f'<path class="line {one.tone}" d="{ends}"/>'
+        edge = [f"{x:.1f} {high:.1f}" for x, _, high in at] + [f"{x:.1f} {low:.1f}" for x, low, _ in at[::-1]]
+        return f'<path class="band {one.tone}" d="M{"L".join(edge)}Z"/>'
+    steps = one.kind in ("steps", "filled steps")
+    path = f"M{at[0][0]:.1f} {at[0][1]:.1f}" + "".join(
+        f"H{x:.1f}V{y:.1f}" if steps else f"L{x:.1f} {y:.1f}" for x, y in at[1:]
     )
+    fill = ""
+    if one.kind == "filled steps":
+        fill = f'<path class="band {one.tone}" d="{path}V{floor:.1f}H{at[0][0]:.1f}Z"/>'
+    dash = " dash" if one.kind == "dashed" else ""
+    return f'{fill}<path class="line {one.tone}{dash}" d="{path}"/>'
 
 
-def tail_figure(id_: str, title: str, latency: Latency, slo_s: float, target: float) -> Figure:
-    """Share of requests slower than x, on a logarithmic scale: the tail is where targets are missed."""
-    shares = np.geomspace(1.0, TAIL, TAIL_POINTS)
-    x = [latency.at(1.0 - float(s)) for s in shares]
-    data: list[Spec] = [
-        {
-            "x": [float(f"{v:.5g}") for v in x],
-            "y": [float(f"{s * 100:.4g}") for s in shares],
-            "name": "requests slower than x",
-            "line": {"color": "--blue", "width": 2.5},
-        },
-        {
-            "x": [slo_s, slo_s],
-            "y": [100.0, TAIL * 100],
-            "name": f"target {duration_text(slo_s)}",
-            "mode": "lines",
-            "line": {"color": "--orange", "width": 2, "dash": "dash"},
-        },
-    ]
-    layout: Spec = {
-        "xaxis": {"title": {"text": "seconds"}, "range": [0, 1.08 * max(slo_s, *x)]},
-        "yaxis": {
-            "title": {"text": "slower than x (%)"},
-            "type": "log",
-            "range": [np.log10(TAIL * 100), 2],
-            "tickvals": [100, 10, 1, 0.1, 0.01],
-            "ticktext": ["100", "10", "1", "0.1", "0.01"],
-        },
-    }
-    late = float(np.mean(latency.sorted_s > slo_s)) if len(latency.sorted_s) else 0.0
-    caption = (
-        f"On the trace as it is {share_text(late)} of the requests are slower than the target;"
-        f" both targets together may miss {share_text(1.0 - target)}."
-    )
-    rows = [(f"p{q * 100:g}", duration_text(latency.at(q))) for q in (0.5, 0.9, 0.95, 0.99, 0.999)]
-    return Figure(id_, title, caption, {"data": data, "layout": layout}, ("quantile", "latency"), rows)
-
-
-def attainment_figure(plan: Plan) -> Figure:
-    """Attainment against workers: on the trace, and the band of what other replicates would give."""
-    target = plan.question.attainment
-    workers = sorted({*plan.sure, *plan.on_trace})
-    lowest = min([e.low for e in plan.sure.values()] + list(plan.on_trace.values()))
-    floor = max(lowest, 1.0 - 12.0 * (1.0 - target))
-    layout: Spec = {
-        "xaxis": {"title": {"text": "workers"}, "tickformat": "d", "dtick": max(1, len(workers) // 8)},
-        "yaxis": {"title": {"text": "attainment (%)"}, "range": [floor * 100, 100.0 + (1.0 - floor) * 4]},
-    }
-    ends = [workers[0], workers[-1]]
-    data = [
-        *_attainment_lines(plan),
-        _line(ends, [target, target], "target", color="--orange", width=2, dash="dash"),
-    ]
-    caption = (
-        f"The answer is the smallest count whose lower bound, at confidence {plan.question.confidence:g},"
-        " reaches the target. Dotted: the trace as it is."
-    )
-    return Figure(
-        "attainment",
-        "Attainment against workers",
-        caption,
-        {"data": data, "layout": layout},
-        ("workers", "trace", "expected", "bounds"),
-        [_attainment_row(plan, n) for n in workers],
-    )
-
-
-def _attainment_lines(plan: Plan) -> list[Spec]:
-    sure, banded, counts = plan.sure, sorted(plan.sure), sorted(plan.on_trace)
-    lines: list[Spec] = []
-    if banded:
-        high, low = [sure[n].high for n in banded], [sure[n].low for n in banded]
-        expected = [sure[n].expected for n in banded]
-        band: Spec = {"color": "--band", "width": 0}
-        lines += [
-            _line(banded, high, "high", **band, showlegend=False),
-            _line(banded, low, "bounds", **band, fill="tonexty", fillcolor="--band"),
-            _line(banded, expected, "expected", color="--blue", width=2.5, mode="lines+markers"),
-        ]
-    shares = [plan.on_trace[n] for n in counts]
-    dotted: Spec = {"color": "--soft", "width": 1.5, "mode": "lines+markers", "dash": "dot"}
-    return [*lines, _line(counts, shares, "trace", **dotted)]
-
-
-def _attainment_row(plan: Plan, workers: int) -> tuple[str, ...]:
-    on_trace = share_text(plan.on_trace[workers]) if workers in plan.on_trace else "-"
-    sure = plan.sure.get(workers)
-    if sure is None:
-        return (str(workers), on_trace, "-", "-")
-    bounds = f"{share_text(sure.low)} to {share_text(sure.high)}"
-    return (str(workers), on_trace, share_text(sure.expected), bounds)
-
-
-def cliff_figure(reuse: Reuse) -> Figure:
-    """Hits and attainment of the fleet as sessions grow."""
-    tried = reuse.cliff.tried
-    scales = [round(g.scale, 3) for g in tried]
-    data = [
-        _line(scales, [g.attainment for g in tried], "within both targets", color="--blue", width=3.0),
-        _line(scales, [g.hit_rate for g in tried], "prefix hits", color="--orange", width=3.0),
-    ]
-    layout: Spec = {
-        "xaxis": {"title": {"text": "times the trace's sessions"}},
-        "yaxis": {"title": {"text": "%"}, "range": [0, 101]},
-    }
-    return Figure(
-        "cliff",
-        "More sessions on this fleet",
-        f"{cliff_text(reuse)[:1].upper()}{cliff_text(reuse)[1:]}.",
-        {"data": data, "layout": layout},
-        ("sessions", "prefix hits", "within both targets"),
-        [(f"x {g.scale:.3g}", share_text(g.hit_rate), share_text(g.attainment)) for g in tried],
-    )
-
-
-def cost_figure(plan: Plan) -> Figure:
-    """The fleet's cost as both targets are tightened or eased."""
-    possible = [(c, c.fleet) for c in plan.costed if c.fleet is not None]
-    priced = all(fleet.usd_per_hour is not None for _, fleet in possible)
-    unit = "USD an hour" if priced else "GPUs"
-    label = {c.scale: f"{duration_text(c.slo.ttft_s)}<br>{duration_text(c.slo.tpot_s)}" for c in plan.costed}
-    data: list[Spec] = [
-        {
-            "type": "bar",
-            "x": [label[c.scale] for c, _ in possible],
-            "y": [round(f.usd_per_hour or 0.0, 2) if priced else f.gpus for _, f in possible],
-            "text": [workers_text(f.workers) for _, f in possible],
-            "textposition": "outside",
-            "textangle": 0,
-            "cliponaxis": False,
-            "marker": {"color": ["--orange" if c.scale == 1.0 else "--blue" for c, _ in possible]},
-            "name": unit,
-        }
-    ]
-    layout: Spec = {
-        "xaxis": {"title": {"text": "TTFT and TPOT targets"}, "type": "category"},
-        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "showlegend": False,
-    }
-    caption = "Fleets of the same kind, sized on the trace as it is; orange is what was asked."
-    return Figure(
-        "cost",
-        "Cost against the targets",
-        caption,
-        {"data": data, "layout": layout},
-        ("TTFT", "TPOT", "fleet", "cost"),
-        [_cost_row(costed) for costed in plan.costed],
-    )
-
-
-def _cost_row(costed: Costed) -> tuple[str, ...]:
-    targets = (duration_text(costed.slo.ttft_s), duration_text(costed.slo.tpot_s))
-    if costed.fleet is None:
-        return (*targets, "not possible", "-")
-    return (*targets, costed.fleet.label, usd_text(costed.fleet.usd_per_hour))
-
-
-def _line(
-    x: Sequence[float],
-    share: Sequence[float],
-    name: str,
-    *,
-    color: str,
-    width: float,
-    dash: str = "solid",
-    **more: Any,
-) -> Spec:
-    y = [float(f"{s * 100:.6g}") for s in share]
-    return {
-        "x": list(x),
-        "y": y,
-        "name": name,
-        "mode": "lines",
-        "line": {"color": color, "width": width, "dash": dash},
-    } | more
+def _dot(one: Series, i: int, x: float, y: float) -> str:
+    title = f"<title>{escape(one.labels[i])}</title>" if one.labels else ""
+    if one.kind == "crosses":
+        return f'<path class="line {one.tone}" d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8">{title}</path>'
+    return f'<circle class="{_shape(one.kind)} {one.tone}" cx="{x:.1f}" cy="{y:.1f}" r="4.5">{title}</circle>'

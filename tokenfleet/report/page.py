@@ -1,49 +1,44 @@
-"""A plan as one self-contained HTML file: text, tables, plots, and Plotly inside.
+"""A plan as one self-contained HTML file: its lines, its plots and its tables.
 
-It is readable on a phone, in light and dark, and without scripts: every plot's numbers stand in a table too.
+It is readable on a phone, in light and dark, and without scripts.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 
-from controlplane.worker_type import WorkerType
 from tokenfleet import __version__
-from tokenfleet.planning.result import Candidate, Plan
-from tokenfleet.report.figures import Figure, figures
-from tokenfleet.report.tables import (
-    CLASS_COLUMNS,
-    baseline_counts,
-    class_rows,
-    expected_text,
-    facts,
-    gpus_text,
+from tokenfleet.planning.plan_file import PlanFile, PlannedProfile
+from tokenfleet.report.answer import (
+    GUIDE,
+    OPENS,
+    cliff_text,
+    gpus_of,
     headline,
-    least_text,
-    session_text,
-    target_text,
-    usd_text,
 )
+from tokenfleet.report.figures import Axis, Figure, Series, figure_html
+from tokenfleet.report.tables import asked_text, kind_text, share_text, usd_text, workers_text
+from tokenfleet.texts import duration_text
 
 PAGE = Path(__file__).with_name("report_page.html")
+LEAST_LATE = 1e-4  # the smallest share of requests that is drawn
 
 
-def plan_report(plan: Plan) -> str:
+def plan_report(plan: PlanFile) -> str:
     """The report's HTML text."""
-    asked = f"{target_text(plan)}{session_text(plan.question)}"
     return page(
         f"Tokenfleet plan: {plan.inputs.trace}",
         headline(plan),
-        f"{plan.inputs.requests:,} requests: {asked}.",
-        f"{_tiles(plan)}\n{_facts(plan)}",
-        list(figures(plan)),
+        "",
+        _lines(plan),
+        list(plan_figures(plan)),
         _tables(plan),
-        f"Made by tokenfleet {__version__}, seed {plan.question.seed}. Latencies come from simulation"
-        " with the profiles named above, not from a running fleet.",
+        f"Made by tokenfleet {__version__}, seed {plan.inputs.seed}, placement policy {plan.policy}."
+        " Latencies come from simulation with these profiles, not from a running fleet. Every line and plot"
+        f" is explained in {GUIDE}.",
     )
 
 
@@ -57,98 +52,45 @@ def page(
     footer: str,
 ) -> str:
     """A whole page; `opening` and `tables` are HTML, the rest is plain text."""
-    from plotly.offline import get_plotlyjs
-
     return Template(PAGE.read_text(encoding="utf-8")).substitute(
         title=escape(title),
         headline=escape(subtitle),
         subline=escape(subline),
         opening=opening,
-        figures="\n".join(_figure(figure) for figure in drawn),
+        figures="\n".join(figure_html(figure, _table(figure.columns, figure.rows)) for figure in drawn),
         tables="\n".join(tables),
         footer=escape(footer),
-        plotly=get_plotlyjs(),
-        # A "</script>" in a trace's name must not end the script it stands in.
-        specs=json.dumps({f.id: f.spec for f in drawn}).replace("<", "\\u003c"),
     )
 
 
-def _tiles(plan: Plan) -> str:
-    best = plan.best
-    if best is None:
-        return ""
-    tiles = [
-        ("workers", str(best.fleet.workers)),
-        ("GPUs", str(best.fleet.gpus)),
-        ("cost", usd_text(best.fleet.usd_per_hour)),
-        ("expected attainment", expected_text(best)),
-        (f"at least, at confidence {plan.question.confidence:g}", least_text(best)),
-    ]
-    items = "".join(
-        f"<li><b>{escape(value)}</b> <span class=soft>{escape(name)}</span></li>" for name, value in tiles
-    )
-    return f'<ul class="tiles">{items}</ul>'
+def _lines(plan: PlanFile) -> str:
+    """The answer's lines, in the blocks that the terminal has."""
+    blocks: list[list[str]] = [[]]
+    for topic, text in plan.says[1:]:
+        if topic in OPENS and blocks[-1]:
+            blocks.append([])
+        blocks[-1].append(f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>")
+    return "\n".join(f"<section><dl>{''.join(rows)}</dl></section>" for rows in blocks)
 
 
-def _facts(plan: Plan) -> str:
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts(plan))
-    tone = "good" if plan.feasible else "bad"
-    text = "Why this fleet" if plan.feasible else "Why no fleet"
-    return f'<section><h2 class="{tone}">{text}</h2><dl>{rows}</dl></section>'
-
-
-def _figure(figure: Figure) -> str:
-    wide = ' class="wide"' if figure.wide else ""
-    table = ""
-    if figure.rows:
-        table = f"<details><summary>Numbers</summary>{_table(figure.columns, figure.rows)}</details>"
-    text = escape(f"{figure.title}: {figure.caption}")
-    return (
-        f"<figure{wide}><h2>{escape(figure.title)}</h2>"
-        f'<div class="plot" id="{figure.id}" role="img" aria-label="{text}"></div>'
-        f"<figcaption>{escape(figure.caption)}{table}</figcaption></figure>"
-    )
-
-
-def _tables(plan: Plan) -> Iterable[str]:
-    if plan.classes:
-        yield section("Classes", CLASS_COLUMNS, list(class_rows(plan)))
-    if plan.alternatives:
-        columns = ("fleet", "GPUs", "cost", "expected", "at least", "")
-        yield section("Alternatives", columns, [_alternative(c) for c in plan.alternatives])
-    if plan.baselines and plan.best:
-        enough = [n for n, share in plan.on_trace.items() if share >= plan.question.attainment]
-        policies = [(plan.question.policy, str(min(enough))), *baseline_counts(plan)]
-        yield section("Policies on the trace as it is", ("policy", "workers"), policies)
-    if plan.passed_over:
-        passed = [(p.worker_type.name, p.reason) for p in plan.passed_over]
-        yield section("Passed over", ("worker", "why"), passed)
-    yield section(
-        "What this rests on",
-        ("worker", "profile", "of", "mean error", "price of a GPU-hour"),
-        [_basis(worker_type) for worker_type in plan.worker_types],
-    )
+def _tables(plan: PlanFile) -> Iterator[str]:
+    yield from (section(shown.title, shown.columns, shown.rows) for shown in plan.tables)
+    columns = ("worker type", "profile", "date", "mean error", "price of a GPU-hour")
+    yield section("Profiles and prices", columns, [_basis(plan, one) for one in plan.inputs.profiles])
     if plan.inputs.warnings:
         lines = "".join(f"<li>{escape(w)}</li>" for w in plan.inputs.warnings)
         yield f"<section><h2>Warnings</h2><ul>{lines}</ul></section>"
 
 
-def _alternative(candidate: Candidate) -> tuple[str, ...]:
-    fleet = candidate.fleet
-    cost = usd_text(fleet.usd_per_hour)
-    shares = (expected_text(candidate), least_text(candidate))
-    return (fleet.label, gpus_text(fleet.gpus), cost, *shares, candidate.note)
-
-
-def _basis(worker_type: WorkerType) -> tuple[str, ...]:
-    """A type of worker, its profile and its price."""
-    source, usd = worker_type.profile.source, worker_type.usd_per_gpu_h
+def _basis(plan: PlanFile, one: PlannedProfile) -> tuple[str, ...]:
+    """A worker type, its profile and its price."""
+    error, usd = one.mean_relative_error, one.usd_per_gpu_h
     return (
-        worker_type.name,
-        f"{source.kind}: {source.what}",
-        str(source.date),
-        f"{worker_type.profile.residuals.mean_relative:.1%}",
-        "not known" if usd is None else f"${usd:.2f} ({worker_type.priced})",
+        kind_text(one, gpus_of(plan)),
+        f"{'predicted' if one.kind == 'composed' else one.kind}, {one.engine or 'engine not known'}",
+        one.date,
+        "-" if error is None else f"{error:.1%}",
+        "not known" if usd is None else f"${usd:.2f} ({one.price})",
     )
 
 
@@ -162,3 +104,174 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="scroll" tabindex="0">{table}</div>'
+
+
+def plan_figures(plan: PlanFile) -> Iterator[Figure]:
+    """The plots that this plan has the numbers for."""
+    curves, target = plan.curves, plan.attainment.target
+    if len(curves.rate_rps) > 1:
+        yield _load(plan)
+    if len({s.workers for s in plan.schedule}) > 1:
+        yield _schedule(plan)
+    if len(plan.classes) < 2:  # others have a target each
+        if curves.ttft_cdf:
+            yield _tail("ttft", "Time to first token", curves.ttft_cdf, plan.slo.ttft_s, target)
+        if curves.tpot_cdf:
+            yield _tail("tpot", "Time per output token", curves.tpot_cdf, plan.slo.tpot_s, target)
+    if curves.attainment_by_workers:
+        yield _by_workers(plan)
+    if plan.reuse is not None:
+        yield _more_sessions(plan)
+    if any(one.workers for one in curves.cost_by_slo):
+        yield _by_target(plan)
+
+
+def _time(plan: PlanFile) -> tuple[str, float]:
+    return ("min", 60.0) if plan.inputs.duration_s < 4 * 3600 else ("h", 3600.0)
+
+
+def _load(plan: PlanFile) -> Figure:
+    unit, per = _time(plan)
+    points = [(t / per, rate) for t, rate in plan.curves.rate_rps]
+    series = Series("", "filled steps", [*points, (plan.inputs.duration_s / per, points[-1][1])])
+    window = plan.binding_window_s
+    return Figure(
+        "rate",
+        "Load",
+        f"Requests a second over the trace, {plan.inputs.rate_rps or 0.0:.3g} on average.",
+        Axis(f"time ({unit})", 0.0, plan.inputs.duration_s / per or 1.0),
+        Axis("req/s", 0.0),
+        [series],
+        wide=True,
+        marks=[] if window is None else [("x", window[0] / per, "bottleneck worst here")],
+    )
+
+
+def _schedule(plan: PlanFile) -> Figure:
+    unit, per = _time(plan)
+    steps = [(s.start_s / per, float(s.workers)) for s in plan.schedule]
+    last = plan.schedule[-1]
+    saved = plan.schedule_detail.saved_share if plan.schedule_detail else None
+    saves = f" It saves {share_text(saved)} of the constant fleet's worker-hours." if saved else ""
+    return Figure(
+        "schedule",
+        "Scaling schedule",
+        f"The fewest workers of each interval.{saves}",
+        Axis(f"time ({unit})", 0.0, last.end_s / per),
+        Axis("workers", 0.0, whole=True),
+        [Series("", "steps", [*steps, (last.end_s / per, float(last.workers))], "b")],
+        wide=True,
+    )
+
+
+def _tail(id_: str, title: str, cdf: Sequence[Sequence[float]], limit_s: float, target: float) -> Figure:
+    """The share of requests slower than x, on a logarithmic scale: the tail is where targets are missed."""
+    late = [(s, max(1.0 - share, LEAST_LATE) * 100) for s, share in cdf]
+    missed = next((1.0 - share for s, share in reversed(cdf) if s <= limit_s), 1.0)
+    at = {round(share, 4): s for s, share in cdf}
+    return Figure(
+        id_,
+        title,
+        f"On the recorded trace {share_text(max(missed, 0.0))} of requests are slower than the limit."
+        f" Together both limits may miss {asked_text(1.0 - target)}.",
+        Axis("seconds", 0.0, 1.08 * max(limit_s, cdf[-1][0])),
+        Axis("slower than x (%)", 100 * LEAST_LATE, 100.0, log=True),
+        [Series("requests slower than x", "line", late)],
+        ("quantile", "latency"),
+        [(f"p{share * 100:g}", duration_text(s)) for share, s in at.items() if share >= 0.5],
+        marks=[("x", limit_s, f"limit {duration_text(limit_s)}")],
+    )
+
+
+def _by_workers(plan: PlanFile) -> Figure:
+    rows, target = plan.curves.attainment_by_workers, plan.attainment.target
+    shown = [v for r in rows for v in (r.low, r.on_trace) if v is not None]
+    floor = max(min([*shown, target]), 1.0 - 12.0 * (1.0 - target))
+    low, high = rows[0].workers - 0.5, rows[-1].workers + 0.5
+    judged = [r for r in rows if r.low is not None and r.high is not None and r.expected is not None]
+    inside = max(floor, 0.0) * 100
+    band = [(float(r.workers), max(100 * (r.low or 0.0), inside), 100 * (r.high or 0.0)) for r in judged]
+    sure = plan.attainment.confidence
+    series = [
+        Series(f"bounds at {asked_text(sure)} confidence" if sure else "bounds", "band", band),
+        Series("expected", "dots", [(float(r.workers), 100 * (r.expected or 0.0)) for r in judged]),
+        Series(
+            "recorded trace",
+            "open dots",
+            [(float(r.workers), 100 * r.on_trace) for r in rows if r.on_trace is not None],
+            "c",
+        ),
+    ]
+    return Figure(
+        "attainment",
+        "SLO attainment by workers",
+        "The answer is the smallest count whose lower bound reaches the target.",
+        Axis("workers", low, high, whole=True),
+        Axis("attainment (%)", inside, 100.0 + (1.0 - floor) * 4),
+        [Series(s.name, s.kind, [p for p in s.points if p[-1] >= inside], s.tone) for s in series],
+        ("workers", "expected", "lower bound", "upper bound", "recorded trace"),
+        [
+            (
+                str(r.workers),
+                *("-" if v is None else share_text(v) for v in (r.expected, r.low, r.high, r.on_trace)),
+            )
+            for r in rows
+        ],
+        marks=[("y", 100 * target, f"target {asked_text(target)}")],
+    )
+
+
+def _more_sessions(plan: PlanFile) -> Figure:
+    assert plan.reuse is not None
+    tried, text = plan.reuse.cliff.tried, cliff_text(plan.reuse)
+    return Figure(
+        "cliff",
+        "More sessions on this fleet",
+        f"{text[:1].upper()}{text[1:]}.",
+        Axis("times the trace's sessions"),
+        Axis("%", 0.0, 101.0),
+        [
+            Series("SLO attainment", "line", [(g.scale, 100 * g.attainment) for g in tried]),
+            Series("prefix hit rate", "line", [(g.scale, 100 * g.hit_rate) for g in tried], "b"),
+        ],
+        ("sessions", "prefix hit rate", "SLO attainment"),
+        [(f"x {g.scale:.3g}", share_text(g.hit_rate), share_text(g.attainment)) for g in tried],
+    )
+
+
+def _by_target(plan: PlanFile) -> Figure:
+    rows = plan.curves.cost_by_slo
+    possible = [(i, r) for i, r in enumerate(rows) if r.workers is not None]
+    priced = all(r.usd_per_hour is not None for _, r in possible)
+    limits = [f"{duration_text(r.ttft_s)}, {duration_text(r.tpot_s)}" for r in rows]
+    on = (
+        "judged like the recommended fleet"
+        if rows[0].on == "resampled traces"
+        else "sized on the recorded trace alone"
+    )
+    return Figure(
+        "cost",
+        "Cost by target",
+        f"Fleets of the same worker types, {on}. The other colour marks the limits that were asked for.",
+        Axis(
+            "TTFT and TPOT limits", -0.5, len(rows) - 0.5, [(float(i), text) for i, text in enumerate(limits)]
+        ),
+        Axis("$/h" if priced else "GPUs", 0.0),
+        [
+            Series(
+                "",
+                "bars",
+                [(float(i), float((r.usd_per_hour if priced else r.gpus) or 0.0)) for i, r in possible],
+                labels=[workers_text(r.workers or 0) for _, r in possible],
+                tones=["b" if r.scale == 1.0 else "a" for _, r in possible],
+            )
+        ],
+        ("limits", "workers", "GPUs", "cost"),
+        [
+            (text, "not possible", "-", "-")
+            if r.workers is None
+            else (text, str(r.workers), str(r.gpus), usd_text(r.usd_per_hour))
+            for text, r in zip(limits, rows, strict=True)
+        ],
+        True,
+    )

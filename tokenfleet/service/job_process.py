@@ -25,12 +25,12 @@ from controlplane.errors import ControlPlaneError
 from dataplane.startup import use_kernel_cache
 from tokenfleet.files import write_files
 from tokenfleet.planning.inputs import gather
-from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.threads import Watch, threads
 from tokenfleet.portfolio.offers import tasks_of
 from tokenfleet.portfolio.plan import plan_portfolio
 from tokenfleet.portfolio.view import portfolio_json
+from tokenfleet.report.plan_json import plan_json
 from tokenfleet.service.forms import PortfolioOrder, in_field_names, read_order
 from tokenfleet.service.score_process import end_with_asker
 from tokenfleet.service.scorecard import kept_bias

@@ -48,7 +48,7 @@ def key_of(task: Task) -> str:
         workload_digest(task.workload),
         repr(task.worker_types),
         repr(task.question),
-        repr(replace(inputs, warnings=())),
+        repr(replace(inputs, warnings=(), ages=())),
         repr(task.scheduled),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

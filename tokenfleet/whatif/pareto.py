@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from math import inf
 
 from tokenfleet.planning.plan_file import PlanFile, kind_of_worker
-from tokenfleet.report.figures import Figure, Spec
+from tokenfleet.report.figures import TONES, Axis, Figure, Kind, Series
 from tokenfleet.report.tables import usd_text
 from tokenfleet.whatif.axes import AXES, Scenario, checked
 
-_COLOURS = ("--blue", "--orange", "--good", "--bad", "--soft")
 _PLOTTED = ("slo.ttft", "slo.tpot", "attainment", "confidence")  # the first that varies is the x-axis
 
 
@@ -82,26 +81,25 @@ def _against(scenarios: Sequence[Scenario], key: str) -> Figure:
             rest = [f"{k} {v}" for k, v in one.changes.items() if k != key and AXES[k].role != "choice"]
             series.setdefault(", ".join(rest) or "cheapest", []).append(one)
     stars = {id(one) for one, is_best in zip(scenarios, best, strict=True) if is_best}
-    data = []
+    drawn: list[Series] = []
     for number, (name, members) in enumerate(series.items()):
         line, dearer = _cheapest(members, key, is_priced(scenarios))
-        drawn = _Drawn(key, is_priced(scenarios), _COLOURS[number % len(_COLOURS)])
-        data += drawn.line(name, line, [id(one) in stars for one in line])
-        data += drawn.crosses(name, dearer)
-    layout = {
-        "xaxis": {"title": {"text": f"{AXES[key].name} ({_scale(key)[1]})"}},
-        "yaxis": {"title": {"text": _unit(is_priced(scenarios))}, "rangemode": "tozero"},
-        "showlegend": len(series) > 1,
-    }
+        points = _Points(key, is_priced(scenarios), TONES[number % len(TONES)])
+        drawn += [
+            points.of(line, name if len(series) > 1 else "", "line"),
+            points.of([one for one in line if id(one) in stars], "", "dots"),
+            points.of([one for one in line if id(one) not in stars], "", "open dots"),
+            points.of(dearer, "", "crosses"),
+        ]
     caption = (
         "Each line joins the cheapest fleets. A full dot is Pareto-optimal: nothing cheaper meets this"
         " target. Crosses are dearer fleets for the same target."
     )
     columns = (*(scenarios[0].changes if scenarios else ()), "fleet", "cost", "Pareto-optimal")
     rows = _rows(scenarios, best)
-    return Figure(
-        "cost", "Cost against the target", caption, {"data": data, "layout": layout}, columns, rows, True
-    )
+    x = Axis(f"{AXES[key].name} ({_scale(key)[1]})")
+    y = Axis(_unit(is_priced(scenarios)), 0.0)
+    return Figure("cost", "Cost against the target", caption, x, y, drawn, columns, rows, True)
 
 
 def _rows(scenarios: Sequence[Scenario], best: Sequence[bool]) -> list[tuple[str, ...]]:
@@ -125,32 +123,16 @@ def _cheapest(members: Sequence[Scenario], key: str, priced: bool) -> tuple[list
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """How scenarios that compete are drawn."""
+class _Points:
+    """Where scenarios that compete are drawn."""
 
     key: str
     priced: bool
-    colour: str
+    tone: str
 
-    def line(self, name: str, scenarios: Sequence[Scenario], best: Sequence[bool]) -> list[Spec]:
-        symbols = ["circle" if is_best else "circle-open" for is_best in best]
-        marker = {"color": self.colour, "size": 9, "symbol": symbols}
-        style = {"mode": "lines+markers", "line": {"color": self.colour, "width": 2}, "marker": marker}
-        return [self._points(scenarios) | {"name": name} | style]
-
-    def crosses(self, name: str, scenarios: Sequence[Scenario]) -> list[Spec]:
-        if not scenarios:
-            return []
-        marker = {"color": self.colour, "size": 7, "symbol": "x-thin-open"}
-        style = {"mode": "markers", "showlegend": False, "marker": marker}
-        return [self._points(scenarios) | {"name": f"{name}, dearer"} | style]
-
-    def _points(self, scenarios: Sequence[Scenario]) -> Spec:
-        return {
-            "x": [_promised(one, self.key) for one in scenarios],
-            "y": [round(cost(one, self.priced), 4) for one in scenarios],
-            "text": [_label(one) for one in scenarios],
-        }
+    def of(self, scenarios: Sequence[Scenario], name: str, kind: Kind) -> Series:
+        points = [(_promised(one, self.key), cost(one, self.priced)) for one in scenarios]
+        return Series(name, kind, points, self.tone, [_label(one) for one in scenarios])
 
 
 def _scale(key: str) -> tuple[float, str]:
@@ -169,24 +151,16 @@ def _unit(priced: bool) -> str:
 def _bars(scenarios: Sequence[Scenario]) -> Figure:
     priced = is_priced(scenarios)
     some = [one for one in scenarios if one.feasible]
-    bars = {
-        "type": "bar",
-        "x": ["<br>".join(f"{k} {v}" for k, v in one.changes.items()) for one in some],
-        "y": [round(cost(one, priced), 4) for one in some],
-        "text": [_label(one) for one in some],
-        "textposition": "outside",
-        "textangle": 0,
-        "cliponaxis": False,
-        "marker": {"color": "--blue"},
-        "name": _unit(priced),
-    }
-    layout = {
-        "xaxis": {"type": "category"},
-        "yaxis": {"title": {"text": _unit(priced)}, "rangemode": "tozero"},
-        "showlegend": False,
-    }
+    bars = Series(
+        "",
+        "bars",
+        [(float(i), cost(one, priced)) for i, one in enumerate(some)],
+        labels=[_label(one) for one in some],
+    )
+    names = [", ".join(f"{k} {v}" for k, v in one.changes.items()) for one in some]
+    x = Axis("", -0.5, len(some) - 0.5, list(enumerate(names)))
     caption = "The cheapest fleet of each scenario; scenarios without a bar have none."
-    return Figure("cost", "Cost", caption, {"data": [bars], "layout": layout}, (), [], True)
+    return Figure("cost", "Cost", caption, x, Axis(_unit(priced), 0.0), [bars], (), [], True)
 
 
 def _label(one: Scenario) -> str:

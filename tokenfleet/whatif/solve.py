@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from controlplane.errors import ControlPlaneError
-from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.replicates import Memory, workload_digest
 from tokenfleet.planning.threads import threads
+from tokenfleet.report.plan_json import plan_json
 from tokenfleet.whatif.axes import Task
 
 Result = dict[str, Any]  # {"plan": tokenfleet.plan/1 or None, "error": str}

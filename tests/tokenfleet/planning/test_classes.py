@@ -22,14 +22,13 @@ from tokenfleet.planning.classes import classed, present, separate_usd
 from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.plan_file import parse_plan
-from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest, command_line, read_targets
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.threads import threads
 from tokenfleet.profiles.form import profile_text
-from tokenfleet.report.tables import class_rows, classes_text
+from tokenfleet.report.plan_json import plan_json
 from tokenfleet.texts import due, parse_slo_class
 from tokenfleet.traces import Trace
 
@@ -70,6 +69,9 @@ def test_one_named_class_is_the_plain_plan_exactly() -> None:
     named = replace(workload, slo_classes=("chat",))
     one = plan_json(planned(named, asked(CHAT), explained=True))
     assert one.pop("classes")[0]["name"] == "chat"
+    targets = dict(one.pop("says"))["Target"], dict(plain.pop("says"))["Target"]
+    assert targets[0].startswith("chat: 95 % within TTFT 500 ms and TPOT 30 ms")
+    assert targets[1].startswith("95 % of requests within TTFT 500 ms and TPOT 30 ms")
     assert one == plain
 
 
@@ -171,8 +173,8 @@ def test_a_plan_says_on_which_kind_each_class_mostly_runs(pooled: Plan) -> None:
     for one, row in zip(pooled.classes, plan_json(pooled)["classes"], strict=True):
         assert sum(share for _, share in one.runs_on) == pytest.approx(1.0)
         assert row["runs_on"][0] == {"worker": one.runs_on[0][0], "share": round(one.runs_on[0][1], 4)}
-        assert f"{one.of.name} runs mostly on {one.runs_on[0][0]}" in classes_text(pooled)
-        assert one.mostly_on in next(of for of in class_rows(pooled) if of[0] == one.of.name)
+        cells = next(cells for cells in plan_json(pooled)["tables"][0]["rows"] if cells[0] == one.of.name)
+        assert f"{one.runs_on[0][0]} ({100 * one.runs_on[0][1]:.0f} %)" in cells
 
 
 def test_a_budget_below_any_one_kind_is_kept_by_a_pool(pooled: Plan) -> None:

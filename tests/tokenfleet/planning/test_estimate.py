@@ -17,8 +17,7 @@ def test_the_bounds_enclose_the_expected_or_at_least_a_replicate(
     found = estimate(misses, [requests] * len(misses), confidence)
     assert 0.0 <= found.low <= found.high <= 1.0
     assert found.low <= 1.0 - np.median(misses) / requests + 1e-12
-    if confidence >= len(misses) / (len(misses) + 1):
-        assert found.low <= found.expected <= max(found.high, found.low)
+    assert found.low <= found.expected <= found.high
 
 
 @given(replicates, st.integers(200, 5000))
@@ -37,7 +36,17 @@ def test_the_next_replicate_is_above_the_bound_as_often_as_promised(confidence: 
         misses = np.where(bad, rng.poisson(300, replicates + 1), rng.poisson(8, replicates + 1))
         bound = estimate(misses[:-1].tolist(), [5000] * replicates, confidence).low
         held += 1.0 - misses[-1] / 5000 >= bound
-    assert held / draws == pytest.approx(confidence, abs=0.025)
+    assert held / draws >= confidence - 0.025
+    if confidence >= 0.9:  # below, bad days pull the mean under the quantile, and the bound with it
+        assert held / draws == pytest.approx(confidence, abs=0.025)
+
+
+def test_a_lower_bound_is_never_above_the_mean() -> None:
+    # Three bad days of nineteen: at confidence 0.8 the quantile is a good day's, the mean is not.
+    misses = [1] * 16 + [300] * 3
+    found = estimate(misses, [5000] * 19, 0.8)
+    assert sorted(1.0 - m / 5000 for m in misses)[3] > found.expected
+    assert found.low == found.expected < found.high
 
 
 def test_too_few_replicates_promise_no_more_than_normal_ones_would() -> None:

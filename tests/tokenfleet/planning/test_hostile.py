@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,15 +19,16 @@ from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
+from tokenfleet.cli.plan import plan_answer
 from tokenfleet.planning.estimate import Estimate, Trial
-from tokenfleet.planning.plan_json import plan_json
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.sizing import Sizing, confirm, past_hope
 from tokenfleet.planning.threads import threads
 from tokenfleet.report.page import plan_report
-from tokenfleet.report.tables import plan_tables
+from tokenfleet.report.plan_json import plan_json
 
 MODES = [*EngineMode]
 
@@ -44,11 +46,13 @@ def with_steps(mode: EngineMode = EngineMode.CHUNKED, **seconds: float) -> Profi
 
 def shown(plan: Plan) -> str:
     """The plan on a terminal, once its JSON and its report have been made as well."""
-    json.dumps(plan_json(plan), allow_nan=False)
-    plan_report(plan)
+    document = plan_json(plan)
+    json.dumps(document, allow_nan=False)
+    read = PlanFile.model_validate(document)
+    plan_report(read)
     console = Console(width=200, force_terminal=False)
     with console.capture() as capture:
-        for table in plan_tables(plan):
+        for table in plan_answer(read, Path("out"), True):
             console.print(table)
     return capture.get()
 
@@ -134,7 +138,7 @@ def test_a_flat_curve_says_what_misses_at_any_worker_count() -> None:
     assert flat.alone_ttft == pytest.approx(1 / 28)
     assert flat.alone_tpot == 0.0
     assert plan_json(plan)["plateau"]["workers"] == list(flat.workers)
-    assert "flat curve" in shown(plan)
+    assert "More workers" in shown(plan)
 
 
 def test_a_curve_that_another_worker_moves_is_not_called_flat() -> None:

@@ -18,7 +18,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.plan_file import parse_plan, read_plan
-from tokenfleet.planning.plan_json import plan_json
+from tokenfleet.report.plan_json import plan_json
 
 
 @lru_cache(maxsize=1)

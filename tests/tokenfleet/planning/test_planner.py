@@ -61,7 +61,7 @@ def test_more_confidence_never_needs_fewer_workers() -> None:
 
 
 def test_the_same_seed_gives_the_same_plan_and_threads_do_not_matter(busy: Plan) -> None:
-    from tokenfleet.planning.plan_json import plan_json
+    from tokenfleet.report.plan_json import plan_json
 
     again = planned(poisson(rate_rps=20.0, requests=1500), explained=True)
     assert plan_json(again) == plan_json(busy)
@@ -152,7 +152,7 @@ def test_limits_bind_and_the_nearest_target_stays_within_them() -> None:
     workload = poisson(rate_rps=20.0, requests=1500)
     plan = planned(workload, max_gpus=2)
     assert plan.best is None
-    assert "limits allow 2 workers" in plan.reason
+    assert "--max-gpus 2 allows 2 workers" in plan.reason
     assert plan.nearest is not None
     assert plan.nearest.fleet.gpus <= 2
     assert plan.nearest.looser > 1.0
@@ -168,7 +168,7 @@ def test_a_trace_too_short_says_how_long_it_must_be() -> None:
     assert "30 requests are too few" in plan.reason
     assert "191 are needed" in plan.reason
     assert plan.nearest_attainment == pytest.approx(0.9374, abs=0.002)
-    assert plan.alternatives[0].note == "sized on the trace alone"
+    assert plan.alternatives[0].note == "sized on the recorded trace alone"
 
 
 def test_kv_binds_where_memory_is_short_and_prefill_where_prompts_are_long() -> None:

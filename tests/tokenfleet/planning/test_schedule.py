@@ -19,7 +19,6 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from tokenfleet.planning.fleet import Fleet, spares_for
-from tokenfleet.planning.plan_json import week_rows
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import (
@@ -35,6 +34,7 @@ from tokenfleet.planning.schedule import (
 from tokenfleet.planning.sizing import Sizing
 from tokenfleet.planning.threads import threads
 from tokenfleet.profiles.library import write_profile
+from tokenfleet.report.plan_json import week_rows
 
 
 @st.composite

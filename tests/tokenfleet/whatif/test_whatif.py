@@ -16,11 +16,11 @@ from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
 from tokenfleet.cli.main import main
 from tokenfleet.planning.fleet import of_one_kind
-from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Memory
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.traffic.sample import Sampler
 from tokenfleet.profiles.library import write_profile
+from tokenfleet.report.plan_json import plan_json
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.whatif import run
 from tokenfleet.whatif.axes import Scenario, changed, grid, prepared

@@ -14,7 +14,7 @@ export function planCharts(plan) {
     curves.cost_by_slo.length > 1 && costBySlo(plan),
     curves.attainment_by_workers.length > 0 && attainmentByWorkers(plan),
     curves.rate_rps.length > 1 && rate(plan),
-    plan.schedule.length > 0 && schedule(plan),
+    new Set(plan.schedule.map((s) => s.workers)).size > 1 && schedule(plan),
     isOne && curves.ttft_cdf.length > 1 && latencies(plan, "ttft", "Time to first token"),
     isOne && curves.tpot_cdf.length > 1 && latencies(plan, "tpot", "Time per output token"),
     plan.demand_line !== null && demandLine(plan),
@@ -28,10 +28,10 @@ function costBySlo({ curves, slo }) {
   const cost = (r) => (isPriced ? r.usd_per_hour : r.gpus);
   const none = rows.filter((r) => r.workers === null).length;
   return chart({
-    title: "What other targets would cost",
+    title: "Cost by target",
     says:
       `Both targets tightened or loosened together; ×1 is ${duration(slo.ttft_s)} and ${duration(slo.tpot_s)}. ` +
-      "Sized on the trace alone with workers of the best single kind: being sure costs more." +
+      `Fleets of the same worker types, ${rows[0].on === "resampled traces" ? "judged like the recommended fleet" : "sized on the recorded trace alone"}.` +
       (none ? ` No fleet meets the ${none === 1 ? "tightest" : `${none} tightest`}.` : ""),
     x: {
       name: "targets, times what was asked",
@@ -74,10 +74,10 @@ function attainmentByWorkers({ curves, attainment }) {
   const says =
     attainment.confidence === null
       ? ""
-      : ` The band is what other arrivals and faster or slower workers would give, at confidence ${number(attainment.confidence, 4)}.`;
+      : ` The bounds hold at ${number(attainment.confidence * 100, 4)} % confidence.`;
   return chart({
-    title: "What each worker adds",
-    says: `Share of requests within both targets, with workers of the best single kind.${says}`,
+    title: "SLO attainment by workers",
+    says: `The answer is the smallest count whose lower bound reaches the target.${says}`,
     x: {
       name: "workers",
       kind: "whole",
@@ -92,14 +92,14 @@ function attainmentByWorkers({ curves, attainment }) {
     },
     series: [
       {
-        name: "range",
+        name: "bounds",
         kind: "band",
         tone: "a",
         points: rows.filter((r) => r.low !== null).map((r) => [r.workers, r.low, r.high]),
       },
       { name: "expected", kind: "dots", tone: "a", points: rows.map((r) => [r.workers, r.expected]) },
       {
-        name: "on the trace as it is",
+        name: "recorded trace",
         kind: "dots",
         tone: "b hollow",
         points: rows.map((r) => [r.workers, r.on_trace]),
@@ -110,9 +110,9 @@ function attainmentByWorkers({ curves, attainment }) {
       columns: [
         { name: "workers" },
         { name: "expected", number: true },
-        { name: "at least", number: true },
-        { name: "at most", number: true },
-        { name: "on the trace", number: true },
+        { name: "lower bound", number: true },
+        { name: "upper bound", number: true },
+        { name: "recorded trace", number: true },
       ],
       rows: rows.map((r) => [
         whole(r.workers),
@@ -135,12 +135,12 @@ function rate({ curves, inputs, binding_window_s: window }) {
   const { per, ...axis } = timeAxis(inputs.duration_s);
   const points = curves.rate_rps.map(([t, r]) => [t / per, r]);
   return chart({
-    title: "What arrives",
-    says: `${number(inputs.rate_rps)} requests a second on average.`,
+    title: "Load",
+    says: `Requests a second over the trace, ${number(inputs.rate_rps)} on average.`,
     x: { ...axis, domain: [0, inputs.duration_s / per] },
     y: { name: "requests a second", kind: "linear", zero: true, format: whole },
     series: [{ name: "", kind: "steps", tone: "a", points }],
-    marks: window ? [{ axis: "x", at: window[0] / per, name: "worst window" }] : [],
+    marks: window ? [{ axis: "x", at: window[0] / per, name: "bottleneck worst here" }] : [],
     data: {
       columns: [{ name: axis.name }, { name: "requests a second", number: true }],
       rows: points.map(([t, r]) => [number(t, 4), number(r)]),
@@ -163,12 +163,12 @@ function schedule({ schedule: stretches, schedule_detail: detail, inputs }) {
       .map((o) => `${whole(o.workers)} at ${number(o.order_s / per, 4)}`)
       .join(", ") ?? "";
   return chart({
-    title: "How many workers when",
+    title: "Scaling schedule",
     says:
       `Following the rate ${saves}. ` +
       (paid
         ? `Each worker is ordered and paid for ${duration(paid.cold_start_s)} before it serves.`
-        : "Start-up and draining between stretches are left out."),
+        : "Start-up and draining between intervals are left out."),
     x: { ...axis, domain: [0, inputs.duration_s / per] },
     y: { name: "workers", kind: "whole", zero: true, format: whole },
     series: [
@@ -204,7 +204,7 @@ function latencies(plan, name, title) {
   const missed = ([s]) => s > plan.slo[`${name}_s`];
   return chart({
     title,
-    says: `Share of requests that had it within so long; the target is ${duration(plan.slo[`${name}_s`])}.`,
+    says: `Share of requests within this time on the recorded trace; the limit is ${duration(plan.slo[`${name}_s`])}.`,
     x: { name: title.toLowerCase(), kind: "log", format: (v) => duration(v) },
     y: { name: "share", kind: "linear", domain: [0, 1], format: (v) => `${number(v * 100)} %` },
     series: [{ name: "", kind: "line", tone: "a", points }],
@@ -224,7 +224,7 @@ function demandLine({ demand_line: line, fleet }) {
   return chart({
     title: "Workers by rate",
     says:
-      `This traffic, faster and slower, on ${fleet.length === 1 ? fleetLabel(fleet).replace(/^\d+ × /, "") : "workers of one kind"}:` +
+      `The scaling rule for this traffic mix on ${fleet.length === 1 ? fleetLabel(fleet).replace(/^\d+ × /, "") : "workers of one kind"}:` +
       ` ${number(line.workers_per_rps)} workers for each request a second, and ${number(line.intercept)} (R² ${number(line.r2, 4)}).`,
     x: { name: "requests a second", kind: "linear", zero: true, format: whole },
     y: { name: "workers", kind: "linear", zero: true, format: whole },

@@ -21,10 +21,10 @@ from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.workers import autoscale_of, check_model, planned_types, types_asked, types_of
 from tokenfleet.export.deployment import deployment, serve_words
 from tokenfleet.planning.plan_file import read_plan
-from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.profiles.form import profile_document
 from tokenfleet.profiles.library import find_profiles, read_profile, write_profile
 from tokenfleet.profiles.prices import read_prices
+from tokenfleet.report.plan_json import plan_json
 
 LIBRARY = ROOT / "profiles"
 MIX = [

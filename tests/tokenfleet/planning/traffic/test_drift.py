@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from planning_builders import planned, poisson
+from planning_builders import planned, poisson, said_of
 
 from controlplane.workload import Workload
-from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.result import Doubt
 from tokenfleet.planning.traffic import drift
 from tokenfleet.planning.traffic.drift import (
@@ -18,7 +17,7 @@ from tokenfleet.planning.traffic.drift import (
     drift_seen,
     shown,
 )
-from tokenfleet.report.tables import facts
+from tokenfleet.report.plan_json import plan_json
 
 
 def at_levels(rates_rps: list[float], each_s: float = 300.0, seed: int = 0) -> Workload:
@@ -156,7 +155,7 @@ def test_a_plan_of_steady_traffic_hedges_nothing() -> None:
     assert plan.doubt.traffic == "steady"
     assert "drift" not in plan.doubt.shares
     assert plan.doubt.of_rate == 0.0
-    assert "steady" in dict(facts(plan))["traffic"]
+    assert said_of(plan)["Traffic"].endswith(", steady")
 
 
 def test_a_plan_of_traffic_that_changes_doubts_more_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +172,7 @@ def test_a_plan_of_traffic_that_changes_doubts_more_and_says_why(monkeypatch: py
     assert "drift" not in still.doubt.shares
     assert hedged.doubt.traffic == "changes"
     assert plan_json(hedged)["doubt"]["traffic"] == "changes"
-    assert "goes on changing" in dict(facts(hedged))["traffic"]
+    assert "drifting (" in said_of(hedged)["Traffic"]
 
 
 def test_steady_traffic_is_taken_for_what_it_is_and_changing_traffic_too() -> None:

@@ -4,21 +4,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planning_builders import SLO, planned, poisson, worker_type
+from planning_builders import SLO, planned, poisson, said_of, worker_type
 
 from controlplane.placement.lengths import LengthTable
 from controlplane.workload import Workload
 from tokenfleet.planning import planner, schedule
 from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
-from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.threads import threads
 from tokenfleet.planning.traffic.draws import next_like, units_of
 from tokenfleet.planning.traffic.sample import Sample, Sampler
 from tokenfleet.planning.verified import full_replay
-from tokenfleet.report.tables import facts, share_text
+from tokenfleet.report.plan_json import plan_json
+from tokenfleet.report.tables import share_text
 
 MAY_MISS = 0.05
 
@@ -178,10 +178,11 @@ def test_a_long_trace_is_planned_by_samples_and_replayed_whole(monkeypatch: pyte
     assert 0.9 < plan.schedule.low < plan.schedule.attainment
     document = plan_json(plan)
     assert document["schedule_detail"]["low"] == round(plan.schedule.low, 6)
-    assert f"at least {share_text(plan.schedule.low)} by samples" in dict(facts(plan))["schedule"]
+    said = said_of(plan)
+    assert said["Scaling schedule"].endswith(f", lower bound {share_text(round(plan.schedule.low, 6))}")
     found = document["sampling"]
     assert found["full_replay"] == round(whole.attainment, 6)
-    assert f"replayed whole: {share_text(whole.attainment)}" in dict(facts(plan))["sampling"]
+    assert said["Sampling"].endswith(f"the whole trace reaches {share_text(round(whole.attainment, 6))}.")
     monkeypatch.setattr(planner, "LONG", 10**9)
     assert planned(workload).best.fleet == plan.best.fleet  # type: ignore[union-attr]
 

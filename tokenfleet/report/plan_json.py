@@ -1,4 +1,7 @@
-"""The writer of `tokenfleet.plan/1`: a plan as plain numbers, nothing that changes from run to run."""
+"""The writer of `tokenfleet.plan/1`: a plan as plain numbers, and the lines that a person reads of them.
+
+Nothing in it changes from run to run.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,16 @@ import numpy as np
 
 from controlplane.types import SloClass
 from controlplane.worker_type import KvLink, WorkerType
+from tokenfleet.planning.classes import separate_usd
 from tokenfleet.planning.comparisons import DemandLine, TierWorth
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import Fleet, Spares, apportioned
-from tokenfleet.planning.plan_file import SCHEMA
+from tokenfleet.planning.plan_file import SCHEMA, PlanFile
 from tokenfleet.planning.result import QUANTILES, Candidate, Doubt, Latency, OneFewer, Plan, Sampled
 from tokenfleet.planning.traffic.sample import ROUGHLY
 from tokenfleet.profiles.form import profile_document
+from tokenfleet.report.answer import says, tables
 
 Part = TypeVar("Part")
 CURVE_POINTS = 60
@@ -27,6 +32,17 @@ WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan's JSON object. Shares and seconds are rounded to what they can carry."""
+    document = _numbers(plan)
+    read = PlanFile.model_validate(document)
+    shown = {
+        "says": [list(line) for line in says(read)],
+        "tables": [table.model_dump() for table in tables(read)],
+    }
+    first = ("schema", "feasible", "reason")
+    return {name: document[name] for name in first} | shown | document
+
+
+def _numbers(plan: Plan) -> dict[str, Any]:
     best = plan.best
     question = plan.question
     engine = plan.worker_types[0].profile.engine.mode if plan.worker_types else None
@@ -40,10 +56,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "engine_mode": str(engine) if engine else None,
         "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
         **({"classes": _classes(plan)} if plan.inputs.classes else {}),
+        **({"separate_usd_per_hour": separate_usd(plan.classes)} if plan.classes else {}),
         "session_s": question.session_s,
         "agents": question.agents,
         **_predicted(best, question.attainment),
         **_binding(plan.binding),
+        "headroom": _told(asdict, plan.headroom),
         **({"plateau": _plateau(plan.plateau)} if plan.plateau else {}),
         **({"sampling": _sampled(plan.sampled)} if plan.sampled else {}),
         "one_fewer": _told(_one_fewer, plan.one_fewer),
@@ -56,6 +74,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "alternatives": [candidate_json(c, question.attainment) for c in plan.alternatives],
         "passed_over": [{**_kind(p.worker_type), "reason": p.reason} for p in plan.passed_over],
         "baselines": _baselines(plan),
+        "affinity": _affinity(plan),
         "prefix_cache": plan.prefix_cache,
         "reuse": _rounded(asdict(plan.reuse)) if plan.reuse else None,
         **({} if plan.tier is None else {"host_kv": _tier(plan.tier)}),
@@ -212,7 +231,8 @@ def _plateau(flat: Plateau) -> dict[str, Any]:
 
 
 def _doubt(doubt: Doubt) -> dict[str, Any]:
-    return {**_rounded(asdict(doubt)), "mostly": doubt.mostly}
+    shares = {name: _share(share) for name, share in doubt.shares.items()}
+    return {**_rounded(asdict(doubt)), "mostly": doubt.mostly, "shares": shares}
 
 
 def _sampled(sampled: Sampled) -> dict[str, Any]:
@@ -364,6 +384,29 @@ def _baselines(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
+def _affinity(plan: Plan) -> dict[str, Any] | None:
+    """What the policy saves against the best that looks at no caches, both on the recorded trace."""
+    others = [b for b in plan.baselines if b.fleet is not None]
+    own = [n for n, share in plan.on_trace.items() if share >= plan.question.attainment]
+    if plan.reuse is None or not others or not own or plan.best is None:
+        return None
+    best = min(others, key=lambda b: b.fleet.cost if b.fleet else (math.inf, 0, 0))
+    assert best.fleet is not None
+    if plan.question.policy.startswith(others[0].policy):
+        return None
+    mine, other = apportioned(plan.best.fleet, min(own)), best.fleet
+    priced = mine.usd_per_hour is not None and other.usd_per_hour is not None
+    return {
+        "policy": best.policy,
+        "workers": other.workers,
+        "saved_workers": max(other.workers - mine.workers, 0),
+        "saved_usd_per_hour": round((other.usd_per_hour or 0.0) - (mine.usd_per_hour or 0.0), 4)
+        if priced
+        else None,
+        "prefix_hit_rate": _share(best.hit_rate),
+    }
+
+
 def _rounded(value: Any) -> Any:
     """A record's fields as JSON has them."""
     if isinstance(value, dict):
@@ -393,6 +436,7 @@ def _curves(plan: Plan) -> dict[str, Any]:
         "cost_by_slo": [
             {
                 "scale": c.scale,
+                "on": c.on,
                 "ttft_s": _figures(c.slo.ttft_s),
                 "tpot_s": _figures(c.slo.tpot_s),
                 "workers": c.fleet.workers if c.fleet else None,
@@ -426,6 +470,7 @@ def _inputs(plan: Plan) -> dict[str, Any]:
         "ideal_hit_rate": _share(inputs.ideal_hit_rate),
         "profiles": [_type_json(t) for t in plan.worker_types],
         "warnings": list(inputs.warnings),
+        "confidence": plan.question.confidence,
         "max_gpus": plan.question.max_gpus,
         "budget_usd_per_h": plan.question.budget_usd_per_h,
         "seed": plan.question.seed,

@@ -1,0 +1,184 @@
+"""A plan's answer: its lines agree with each other and with the guide that explains them."""
+
+import json
+import re
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkout import ROOT
+from planning_builders import SLO, plan, planned, poisson, said_of, save, worker, worker_type
+from prose import BANNED_TURNS, OLD_WORDS, prose_of
+
+from controlplane.placement.lengths import LengthTable
+from controlplane.worker_type import WorkerType
+from tokenfleet.cli.main import main
+from tokenfleet.planning.plan_file import HostMemory, PlanFile
+from tokenfleet.planning.replicates import Replicates
+from tokenfleet.planning.result import Plan
+from tokenfleet.profiles.library import write_profile
+from tokenfleet.report.answer import offload_text
+from tokenfleet.report.page import plan_figures, plan_report
+from tokenfleet.report.plan_json import plan_json
+from tokenfleet.report.tables import gpu_text
+
+GUIDE = (ROOT / "docs/read-your-plan.md").read_text(encoding="utf-8")
+WORKLOAD = poisson(rate_rps=22.0, requests=1500)
+
+
+@lru_cache(maxsize=1)
+def busy() -> Plan:
+    """A plan that needs several workers, with all its reasons, and with an alternative."""
+    types = [worker_type(), WorkerType.of(worker("other-gpu", slower=1.1), 2.5)]
+    return planned(WORKLOAD, types, explained=True)
+
+
+@lru_cache(maxsize=1)
+def document() -> dict[str, Any]:
+    return plan_json(busy())
+
+
+def read() -> PlanFile:
+    return PlanFile.model_validate(document())
+
+
+def test_the_verdict_comes_first_and_the_dates_last() -> None:
+    lines = document()["says"]
+    assert lines[0][0] == "Recommended fleet"
+    assert lines[0][1].endswith("meets the target")
+    assert lines[-1] == ["Note", "Profiles date from January 2026."]
+
+
+def test_every_topic_table_and_plot_is_in_the_guide() -> None:
+    source = (ROOT / "tokenfleet/report/answer.py").read_text(encoding="utf-8")
+    topics = set(re.findall(r'yield \(?\s*"([A-Z][^"]+)"', source)) | {
+        topic for topic, _ in document()["says"]
+    }
+    assert len(topics) > 20, "the pattern finds them"
+    plots = {figure.title for figure in plan_figures(read())}
+    columns = {name for table in document()["tables"] for name in table["columns"]}
+    titles = {table["title"] for table in document()["tables"]}
+    printed = {"Report", "Next", "Every line explained"}
+    unexplained = {name for name in topics | plots | columns | titles | printed if f"**{name}**" not in GUIDE}
+    assert unexplained == set()
+
+
+def test_every_line_reads_plainly() -> None:
+    tight = planned(WORKLOAD, max_gpus=2)
+    prose = prose_of([text for plan in (busy(), tight) for text in said_of(plan).values()])
+    assert prose.long_sentences == []
+    assert prose.matches(BANNED_TURNS) == prose.matches(OLD_WORDS) == []
+
+
+def test_no_line_has_another_policy_sized_on_another_footing() -> None:
+    assert {b["policy"] for b in document()["baselines"]} == {"jsq", "p2c", "round-robin"}
+    told = json.dumps([document()["says"], document()["tables"]]) + plan_report(read())
+    assert not re.search("jsq|p2c|round-robin", told)
+
+
+def test_the_cost_of_the_asked_target_is_the_answer_s() -> None:
+    plan, rows = document(), document()["curves"]["cost_by_slo"]
+    asked = next(row for row in rows if row["scale"] == 1.0)
+    assert asked["on"] == "resampled traces"
+    assert (asked["workers"], asked["usd_per_hour"]) == (plan["workers"], plan["usd_per_hour"])
+    on_trace = min(n for n, share in busy().on_trace.items() if share >= plan["attainment"]["target"])
+    assert on_trace < plan["workers"], "a plan in which both agree shows nothing"
+    costs = [row["usd_per_hour"] for row in rows if row["workers"]]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_the_headroom_is_where_replays_stop_meeting_the_target() -> None:
+    best, room = busy().best, busy().headroom
+    assert best is not None
+    assert room is not None
+    assert room.misses is not None
+    assert 1.0 <= room.meets < room.misses
+    lengths = LengthTable.from_history(WORKLOAD.prompt_tokens, WORKLOAD.output_tokens)
+    replicates = Replicates(WORKLOAD, SLO, "spread", busy().question.seed, lengths)
+
+    def held(growth: float) -> int:
+        return sum(replicates.replay(best.fleet, i, growth=growth).attainment >= 0.95 for i in range(1, 20))
+
+    assert held(room.meets) >= 18 > held(room.misses)  # of 19, at confidence 0.9
+    said = said_of(busy())
+    assert said["Headroom"] == f"first misses 95 % at {room.misses:g}x this traffic (90 % confidence)"
+    assert not re.search("utilisation|busy", " ".join(said.values()))
+
+
+def test_a_lower_bound_is_never_shown_above_the_expected_value() -> None:
+    low = planned(WORKLOAD, confidence=0.6, explained=True)
+    for row in (plan_json(low), *plan_json(low)["alternatives"]):
+        reached = row["attainment"]
+        if reached["low"] is not None:
+            assert reached["low"] <= reached["expected"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        (
+            {"max_gpus": 1},
+            r"--max-gpus 1 allows no worker: .* made-gpu TP2 with 2 GPUs, .*; set --max-gpus \d+ or more",
+        ),
+        (
+            {"budget_usd_per_h": 1.0},
+            r"--budget-usd-per-h 1 .* with \$4.00/h, .*; set --budget-usd-per-h \d+ or more",
+        ),
+    ],
+)
+def test_a_limit_below_one_worker_says_the_smallest_and_the_flag(limit: dict[str, Any], says: str) -> None:
+    types = [worker_type(worker(tp=2)), worker_type(replace(worker(tp=4)))]
+    found = planned(poisson(), types, **limit)
+    assert re.search(says, said_of(found)["No fleet meets the target"])
+    least = float(re.findall(r"set \S+ (\S+) or more", found.reason)[0])
+    assert (
+        planned(poisson(), types, **{name: type(value)(least) for name, value in limit.items()}).reason
+        != found.reason
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "others", "text"),
+    [
+        ("h100-sxm", ["a100-sxm"], "H100"),
+        ("h100-sxm", ["h100-pcie"], "H100 SXM"),
+        ("l40s", [], "L40S"),
+        ("gb200", ["b200-sxm"], "GB200"),
+        ("made-gpu", [], "made-gpu"),
+    ],
+)
+def test_a_gpu_has_the_name_that_people_use(gpu: str, others: list[str], text: str) -> None:
+    assert gpu_text(gpu, [gpu, *others]) == text
+
+
+@pytest.mark.parametrize(("usd", "words"), [(2.0, "$2.00/h less in all"), (-1.0, "$1.00/h more in all")])
+def test_what_kv_offload_saves_is_net_of_its_price(usd: float, words: str) -> None:
+    host = HostMemory(
+        gib=64.0, gb_per_s=25.0, prefix_hit_rate=0.5, loaded=0.2, prefix_hit_rate_without=0.4, workers=2,
+        workers_without=3, host_usd_per_hour=0.5, saved_usd_per_hour=usd, tried_up_to=9,
+    )  # fmt: skip
+    assert offload_text(host).endswith(
+        f"saves 1 worker on the recorded trace: {words}, its own $0.50/h included."
+    )
+
+
+def test_the_terminal_prints_the_same_lines_and_its_next_command_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(poisson(requests=400), tmp_path / "trace.csv")
+    write_profile(replace(worker("h100-sxm"), model="llama-3.1-8b"), tmp_path / "worker.yaml")
+    assert plan(tmp_path, "--output-dir", f"{tmp_path}/out") == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("Recommended fleet")
+    assert "days old" not in said.err
+    written = json.loads((tmp_path / "out/plan.json").read_text())
+    page = (tmp_path / "out/report.html").read_text()
+    unwrapped = " ".join(said.out.split())
+    for topic, text in written["says"]:
+        assert f"{topic}{':' if topic == 'Note' else ''} {' '.join(text.split())}" in unwrapped
+        assert topic in page
+    (command,) = re.findall(r"^Next: tokenfleet (.*)$", said.out, re.MULTILINE)
+    assert main(command.split()) == 0
+    assert list((tmp_path / "out/deploy").rglob("*.yaml"))

@@ -1,0 +1,463 @@
+"""The plan's answer in words: the lines that terminal, report and console print.
+
+Each line is a topic and a text, made from the plan's document alone. docs/read-your-plan.md explains every
+topic.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import date
+
+from tokenfleet.planning.plan_file import (
+    Affinity,
+    Cliff,
+    Considered,
+    HostMemory,
+    OneFewer,
+    PlanFile,
+    PlannedClass,
+    Plateau,
+    Quantiles,
+    Reuse,
+    Sampling,
+    Shown,
+)
+from tokenfleet.report.tables import (
+    asked_text,
+    count_text,
+    fleet_text,
+    gpus_text,
+    kind_text,
+    share_text,
+    usd_text,
+    workers_text,
+)
+from tokenfleet.texts import duration_text
+
+GUIDE = "docs/read-your-plan.md"
+GAP = "   "  # between the figures of a line
+# The topics that begin a block: a blank line goes before each.
+OPENS = ("Target", "SLO attainment", "Why not fewer?")
+LOST = 0.5  # of the hit rate, where the search for more sessions counts the caches as lost
+
+_BINDS = {
+    "ttft": ("the TTFT target", "A TTFT target 25 % looser"),
+    "tpot": ("the TPOT target", "A TPOT target 25 % looser"),
+    "kv": ("KV memory", "25 % more KV memory"),
+    "prefill": ("prefill compute", "Prefill 20 % faster"),
+    "session": ("the time of whole sessions", "A session time 25 % longer"),
+}
+_DRIFT = {
+    "steady": "steady",
+    "changes": "drifting ({:.0f} % allowed for)",
+    "too short to tell": "too short to show drift ({:.0f} % allowed for)",
+}
+_SOURCES = {"arrivals": "arrivals", "drift": "traffic drift", "coefficients": "step times"}
+
+
+def says(plan: PlanFile) -> Iterator[tuple[str, str]]:
+    """(topic, text) lines, the verdict first."""
+    yield from _verdict(plan)
+    yield "Target", target_text(plan)
+    yield "Traffic", _traffic(plan)
+    if plan.feasible:
+        yield from _measured(plan)
+        yield from _reasons(plan)
+        yield from _reused(plan)
+        yield from _over_time(plan)
+    yield "Note", _ages(plan)
+
+
+def headline(plan: PlanFile) -> str:
+    """The verdict in one line."""
+    return ": ".join(next(_verdict(plan))).replace(GAP, ", ")
+
+
+def gpus_of(plan: PlanFile) -> set[str]:
+    """The types of GPU that were planned with."""
+    return {profile.gpu for profile in plan.inputs.profiles}
+
+
+def _verdict(plan: PlanFile) -> Iterator[tuple[str, str]]:
+    gpus = gpus_of(plan)
+    if not plan.feasible:
+        yield "No fleet meets the target", f"{plan.reason}."
+        near = plan.nearest_feasible
+        if near is not None and near.ttft_s is not None and near.tpot_s is not None:
+            several = len(plan.classes) > 1
+            looser = (
+                f"all {near.looser:.2f} times as loose; the tightest is " if several and near.looser else ""
+            )
+            session = "" if near.session_s is None else f", sessions {duration_text(near.session_s)}"
+            within = f"TTFT {duration_text(near.ttft_s)} and TPOT {duration_text(near.tpot_s)}{session}"
+            cost = f"{gpus_text(near.gpus)}{GAP}{usd_text(near.usd_per_hour)}"
+            yield "Nearest target", f"{looser}{within}, met by {fleet_text(near.fleet, gpus)}{GAP}{cost}"
+        elif near is not None and near.attainment is not None:
+            yield "Nearest target", f"this trace can show at most {share_text(near.attainment)}"
+        return
+    cost = f"{gpus_text(plan.gpus)}{GAP}{usd_text(plan.usd_per_hour)}"
+    yield "Recommended fleet", f"{fleet_text(plan.fleet, gpus)}{GAP}{cost}{GAP}meets the target"
+    second = next((one for one in plan.alternatives if one.attainment.low is not None), None)
+    if second is not None:
+        cost = f"{gpus_text(second.gpus)}{GAP}{usd_text(second.usd_per_hour)}"
+        yield "Next best", f"{fleet_text(second.fleet, gpus)}{GAP}{cost}"
+
+
+def within_text(one: PlannedClass) -> str:
+    """The targets of a class: `TTFT 400 ms and TPOT 30 ms`, or when its answers are due."""
+    if one.deadline_s is not None:
+        return f"all of an answer within {duration_text(one.deadline_s)}"
+    return f"TTFT {duration_text(one.ttft_s)} and TPOT {duration_text(one.tpot_s)}"
+
+
+def target_text(plan: PlanFile) -> str:
+    """What was asked for: of all requests, or of each class."""
+    asked = asked_text(plan.attainment.target)
+    within = f"TTFT {duration_text(plan.slo.ttft_s)} and TPOT {duration_text(plan.slo.tpot_s)}"
+    text = f"{asked} of requests within {within}"
+    if plan.classes:
+        each = (f"{c.name}: {asked_text(c.attainment.target)} within {within_text(c)}" for c in plan.classes)
+        text = "; ".join(each)
+    if plan.session_s is not None:
+        text += f", {asked} of sessions within {duration_text(plan.session_s)}"
+    if plan.agents is not None:
+        text += f", {plan.agents:,} concurrent sessions"
+    sure = plan.inputs.confidence or plan.attainment.confidence
+    return text if sure is None else f"{text}, {asked_text(sure)} confidence"
+
+
+def _traffic(plan: PlanFile) -> str:
+    inputs, doubt = plan.inputs, plan.doubt
+    text = f"{inputs.trace}: {inputs.requests:,} requests in {duration_text(inputs.duration_s)}"
+    if plan.agents is not None:  # concurrent sessions set the rate
+        return text
+    text += f", {inputs.rate_rps or 0.0:.3g} req/s"
+    return text if doubt is None else f"{text}, {_DRIFT[doubt.traffic].format(100 * doubt.of_rate)}"
+
+
+def _measured(plan: PlanFile) -> Iterator[tuple[str, str]]:
+    reached, slo = plan.attainment, plan.slo
+    figures = []
+    if reached.expected is not None and reached.low is not None:
+        figures += [f"{share_text(reached.expected)} expected", f"{share_text(reached.low)} lower bound"]
+    if reached.on_trace is not None:
+        figures.append(f"{share_text(reached.on_trace)} on the recorded trace")
+    yield "SLO attainment", GAP.join(figures)
+    several = len(plan.classes) > 1  # each has limits of its own
+    yield "TTFT", _quantiles(plan.ttft_s, None if several else slo.ttft_s)
+    yield "TPOT", _quantiles(plan.tpot_s, None if several else slo.tpot_s)
+    if plan.sampling is not None:
+        yield "Sampling", sampling_text(plan.sampling)
+
+
+def _quantiles(of: Quantiles | None, limit_s: float | None) -> str:
+    if of is None or of.p50 is None or of.p90 is None or of.p99 is None:
+        return "no request has one"
+    row = [f"p50 {duration_text(of.p50)}", f"p90 {duration_text(of.p90)}", f"p99 {duration_text(of.p99)}"]
+    return GAP.join(row if limit_s is None else [*row, f"(limit {duration_text(limit_s)})"])
+
+
+def sampling_text(sampled: Sampling) -> str:
+    """How a long trace was judged, and what the replay of all of it found."""
+    text = (
+        f"{sampled.windows:,} of {sampled.of_windows:,} windows ({count_text(sampled.requests)} requests)"
+        f" reach {share_text(sampled.attainment)}, at least {share_text(sampled.low)} of the whole trace. "
+    )
+    if sampled.full_replay is None:
+        return f"{text}This policy is not replayed on the whole trace."
+    more = f" with {workers_text(sampled.added_workers)} more" if sampled.added_workers else ""
+    return f"{text}Replayed{more}, the whole trace reaches {share_text(sampled.full_replay)}."
+
+
+def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
+    target = asked_text(plan.attainment.target)
+    if plan.one_fewer is not None:
+        yield "Why not fewer?", fewer_text(plan.one_fewer, plan.attainment.target)
+    if plan.binding is not None:
+        yield "Bottleneck", bottleneck_text(plan)
+    if (room := plan.headroom) is not None:
+        sure = asked_text(plan.attainment.confidence or 0.0)
+        meets = f"meets {target} up to {room.meets:g}x this traffic"
+        misses = f"misses {target} at {room.misses:g}x this traffic" if room.misses else ""
+        first = f"first {misses}" if misses else meets
+        yield "Headroom", f"{first} ({sure} confidence)"
+    if plan.demand_line is not None or plan.agents_line is not None:
+        yield "Scaling rule", scaling_text(plan)
+    if (doubt := plan.doubt) is not None:
+        yield "Main uncertainty", _uncertainty(plan, doubt.shares)
+    if plan.plateau is not None:
+        yield "More workers", plateau_text(plan.plateau)
+    if any(one.requests for one in plan.classes):
+        yield "Classes", classes_text(plan)
+
+
+def fewer_text(fewer: OneFewer, target: float) -> str:
+    """Why one worker less does not do."""
+    workers, asked = workers_text(fewer.workers), asked_text(target)
+    if fewer.attainment is None or fewer.workers == 0:
+        return "One worker is the smallest fleet."
+    if fewer.low is None and fewer.on_trace == 0.0:
+        return f"{workers} cannot carry the load."
+    if fewer.on_trace is not None and fewer.on_trace < target:
+        return f"{workers} reaches {share_text(fewer.on_trace)} on the recorded trace, below {asked}."
+    if fewer.attainment < target:
+        return f"{workers} reaches {share_text(fewer.attainment)}, below {asked}."
+    if fewer.low is not None and fewer.low < target:
+        expected = f"{workers} is expected to reach {share_text(fewer.attainment)}"
+        return f"{expected}, but its lower bound of {share_text(fewer.low)} is below {asked}."
+    return f"{workers} in these proportions may do, too; the mix was chosen for its price."
+
+
+def bottleneck_text(plan: PlanFile) -> str:
+    """What limits the fleet, when, and what would help."""
+    text, detail = _BINDS[plan.binding or "ttft"][0], plan.binding_detail
+    if (window := plan.binding_window_s) is not None:
+        per, unit = (60.0, "min") if window[1] >= 120.0 else (1.0, "s")
+        text += f", worst at {window[0] / per:.3g} to {window[1] / per:.3g} {unit}"
+    if detail is None:
+        return text
+    few = f"with {workers_text(detail.workers)}"
+    faster = "" if detail.rate_scale == 1.0 else f" at {detail.rate_scale:.3g}x the recorded traffic"
+    first = "" if detail.slo_class is None else f"; class {detail.slo_class} misses first"
+    name, gain = max(detail.relief.items(), key=lambda relief: relief[1])
+    helps = f". {_BINDS[name][1]} would gain {100 * gain:.2f} points there." if gain > 0 else ""
+    return f"{text}, {few}{faster}{first}{helps}"
+
+
+def scaling_text(plan: PlanFile) -> str:
+    """The workers that a rate needs, as a formula."""
+    line = plan.demand_line or plan.agents_line
+    assert line is not None
+    by_rate = plan.demand_line
+    slope = by_rate.workers_per_rps if by_rate is not None else getattr(line, "workers_per_agent", 0.0)
+    sign = "-" if line.intercept < 0 else "+"
+    of = "concurrent sessions" if by_rate is None else "req/s"
+    rule = f"{slope:.2g} x {of} {sign} {abs(line.intercept):.2g}"
+    rough = f"; a rough fit (R² {line.r2:.2f})" if line.r2 is not None and line.r2 < 0.95 else ""
+    return f"workers = ceil({rule}), for this traffic mix{rough}"
+
+
+def _uncertainty(plan: PlanFile, shares: dict[str, float]) -> str:
+    if not shares:
+        return "none that these resampled traces show"
+    source, share = next(iter(shares.items()))
+    text = f"{_SOURCES[source]} ({100 * share:.0f} %)"
+    if source == "arrivals":
+        return f"{text}: requests may come in other bursts. A longer trace narrows it."
+    if source == "drift":
+        return f"{text}: rate and lengths may change. Traces of more days narrow it."
+    if all(profile.kind == "measured" for profile in plan.inputs.profiles):
+        return f"{text}: measured, with some scatter. `tokenfleet calibrate` on a running engine narrows it."
+    return f"{text}: predicted, not measured. `tokenfleet fit` or `calibrate` narrows it."
+
+
+def plateau_text(flat: Plateau) -> str:
+    """Between which counts workers hardly matter, and what would help instead."""
+    text = (
+        f"{flat.workers[0]} to {flat.workers[-1]} workers differ by {flat.span * 100:.2f} points on the"
+        f" recorded trace; {share_text(flat.missed)} of requests miss. "
+    )
+    needs = (
+        ("TTFT", flat.alone.ttft, flat.alone_needs_s.ttft),
+        ("TPOT", flat.alone.tpot, flat.alone_needs_s.tpot),
+    )
+    alone = [
+        f"{share_text(share or 0.0)} break the {name} target on an idle worker (the slowest needs"
+        f" {duration_text(s)})"
+        for name, share, s in needs
+        if s is not None
+    ]
+    if not alone:
+        return (
+            f"{text}None would miss on an idle worker: they arrive in bursts and behind long prompts."
+            " A looser target, faster prefill or another policy helps."
+        )
+    return f"{text}{' and '.join(alone)}. A faster worker type, a looser target or shorter requests help."
+
+
+def classes_text(plan: PlanFile) -> str:
+    """That classes are judged together, which misses first, and what separate fleets would cost."""
+    text = "every class meets its own target at once."
+    if first := [one.name for one in plan.classes if one.binds]:
+        text += f" With less, {first[0]} misses first."
+    whole, apart = plan.usd_per_hour, plan.separate_usd_per_hour
+    if whole is None or apart is None:
+        return text
+    less = 1.0 - whole / apart if apart > 0 else 0.0
+    saved = f"{100 * less:.0f} % less" if less >= 0 else f"{-100 * less:.0f} % more: serve them apart"
+    return f"{text} Separate fleets cost {usd_text(apart)}; this one costs {saved}."
+
+
+def _reused(plan: PlanFile) -> Iterator[tuple[str, str]]:
+    """What prefix caches do, how many more sessions the fleet bears, and what a session costs."""
+    reuse = plan.reuse
+    if reuse is None:
+        return
+    yield (
+        "Prefix cache",
+        f"{share_text(reuse.hit_rate)} of prompt tokens hit ({share_text(reuse.low)} to"
+        f" {share_text(reuse.high)} over resampled traces), {share_text(reuse.ideal)} at best. Ten minutes"
+        f" use {count_text(reuse.working_set_tokens)} tokens; the fleet's KV holds"
+        f" {count_text(reuse.kv_tokens)}.",
+    )
+    yield "More sessions", cliff_text(reuse)
+    if (cost := reuse.sessions) is not None:
+        price = "" if cost.usd is None else f", ${cost.usd:,.2f} each"
+        in_time = "" if cost.within is None else f" ({share_text(cost.within)} in time)"
+        mean = f"{duration_text(cost.mean_s)} on average{in_time}{price}"
+        yield "Sessions", f"{cost.sessions:,}, at most {cost.at_once:,} at once, {mean}"
+    if plan.affinity is not None:
+        yield "Cache-aware policy", affinity_text(plan.affinity)
+    if plan.host_kv is not None:
+        yield "KV offload", offload_text(plan.host_kv)
+
+
+def cliff_text(reuse: Reuse) -> str:
+    """How many more sessions the fleet bears, and what fails first."""
+    cliff: Cliff = reuse.cliff
+    most = max(grown.scale for grown in cliff.tried)
+    hits = f"the hit rate falls below {share_text(LOST * reuse.hit_rate)}"
+    found = [(cliff.hits_lost, hits), (cliff.target_lost, "attainment falls below the target")]
+    lost = sorted((at, what) for at, what in found if at is not None)
+    if not lost:
+        return f"both hit rate and target hold up to {most:g}x the sessions"
+    text = "; ".join(f"at {(at - 1) * 100:+.0f} % sessions {what}" for at, what in lost)
+    if len(lost) == 2:
+        return text
+    return (
+        f"{text}; {'the hit rate stays' if cliff.hits_lost is None else 'the target holds'} up to {most:g}x"
+    )
+
+
+def affinity_text(other: Affinity) -> str:
+    """What the plan's policy saves against the best that looks at no caches, both on the recorded trace."""
+    hits = "" if other.prefix_hit_rate is None else f" ({share_text(other.prefix_hit_rate)} hits)"
+    if other.saved_workers <= 0:
+        return f"saves nothing here: {other.policy}{hits} needs {workers_text(other.workers)}, too"
+    usd = "" if other.saved_usd_per_hour is None else f", {usd_text(other.saved_usd_per_hour)},"
+    return (
+        f"saves {workers_text(other.saved_workers)}{usd} against {other.policy}{hits} on the recorded trace"
+    )
+
+
+def offload_text(host: HostMemory) -> str:
+    """What KV offload to CPU memory does to hits, workers and dollars on the recorded trace."""
+    text = (
+        f"{host.gib:.4g} GiB a worker at {host.gb_per_s:.3g} GB/s a GPU reload {share_text(host.loaded)} of"
+        f" prompt tokens. Hit rate {share_text(host.prefix_hit_rate)},"
+        f" {share_text(host.prefix_hit_rate_without)} without. "
+    )
+    own = host.host_usd_per_hour
+    if host.workers_without is None:
+        price = f"It costs {usd_text(own)}." if own else "It has no price of its own."
+        return f"{text}Without it the trace needs more than {workers_text(host.tried_up_to)}. {price}"
+    saved = max(host.workers_without - host.workers, 0)
+    text += f"It saves {workers_text(saved) if saved else 'no worker'} on the recorded trace"
+    if (usd := host.saved_usd_per_hour) is None or not own:
+        return f"{text}; it has no price of its own."
+    net = f"{usd_text(usd)} less" if usd > 0 else f"{usd_text(-usd)} more"
+    return f"{text}: {net} in all, its own {usd_text(own)} included."
+
+
+def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
+    """The scaling schedule, the standby workers, and what a cold start adds."""
+    detail, spares = plan.schedule_detail, plan.spares
+    if detail is not None and detail.saved_share and detail.attainment is not None:
+        low = "" if detail.low is None else f", lower bound {share_text(detail.low)}"
+        saves = f"saves {share_text(detail.saved_share)} of the worker-hours"
+        yield "Scaling schedule", f"{saves} at {share_text(detail.attainment)} attainment{low}"
+    if spares is not None:
+        rate = f"{spares.reclaims_per_h:g} spot interruptions an hour each"
+        text = f"{spares.workers} of {workers_text(plan.workers)}, for {rate}"
+        if spares.availability is not None:
+            text += f"; enough serve {share_text(spares.availability)} of the time"
+        yield "Standby workers", text
+    if detail is not None and (paid := detail.paid) is not None and paid.worker_hours is not None:
+        cost = f"{paid.worker_hours:.4g} worker-hours, {usd_text(paid.usd_per_hour)} on average"
+        yield "Cold start", f"{duration_text(paid.cold_start_s)}: with it the schedule takes {cost}"
+
+
+def _ages(plan: PlanFile) -> str:
+    """The dates of the prices and profiles that the answer rests on."""
+    priced = [
+        match[0] for p in plan.inputs.profiles if (match := re.search(r"\d{4}-\d\d-\d\d", p.price or ""))
+    ]
+    prices = f"List prices date from {_span(priced)} (--prices to change). " if priced else ""
+    if all(profile.usd_per_gpu_h is None for profile in plan.inputs.profiles):
+        prices = "No price is known (--prices gives them). "
+    return f"{prices}Profiles date from {_span([p.date for p in plan.inputs.profiles])}."
+
+
+def _span(dates: list[str]) -> str:
+    """The months of some dates: `March to May 2026`; what is no date stands as it is."""
+    months = []
+    for text in sorted({text[:7] for text in dates}):
+        try:
+            months.append(date.fromisoformat(f"{text}-01").strftime("%B %Y"))
+        except ValueError:
+            months.append(text)
+    first, last = months[0], months[-1]
+    if first == last:
+        return first
+    return f"{first.removesuffix(last[-5:])} to {last}"
+
+
+def tables(plan: PlanFile) -> Iterator[Shown]:
+    """The tables of an answer: classes, alternatives, what would help, ruled-out types, and the schedule."""
+    gpus = gpus_of(plan)
+    if rows := [_class_row(one, gpus) for one in plan.classes if one.requests is not None]:
+        yield Shown(title="Classes", columns=list(CLASSES), rows=rows)
+    if plan.alternatives:
+        rows = [_alternative_row(one, gpus) for one in plan.alternatives]
+        if not any(row[-1] for row in rows):
+            rows = [row[:-1] for row in rows]
+        yield Shown(title="Alternatives", columns=list(ALTERNATIVES[: len(rows[0])]), rows=rows)
+    if plan.binding_detail is not None:
+        gains = sorted(plan.binding_detail.relief.items(), key=lambda gain: -gain[1])
+        rows = [[_BINDS[name][1], f"{100 * gain:+.2f}"] for name, gain in gains]
+        yield Shown(title="What would help", columns=["What would help there", "points"], rows=rows)
+    if plan.passed_over:
+        rows = [[kind_text(one, gpus), one.reason] for one in plan.passed_over]
+        yield Shown(title="Ruled out", columns=["Ruled out", "why"], rows=rows)
+    if plan.schedule_detail and (week := plan.schedule_detail.week):
+        hours = 24 // len(next(iter(week.values())))
+        spans = [f"{start:02d}-{start + hours:02d}" for start in range(0, 24, hours)]
+        rows = [[day, *map(str, counts)] for day, counts in week.items()]
+        yield Shown(title="Scaling schedule", columns=["Workers (UTC)", *spans], rows=rows)
+    elif len(plan.schedule) > 1:
+        rows = [[f"{s.start_s:.0f}", f"{s.end_s:.0f}", str(s.workers), s.fleet or ""] for s in plan.schedule]
+        yield Shown(title="Scaling schedule", columns=["from (s)", "to (s)", "workers", "fleet"], rows=rows)
+
+
+ALTERNATIVES = ("Alternatives", "GPUs", "$/h", "expected", "lower bound", "TTFT p99", "TPOT p99", "note")
+CLASSES = ("Class", "requests", "target", "expected", "lower bound", "runs on", "adds", "without it", "alone")
+
+
+def _alternative_row(one: Considered, gpus: set[str]) -> list[str]:
+    reached = one.attainment
+    expected = reached.on_trace if reached.expected is None else reached.expected
+    p99 = (None if of is None else of.p99 for of in (one.ttft_s, one.tpot_s))
+    return [
+        fleet_text(one.fleet, gpus),
+        str(one.gpus),
+        "?" if one.usd_per_hour is None else f"{one.usd_per_hour:,.2f}",
+        *("-" if share is None else share_text(share) for share in (expected, reached.low)),
+        *("-" if at_s is None else duration_text(at_s) for at_s in p99),
+        one.note or "",
+    ]
+
+
+def _class_row(one: PlannedClass, gpus: set[str]) -> list[str]:
+    """Size, target, attainment, where it runs, what it adds, fleets without it and its own."""
+    reached, adds = one.attainment, one.marginal_usd_per_hour
+    return [
+        one.name,
+        f"{one.requests:,}",
+        f"{asked_text(reached.target)} {within_text(one)}",
+        *("-" if share is None else share_text(share) for share in (reached.expected, reached.low)),
+        f"{one.runs_on[0].worker} ({100 * one.runs_on[0].share:.0f} %)" if one.runs_on else "-",
+        "-" if adds is None else usd_text(adds),
+        *("-" if fleet is None else fleet_text(fleet.fleet, gpus) for fleet in (one.without, one.alone)),
+    ]
