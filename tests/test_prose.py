@@ -109,7 +109,8 @@ def reads_plainly(prose: Prose, sentence: float, paragraph: float) -> None:
 
 PAGES = {  # words a sentence
     "README.md": 14, "docs/console.md": 15, "docs/evidence.md": 15, "docs/export.md": 15,
-    "docs/glossary.md": 15, "docs/http.md": 15, "docs/read-your-plan.md": 15, "docs/scorecard.md": 15,
+    "docs/first-plan.md": 15, "docs/glossary.md": 15, "docs/http.md": 15, "docs/read-your-plan.md": 15,
+    "docs/scorecard.md": 15,
 }  # fmt: skip
 
 
@@ -118,6 +119,13 @@ def test_a_page_is_short_and_plain(name: str) -> None:
     prose = markdown_prose((ROOT / name).read_text(encoding="utf-8"))
     assert len(prose.sentences) > 2
     reads_plainly(prose, sentence=PAGES[name], paragraph=45)
+
+
+@pytest.mark.parametrize("name", ["docs/planning.md", "docs/serving.md"])
+def test_a_long_page_has_no_banned_turns_and_no_old_words(name: str) -> None:
+    prose = markdown_prose((ROOT / name).read_text(encoding="utf-8"))
+    assert prose.matches(BANNED_TURNS) == []
+    assert prose.matches(OLD_WORDS) == []
 
 
 def test_the_readme_is_one_screen_of_prose_with_two_pictures() -> None:
