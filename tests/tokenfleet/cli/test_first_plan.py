@@ -36,3 +36,13 @@ def test_the_commands_of_the_page_print_what_it_says(
         assert command.prints
     assert ran == ["examples/log_to_trace.py", "trace", "plan", "whatif"]
     assert Path("first-plan/report.html").is_file()
+
+
+def test_the_log_has_the_requests_of_the_command_in_its_readme(tmp_path: Path) -> None:
+    readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    words = readme.split("tokenfleet trace synth ")[2].split("```")[0].replace("\\\n", " ").split()
+    words[words.index("--out") + 1] = str(tmp_path / "made.csv")
+    assert main(["trace", "synth", *words]) == 0
+    script, log = ROOT / "examples" / "log_to_trace.py", ROOT / "examples" / "access.jsonl"
+    subprocess.run([sys.executable, script, log, tmp_path / "read.csv"], check=True, capture_output=True)
+    assert (tmp_path / "read.csv").read_bytes() == (tmp_path / "made.csv").read_bytes()
