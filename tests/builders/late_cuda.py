@@ -1,5 +1,6 @@
 """A stub of CUDA that computes late."""
 
+import threading
 from contextlib import contextmanager
 
 
@@ -39,6 +40,9 @@ class Cuda:
                 cuda.log.append(("synchronize", "side"))
 
         self.Event, self.Stream = Event, Stream
+
+    def set_device(self, device):
+        self.log.append(("device", threading.current_thread().name))
 
     def current_stream(self, device):
         return self.engine

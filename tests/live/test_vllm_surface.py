@@ -247,10 +247,13 @@ def test_engine_settings_that_the_live_plane_needs_cannot_be_taken_away():
 class Config:
     """As much of vLLM's configuration as is looked at before an engine starts."""
 
-    def __init__(self, pipeline=1, replicas=1, runner="generate", has_encoder=False):
+    def __init__(self, pipeline=1, replicas=1, runner="generate", has_encoder=False, **context):
         from types import SimpleNamespace
 
-        self.parallel_config = SimpleNamespace(pipeline_parallel_size=pipeline, data_parallel_size=replicas)
+        contexts = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1} | context
+        self.parallel_config = SimpleNamespace(
+            pipeline_parallel_size=pipeline, data_parallel_size=replicas, **contexts
+        )
         self.model_config = SimpleNamespace(model="m", runner_type=runner, is_encoder_decoder=has_encoder)
 
 
@@ -261,6 +264,8 @@ def test_what_is_out_of_reach_is_refused_by_name():
     for config, named in (
         (Config(pipeline=2), "pipeline-parallel"),
         (Config(replicas=2), "data-parallel"),
+        (Config(decode_context_parallel_size=2), "--decode-context-parallel-size 2"),
+        (Config(prefill_context_parallel_size=2), "--prefill-context-parallel-size 2"),
         (Config(runner="pooling"), "pooling"),
         (Config(has_encoder=True), "encoder"),
     ):
@@ -284,11 +289,18 @@ def test_kv_is_moved_of_layers_that_keep_every_token_only():
     shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=64)
     assert {FullAttentionSpec.__name__, MLAAttentionSpec.__name__} == KEEPS_ALL
-    assert why_fixed([KVCacheGroupSpec(["a"], full)], None) == ""
-    assert "SlidingWindowSpec" in why_fixed([KVCacheGroupSpec(["a"], window)], None)
+
+    def cache(*groups, zeroes=False):
+        return SimpleNamespace(kv_cache_groups=list(groups), needs_kv_cache_zeroing=zeroes)
+
+    assert why_fixed(cache(KVCacheGroupSpec(["a"], full)), None) == ""
+    assert "precisions" in why_fixed(cache(KVCacheGroupSpec(["a"], full), zeroes=True), None)
+    assert "SlidingWindowSpec" in why_fixed(cache(KVCacheGroupSpec(["a"], window)), None)
     for method, fixed in (("ngram", ""), ("eagle3", "its engine takes drafts by eagle3")):
-        assert why_fixed([KVCacheGroupSpec(["a"], full)], SimpleNamespace(method=method)) == fixed
-    assert "2 groups" in why_fixed([KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)], None)
+        assert why_fixed(cache(KVCacheGroupSpec(["a"], full)), SimpleNamespace(method=method)) == fixed
+    assert "2 groups" in why_fixed(
+        cache(KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)), None
+    )
 
 
 def test_a_gateway_sends_images_whole_and_engines_expect_no_less():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import hashlib
 import json
 import logging
@@ -68,28 +69,50 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*under_way, return_exceptions=True)
 
 
-def exit_with_parent() -> None:
+def exit_with_parent(pid: int | None = None) -> None:
     """End this process when its parent does, even if that was killed and could not say so.
 
     vLLM's engine and rank processes are children of the worker's; without this a `kill -9` of the worker
-    would leave them running, with their memory and their ports. Does nothing in a process that no other
-    Python process started.
+    would leave them running, with their memory and their ports. `pid` is the parent's, by default of the
+    Python process that started this one; does nothing where none did.
     """
-    if multiprocessing.parent_process() is None:
+    process = multiprocessing.parent_process()
+    pid = pid or (process.pid if process else None)
+    if pid is None:
         return
     try:
-        parent = os.pidfd_open(os.getppid())
-    except OSError:
-        return  # the parent is gone already, or this kernel has no pidfd
+        parent = os.pidfd_open(pid) if os.getppid() == pid else None
+    except OSError as error:
+        if error.errno != errno.ESRCH:
+            return  # this kernel has no pidfd
+        parent = None
 
     def wait() -> None:
-        select.select([parent], [], [])
+        if parent is not None:  # else it is gone already, and whoever adopts orphans is our parent
+            select.select([parent], [], [])
         unlink(shared_memory([os.getpid()]))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="exit-with-parent", daemon=True).start()
+
+
+class EndsWithParent(dict[str, Any]):
+    """Settings whose reader, another process, ends when its parent does: from the moment it has read them.
+
+    An engine reads its configuration before it loads a model. One that began to watch only afterwards would
+    outlive a worker that dies meanwhile, and keep its GPU.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (dict(self), os.getpid())
+
+
+def _received(settings: dict[str, Any], sender: int) -> EndsWithParent:
+    if sender != os.getpid():  # else it was copied
+        exit_with_parent(sender)
+    return EndsWithParent(settings)
 
 
 OWN_RAY = "own-ray"

@@ -84,6 +84,9 @@ def check_served(config: Any) -> None:
         raise BadInput(
             f"--data-parallel-size {parallel.data_parallel_size}: replicas are workers; use --workers"
         )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (degree := getattr(parallel, name)) > 1:  # a block then holds tokens of several ranks
+            raise BadInput(f"--{name.replace('_', '-')} {degree}: KV blocks cannot be moved; leave it at 1")
     if model.runner_type != "generate":
         what = f"it is served for {model.runner_type} (embeddings, scores, rewards)"
         raise BadInput(f"model {model.model}: {what}; a fleet serves models that generate text")

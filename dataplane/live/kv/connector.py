@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 from controlplane.errors import BadInput
 from dataplane.live.engine_api.kv_messages import Control, Transfer, message_from
 from dataplane.live.engine_api.link import PRIOR_TOKENS
-from dataplane.live.engine_api.processes import cpu_s, descendants, exit_with_parent
+from dataplane.live.engine_api.processes import cpu_s, descendants
 from dataplane.live.engine_api.vllm_surface import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -81,10 +80,9 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        exit_with_parent()
         if current_platform.is_cpu():
             sleep_while_spinning()
-        self._why_fixed = why_fixed(kv_cache_config.kv_cache_groups, vllm_config.speculative_config)
+        self._why_fixed = why_fixed(kv_cache_config, vllm_config.speculative_config)
         self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         if role == KVConnectorRole.SCHEDULER:
             groups, pool = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
@@ -277,21 +275,25 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 KEEPS_ALL = {"FullAttentionSpec", "MLAAttentionSpec"}  # vLLM's kinds of layers with a block for every token
 
 
-def why_fixed(groups: Sequence[Any], drafts: Any) -> str:
-    """Why no request of an engine with these KV cache groups and drafts can be moved; empty if it can.
+def why_fixed(cache: Any, drafts: Any) -> str:
+    """Why no request of an engine with this KV cache configuration and drafts can be moved; empty if it can.
 
     A layer that drops what lies behind its window, or folds it into a state, has no block for each position
     of a request: what the target wants may be gone at the source. Drafts from the text so far need nothing
-    of their own; a model that drafts has KV of its own, with which no move was tried.
+    of their own; a model that drafts has KV of its own, with which no move was tried. A cache of several
+    precisions zeroes blocks at the begin of a step, before a reader of those blocks is turned away.
     """
     if drafts is not None and drafts.method != "ngram":
         return f"its engine takes drafts by {drafts.method}"
+    groups = cache.kv_cache_groups
     if len(groups) != 1:
         return f"its KV cache has {len(groups)} groups of layers"
     spec = groups[0].kv_cache_spec
     specs = getattr(spec, "kv_cache_specs", {"": spec}).values()  # one type, several sizes
     others = sorted({type(s).__name__ for s in specs} - KEEPS_ALL)
-    return f"its layers do not keep every token's KV ({', '.join(others)})" if others else ""
+    if others:
+        return f"its layers do not keep every token's KV ({', '.join(others)})"
+    return "its KV cache has several precisions" if cache.needs_kv_cache_zeroing else ""
 
 
 def advance_grammar(request: Any, prior_tokens: list[int]) -> None:

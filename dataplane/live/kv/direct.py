@@ -41,7 +41,8 @@ PIECE = 1 << 20  # bytes per call, between two looks at the pace; more at once i
 MAX_RUNS = 1024  # per call, Linux' IOV_MAX
 MAX_PLACES = 32_768  # runs of bytes; more are sent
 MEMORY = "process memory"
-_REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+# EFAULT: pinned pages that some drivers and sandboxes do not let another process read.
+_REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EFAULT)
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 

@@ -42,7 +42,9 @@ class Loads:
         self._tables = BlockTables()
         self._transport = transport
         self._rank = rank
-        self._pool = ThreadPoolExecutor(PARALLEL_LOADS, thread_name_prefix="kv-load")
+        self._pool = ThreadPoolExecutor(
+            PARALLEL_LOADS, thread_name_prefix="kv-load", initializer=self._memory.enter_thread
+        )
         self._lock = threading.Lock()
         self._orders = StepOrders()
         self._received: set[str] = set()

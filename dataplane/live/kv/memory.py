@@ -121,6 +121,9 @@ class KvMemory(Protocol):
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
 
+    def enter_thread(self) -> None:
+        """Called by a thread before it copies: on GPUs it works on its rank's own."""
+
     def step_begins(self) -> None:
         """Called by the engine's thread before it launches a step, and before the step's orders are known."""
 
@@ -165,6 +168,9 @@ class DirectMemory:
     def block_bytes(self) -> int:
         return sum(self._strides)
 
+    def enter_thread(self) -> None:
+        """A host's memory is the same to all threads."""
+
     def step_begins(self) -> None:
         """A host's step has been computed when the next begins."""
 
@@ -196,7 +202,7 @@ class StagedMemory:
         self._device = layers[0].device
         is_pinned = self._device.type == "cuda"
         # A read that was given up may still be copied into its buffer: only a later read, which the stream
-        # keeps behind it, may have that one next.
+        # keeps behind it, may have that one next, and it is dropped only once it has been filled.
         self._read, self._written = HostBuffers(is_pinned), HostBuffers(is_pinned)
         self._cuda = torch.cuda if is_pinned else cuda
         self._stream: Any = self._cuda.Stream(self._device) if self._cuda else None
@@ -205,6 +211,11 @@ class StagedMemory:
     @property
     def block_bytes(self) -> int:
         return sum(t[0].numel() * t.element_size() for t in self._words)
+
+    def enter_thread(self) -> None:
+        # A thread begins on the first GPU, and its first call there would take half a GB of it.
+        if self._cuda:
+            self._cuda.set_device(self._device)
 
     def step_begins(self) -> None:
         if self._cuda:
@@ -227,6 +238,8 @@ class StagedMemory:
                     copied[-1].record(self._stream)
                 else:
                     torch.index_select(tensor, 0, index, out=part)
+        if copied:
+            self._read.fills(host[0], copied[-1])
 
         def wait(layer: int) -> None:
             if copied:
@@ -285,7 +298,13 @@ class HostBuffers:
         self._free: list[torch.Tensor] = []
         # A finalizer may run in the middle of anything, so it only appends here.
         self._returned: deque[torch.Tensor] = deque()
+        self._filled: dict[int, Any] = {}  # by address: the event after the last copy into a buffer
         self._lock = threading.Lock()
+
+    def fills(self, taken: torch.Tensor, event: Any) -> None:
+        """A copy that goes on by itself fills what was taken until this event has passed."""
+        with self._lock:
+            self._filled[taken.data_ptr()] = event
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """An array of `size` bytes, contents undefined."""
@@ -295,14 +314,23 @@ class HostBuffers:
             self._free.sort(key=len)
             fits = [i for i, buffer in enumerate(self._free) if size <= len(buffer) <= SPARE * size]
             buffer = self._free.pop(fits[0]) if fits else None
-            while sum(map(len, self._free)) > KEPT_BYTES:
-                self._free.pop(0)
+            self._drop()
         if buffer is None:
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
         array: Any = buffer.numpy()
         weakref.finalize(array, self._returned.append, buffer)
         taken: NDArray[np.uint8] = array[:size]
         return taken
+
+    def _drop(self) -> None:
+        """Give back the smallest buffers beyond KEPT_BYTES, but none that is still being filled."""
+        over = sum(map(len, self._free)) - KEPT_BYTES
+        for buffer in list(self._free):
+            event = self._filled.get(buffer.data_ptr())
+            if over > 0 and (event is None or event.query()):
+                self._free = [one for one in self._free if one is not buffer]
+                self._filled.pop(buffer.data_ptr(), None)
+                over -= len(buffer)
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:

@@ -220,6 +220,7 @@ class SocketTransport:
         slots: threading.BoundedSemaphore,
     ) -> None:
         try:
+            memory.enter_thread()
             _tune(connection)
             with sealed(connection, self._secret, HANDSHAKE_S) as reader:
                 while True:

