@@ -3,7 +3,7 @@
 An engine that counts for Prometheus tells of no single step. Between two scrapes it tells how many gaps
 between tokens there were and their sum, how many first tokens came and what prompt tokens were computed. With
 G gaps of mean y in an interval of T seconds, K chunks of prompts and p(batch)_j what term j of the profile
-adds to a step, the factors a_j are those of
+adds to a step, the factors a_j of `factors.py` are those of
 
     y ≈ Σ_j a_j · ((1 - q) · p(0, b, C)_j + q · p(P/n, b, C)_j)        n = N·(1 - exp(-K/N)),  N = T/y
 
@@ -13,33 +13,24 @@ running requests over their mean, from scrape to scrape (1 of Poisson arrivals, 
 from a request's start to its first token, where the engine counts it, is that of its own steps with all that
 shares them, a second equation: it tells prefill where few gaps have any in them.
 
-Each a_j is drawn to a common factor s with a doubt of TERM times the larger of both (a machine may be twice
-as slow in one term and fifty times in another), s to the median of what was seen over what the profile says.
-So what the traffic cannot tell stays in the profile's proportions. Errors are standard deviations of that
-posterior, widened by how alike the residuals of neighbouring intervals are.
+The doubt of a term is TERM times its factor or the common one, the larger of both: a machine may be twice as
+slow in one term and fifty times in another. Errors are standard deviations of the posterior, widened by how
+alike the residuals of neighbouring intervals are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import lsq_linear
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.factors import Correction, Evidence, Floats, Terms
 from controlplane.perfmodel.profile import FittedRange, Profile, Residuals
-from controlplane.perfmodel.step import (
-    STEP_TERMS,
-    Batch,
-    PrefillModel,
-    coefficients_with_hinges,
-    regressors,
-    with_coefficients,
-)
+from controlplane.perfmodel.step import Batch, PrefillModel, coefficients_with_hinges
 from controlplane.types import EngineMode
 
 TERM = 0.5  # doubt of a term beside the others
@@ -53,8 +44,6 @@ BLOCKS = 5  # consecutive parts of the time, each judged by the others
 LEAST_SPREAD = 0.005
 PART = 0.02  # of the common factor, at least, and at most 1 / PART times it
 TOLD = 0.6  # of its doubt, at most, is left of a term that the traffic tells
-
-Rows = NDArray[np.float64]
 
 
 class Interval(NamedTuple):
@@ -75,21 +64,11 @@ class Interval(NamedTuple):
     finished_queue_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """A factor on a part of a profile, its standard deviation, and whether the traffic `told` it."""
-
-    name: str
-    factor: float
-    error: float
-    told: bool
-
-
 class _Equations(NamedTuple):
     """What each term of the profile adds, over what was seen, and weights: shapes [rows, terms], [rows]."""
 
-    parts: Rows
-    weight: Rows
+    parts: Floats
+    weight: Floats
 
 
 def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profile, list[Correction]]:
@@ -103,18 +82,21 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
         raise BadInput(
             f"calibration: {around.label}: is of a {around.engine.mode} engine, vLLM's are chunked"
         )
-    prior = coefficients_with_hinges(around.step)
-    if not prior.any():
+    if not coefficients_with_hinges(around.step).any():
         raise BadInput(f"calibration: {around.label}: step: every coefficient is 0")
-    equations = _equations(busy, around, prior)
-    factors, covariance = _solved(equations)
-    values = prior.copy()
-    values[prior > 0] *= factors[:-1]
-    step = with_coefficients(around.step, values)
-    residual = np.abs(equations.parts @ factors[:-1] - 1.0)
+    terms = Terms(around)
+    equations = _equations(busy, around, terms)
+    factors, scale, covariance = _solved(equations)
+    step = terms.times(factors)
+    residual = np.abs(equations.parts @ factors - 1.0)
     counted = np.average(residual, weights=equations.weight)
-    doubt = np.sqrt(np.einsum("ij,jk,ik->i", equations.parts, covariance[:-1, :-1], equations.parts))
-    prefill_doubt = _prefill_doubt(busy, around, prior, factors, covariance)
+    doubt = np.sqrt(np.einsum("ij,jk,ik->i", equations.parts, covariance, equations.parts))
+    prefill_doubt = _prefill_doubt(busy, terms, factors, covariance)
+    errors = np.sqrt(np.diag(covariance))
+    corrections = [
+        Correction(name, float(factor), float(error), bool(error < TOLD * TERM * scale))
+        for name, factor, error in zip(terms.names, factors, errors, strict=True)
+    ]
     made = replace(
         around,
         step=step,
@@ -133,7 +115,7 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
             float(max(one.context_tokens for one in busy)),
         ),
     )
-    return _with_frontend(made, busy, around), _corrections(around, prior, factors, covariance)
+    return _with_frontend(made, busy, around), corrections
 
 
 def _with_traffic(intervals: Sequence[Interval]) -> list[Interval]:
@@ -146,16 +128,6 @@ def _with_traffic(intervals: Sequence[Interval]) -> list[Interval]:
             f" {FEWEST_GAPS} in {FEWEST_INTERVALS} are needed"
         )
     return busy
-
-
-def _corrections(around: Profile, prior: Rows, factors: Rows, covariance: Rows) -> list[Correction]:
-    errors = np.sqrt(np.diag(covariance))[:-1]
-    names = [*(term.name for term in STEP_TERMS), *(f"hinge of {h.of}" for h in around.step.hinges)]
-    most = TOLD * TERM * factors[-1]
-    return [
-        Correction(names[j], float(factor), float(error), bool(error < most))
-        for j, factor, error in zip(np.flatnonzero(prior > 0), factors[:-1], errors, strict=True)
-    ]
 
 
 def _decoding(one: Interval) -> float:
@@ -175,7 +147,7 @@ def _prefilling(one: Interval, profile: Profile) -> float:
     return float(-slots * np.expm1(-_chunks(one, profile) / slots))
 
 
-def _equations(busy: Sequence[Interval], around: Profile, prior: Rows) -> _Equations:
+def _equations(busy: Sequence[Interval], around: Profile, terms: Terms) -> _Equations:
     varied = sum(one.running_change**2 / 2 for one in busy) / max(sum(one.running for one in busy), 1e-9)
     rows, seen, weight = [], [], []
     for one in busy:
@@ -183,23 +155,22 @@ def _equations(busy: Sequence[Interval], around: Profile, prior: Rows) -> _Equat
         steps, mean_s = _prefilling(one, around), one.gaps_s / one.gaps
         share = min(steps * mean_s / one.seconds, 1.0)
         context = one.context_tokens * beside / max(one.running, beside)
-        row = (1.0 - share) * regressors(around.step, Batch(0.0, beside, context))
+        row = (1.0 - share) * terms.seconds(Batch(0.0, beside, context))
         if steps > 0:
             tokens = one.prefill_tokens / steps
             squares = (one.prefill_tokens / max(one.first_tokens, 1.0)) * tokens
-            row = row + share * regressors(around.step, Batch(tokens, beside, context, squares))
+            row = row + share * terms.seconds(Batch(tokens, beside, context, squares))
         rows.append(row)
         seen.append(mean_s)
         weight.append(one.gaps / (one.gaps + ENOUGH))
         if one.finished > 0 and one.finished_prefill_s > 0 and _met(one, around) < APART:
-            rows.append(_first_steps(one, around))
+            rows.append(_first_steps(one, around, terms))
             seen.append(one.finished_prefill_s / one.finished)
             weight.append(one.finished / (one.finished + ENOUGH))
-    parts = np.array(rows) * prior / np.array(seen)[:, None]
-    return _Equations(parts[:, prior > 0], np.array(weight))
+    return _Equations(np.array(rows) / np.array(seen)[:, None], np.array(weight))
 
 
-def _first_steps(one: Interval, around: Profile) -> Rows:
+def _first_steps(one: Interval, around: Profile, terms: Terms) -> Floats:
     """What terms add up to from a request's start to its first token: its own steps, with all beside it."""
     prompt = one.finished_prefill_tokens / one.finished
     chunks = max(1.0, math.ceil(prompt / around.engine.max_batched_tokens))
@@ -207,7 +178,7 @@ def _first_steps(one: Interval, around: Profile) -> Rows:
     beside = _decoding(one)
     context = one.context_tokens * beside / max(one.running, 1.0)
     batch = Batch(met * prompt / chunks, beside, context, met * prompt**2 / chunks)
-    return chunks * regressors(around.step, batch)
+    return chunks * terms.seconds(batch)
 
 
 def _met(one: Interval, around: Profile) -> float:
@@ -215,32 +186,26 @@ def _met(one: Interval, around: Profile) -> float:
     return 1.0 + _chunks(one, around) * one.gaps_s / (one.gaps * one.seconds)
 
 
-def _solved(equations: _Equations) -> tuple[Rows, Rows]:
-    """Factors with the common one last, and their covariance."""
+def _solved(equations: _Equations) -> tuple[Floats, float, Floats]:
+    """The factors, the common one, and the covariance of the factors."""
     parts, weight = equations
-    terms = parts.shape[1]
     start = float(np.median(1.0 / parts.sum(axis=1)))
-    alike = np.column_stack([np.eye(terms), -np.ones(terms)])
-    common = np.append(np.zeros(terms), 1.0)[None] / (SCALE * start)
-    low = np.append(np.full(terms, PART), 0.0) * start
-    high = np.append(np.full(terms, 1.0 / PART), 1.0 / PART) * start
-    factors, spread, robust = np.full(terms + 1, start), 0.1, np.ones(len(parts))
+    factors, scale, spread, robust = np.full(parts.shape[1], start), start, 0.1, np.ones(len(parts))
     for _ in range(ROUNDS):
-        like = alike / (TERM * np.maximum(factors[:-1], start))[:, None]
-        scaled = (np.sqrt(weight * robust) / spread)[:, None]
-        matrix = np.vstack([np.column_stack([parts, np.zeros(len(parts))]) * scaled, like, common])
-        wanted = np.concatenate([scaled[:, 0], np.zeros(terms), common[0, -1:] * start])
-        factors = lsq_linear(matrix, wanted, bounds=(low, high)).x
-        residual = parts @ factors[:-1] - 1.0
+        doubt = TERM * np.maximum(factors, start)
+        evidence = Evidence.of(parts, weight * robust / spread**2)
+        *each, scale = evidence.with_common(doubt, start, SCALE * start, PART * start, start / PART)
+        factors = np.array(each)
+        residual = parts @ factors - 1.0
         size = np.abs(residual) * np.sqrt(weight)
         spread = max(1.4826 * float(np.median(size)), LEAST_SPREAD)
         robust = np.minimum(1.0, CLIP * spread / np.maximum(size, 1e-12))
     together = 0.0
     if len(residual) > 2 and min(residual[:-1].std(), residual[1:].std()) > 1e-12:
         together = float(np.clip(np.corrcoef(residual[:-1], residual[1:])[0, 1], 0.0, 0.9))
-    data = matrix[: len(parts)].T @ matrix[: len(parts)] * ((1.0 - together) / (1.0 + together))
-    rest = matrix[len(parts) :]
-    return factors, np.asarray(np.linalg.inv(data + rest.T @ rest), np.float64)
+    apart = (1.0 - together) / (1.0 + together)
+    known = Evidence(evidence.information * apart, evidence.moment * apart)
+    return factors, float(scale), known.covariance(doubt, SCALE * start)
 
 
 def _held_out(equations: _Equations) -> float:
@@ -250,21 +215,19 @@ def _held_out(equations: _Equations) -> float:
     error = np.empty(len(parts))
     for k in range(BLOCKS):
         test = block == k
-        factors, _ = _solved(_Equations(parts[~test], weight[~test]))
-        error[test] = np.abs(parts[test] @ factors[:-1] - 1.0)
+        factors = _solved(_Equations(parts[~test], weight[~test]))[0]
+        error[test] = np.abs(parts[test] @ factors - 1.0)
     return float(np.average(error, weights=weight))
 
 
-def _prefill_doubt(
-    busy: Sequence[Interval], around: Profile, prior: Rows, factors: Rows, covariance: Rows
-) -> float:
+def _prefill_doubt(busy: Sequence[Interval], terms: Terms, factors: Floats, covariance: Floats) -> float:
     """The relative standard deviation of the time of a usual prompt alone; 0 where none came."""
     prompts = sum(one.first_tokens for one in busy)
     tokens = sum(one.prefill_tokens for one in busy) / max(prompts, 1.0)
     if tokens <= 0:
         return 0.0
-    parts = (regressors(around.step, Batch(tokens, 0.0, 0.0, tokens**2)) * prior)[prior > 0]
-    return float(np.sqrt(parts @ covariance[:-1, :-1] @ parts) / (parts @ factors[:-1]))
+    parts = terms.seconds(Batch(tokens, 0.0, 0.0, tokens**2))
+    return float(np.sqrt(parts @ covariance @ parts) / (parts @ factors))
 
 
 def _with_frontend(made: Profile, busy: Sequence[Interval], around: Profile) -> Profile:

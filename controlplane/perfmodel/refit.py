@@ -1,14 +1,9 @@
 """The online refit of a worker type's step model: recursive least squares on relative error.
 
-With p_j what term j of the profile adds to a step (base, prefill, sequences, context, …), t its measured time
-and t̂ what the present model predicts, the factors a_j on the profile's coefficients minimise
-
-    Σ λ^age · (Σ_j a_j·p_j / t̂ - (1 + ψ(t/t̂ - 1)))²  +  RIDGE · Σ_j (a_j - s)²      PART·s <= a_j <= s/PART
-
-kept as the two sums of its normal equations, one step at a time. ψ clips at CLIP robust standard deviations
-(Huber), so a garbage collection moves nothing. s is the common factor on the whole profile: steps that look
-alike cannot tell the terms apart, and what they cannot tell follows s in the profile's own proportions. That
-also is why forgetting does not wind up.
+Each step is a measurement of the factors in `factors.py`, with t its measured time and t̂ what the present
+model predicts: its row is p/t̂, its target 1 + ψ(t/t̂ - 1), its weight λ^age. ψ clips at CLIP robust standard
+deviations (Huber), so a garbage collection moves nothing. What steps that look alike cannot tell follows the
+common factor s, within PART·s <= a_j <= s/PART. That also is why forgetting does not wind up.
 
 λ follows slow change, and remembers long enough to have seen the worker both busy and idle. Sudden changes
 are detected by `cusum.py`. At an alarm the model goes back to what it was when the change seems to have
@@ -20,8 +15,6 @@ and after an alarm what was in force before it. Their losses |ln t/t̂|, clipped
 about COMPARED steps; at an alarm, over those since the change. So a host's slow spell that passed for a
 change is given up once it is over, and noise of another shape than the profile's does not spoil a profile
 that is right.
-
-A term the profile has at 0 stays at 0.
 """
 
 from __future__ import annotations
@@ -31,21 +24,15 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.cusum import BLOCK, Cusum
+from controlplane.perfmodel.factors import Evidence, Floats, Terms
 from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Profile
-from controlplane.perfmodel.step import (
-    Batch,
-    StepModel,
-    coefficients_with_hinges,
-    regressors,
-    with_coefficients,
-)
+from controlplane.perfmodel.step import Batch, StepModel
 
 MEMORY_STEPS = 2000
-RIDGE = 1.0  # in steps
+TERM = 1.0  # doubt of a term beside the others
 TRUST_STEPS = 20  # what a scale is worth that is only believed: the profile's, or an alarm's
 PART = 0.25
 SCALE = (0.05, 20.0)  # of s
@@ -70,21 +57,16 @@ class Refit:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._prior = coefficients_with_hinges(profile.step)
-        self._known = self._prior > 0
-        if not self._known.any():
-            raise BadInput(f"{profile.label}: step: every coefficient is 0; there is nothing to refit")
-        terms = int(self._known.sum())
-        self._factors = np.ones(terms)
+        self._terms = Terms(profile)
+        self._factors = np.ones(len(self._terms))
         self._incumbent, self._incumbent_scale = self._factors, 1.0
         self._lead = 0.0  # by how much the learned factors' loss has lately been less than the incumbent's
-        self._information = np.zeros((terms, terms))
-        self._evidence = np.zeros(terms)
+        self._evidence = Evidence.none(len(self._terms))
         self._trust, self._trusted = float(TRUST_STEPS), 1.0  # in which scale, before steps say more
         spread = max(profile.residuals.spread, LEAST_SPREAD)
         self._mean_abs = spread * NORMAL_MEAN_ABS
         self._cusum = Cusum(spread)
-        self._recent: deque[tuple[NDArray[np.float64], float]] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[Floats, float]] = deque(maxlen=RECENT)
         self._keep()
         self.steps = 0
         self.drifts: list[StepTimeChange] = []
@@ -97,9 +79,7 @@ class Refit:
 
     @property
     def _learned_scale(self) -> float:
-        evidence = self._evidence.sum() + self._trust * self._trusted
-        scale = float(evidence / (self._information.sum() + self._trust))
-        return min(max(scale, SCALE[0]), SCALE[1])
+        return _bounded(self._evidence.common(self._trust, self._trusted))
 
     @property
     def spread(self) -> float:
@@ -109,9 +89,7 @@ class Refit:
     @property
     def model(self) -> StepModel:
         """The step model in force, with the profile's terms."""
-        theta = self._prior.copy()
-        theta[self._known] *= self._in_force
-        return with_coefficients(self.profile.step, theta)
+        return self._terms.times(self._in_force)
 
     def take(
         self,
@@ -127,7 +105,7 @@ class Refit:
             raise BadInput(
                 f"step: needs a positive time and counts of at least 0, got {step_s} s for {tuple(counts)}"
             )
-        parts = (regressors(self.profile.step, counts) * self._prior)[self._known]
+        parts = self._terms.seconds(counts)
         predicted_s, profile_s = float(parts @ self._factors), float(parts.sum())
         if predicted_s <= 0:
             return None  # a step of nothing but terms that the profile does not have
@@ -145,10 +123,10 @@ class Refit:
         return None
 
     @property
-    def _in_force(self) -> NDArray[np.float64]:
+    def _in_force(self) -> Floats:
         return self._factors if self._lead >= 0 else self._incumbent
 
-    def _better(self, parts: NDArray[np.float64], step_s: float) -> float:
+    def _better(self, parts: Floats, step_s: float) -> float:
         """By how much the learned factors' loss in a step is less than the incumbent's."""
         clip = CLIP * self.spread
         learned, incumbent = (
@@ -165,53 +143,30 @@ class Refit:
         limit = CLIP * self.spread
         self._mean_abs += (min(abs(residual), limit) - self._mean_abs) / NOISE_STEPS
 
-    def _learn(self, parts: NDArray[np.float64], step_s: float) -> None:
+    def _learn(self, parts: Floats, step_s: float) -> None:
         predicted_s = float(parts @ self._factors)
         clip = CLIP * self.spread
         row, target = parts / predicted_s, 1.0 + min(max(step_s / predicted_s - 1.0, -clip), clip)
         keep = 1.0 - 1.0 / MEMORY_STEPS
-        self._information = keep * self._information + np.outer(row, row)
-        self._evidence = keep * self._evidence + row * target
+        self._evidence = self._evidence.faded(keep, row, target)
         self._trust *= keep
-        self._solve()
-
-    def _solve(self) -> None:
-        """Solve the normal equations; what leaves its bounds is set to them, the rest solved again."""
         scale = self._learned_scale
-        low, high = PART * scale, scale / PART
-        terms = len(self._factors)
-        matrix = self._information + RIDGE * np.eye(terms)
-        wanted = self._evidence + RIDGE * scale
-        free = np.ones(terms, np.bool_)
-        factors = np.full(terms, scale)
-        for _ in range(terms):
-            fixed = matrix[np.ix_(free, ~free)] @ factors[~free]
-            factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], wanted[free] - fixed)
-            outside = (factors < low) | (factors > high)
-            if not (outside & free).any():
-                break
-            free &= ~outside
-            factors = np.clip(factors, low, high)
-        self._factors = np.clip(factors, low, high)
+        self._factors = self._evidence.drawn_to(scale, TERM, PART * scale, scale / PART)
 
     def _jump(self, steps: int) -> StepTimeChange:
         """Go back to the model before the change, scale it to the steps since, and learn those anew."""
         since = list(self._recent)[-max(steps, BLOCK) :]
         was_learned = self._lead >= 0
-        self._information, self._evidence, self._factors, self._trust = self._before
+        self._evidence, self._factors, self._trust = self._before
         if was_learned:
             self._incumbent, self._incumbent_scale = self._factors, self._learned_scale
         ratios = np.array([step_s / float(parts @ self._factors) for parts, step_s in since])
         ratio = float(np.median(ratios))
         # The change itself has passed for noise so far.
         self._mean_abs = 1.4826 * NORMAL_MEAN_ABS * float(np.median(np.abs(ratios / ratio - 1.0)))
-        scale = min(max(self._learned_scale * ratio, SCALE[0]), SCALE[1])
+        scale = _bounded(self._learned_scale * ratio)
         self._factors = np.clip(self._factors * ratio, PART * scale, scale / PART)
-        # What it says of the common factor is taken out (the Schur complement of that direction).
-        along = self._information.sum(axis=1)
-        total = max(float(along.sum()), 1e-300)
-        self._information = self._information - np.outer(along, along) / total
-        self._evidence = self._information @ self._factors
+        self._evidence = self._evidence.at(self._factors)
         self._trust, self._trusted = float(TRUST_STEPS), scale
         self._recent.clear()
         for parts, step_s in since:
@@ -223,4 +178,8 @@ class Refit:
         return drift
 
     def _keep(self) -> None:
-        self._before = (self._information, self._evidence, self._factors, self._trust)
+        self._before = (self._evidence, self._factors, self._trust)
+
+
+def _bounded(scale: float) -> float:
+    return min(max(scale, SCALE[0]), SCALE[1])

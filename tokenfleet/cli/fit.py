@@ -15,7 +15,8 @@ import numpy as np
 import typer
 
 from controlplane.errors import BadInput, ProfileMissing
-from controlplane.perfmodel.calibration import Correction, calibrated_by
+from controlplane.perfmodel.calibration import calibrated_by
+from controlplane.perfmodel.factors import Correction
 from controlplane.perfmodel.fit import OUTLYING, StepFit, fit_phases, fit_prefill, fit_step, outlying, pooled
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source, relative_error
 from controlplane.perfmodel.samples import StepSamples, concatenated

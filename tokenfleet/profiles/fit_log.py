@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, minimize
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.calibration import TOLD, Correction
+from controlplane.perfmodel.calibration import TOLD
+from controlplane.perfmodel.factors import Correction
 from controlplane.perfmodel.profile import FittedRange, Frontend, Profile, Residuals, with_times
 from controlplane.perfmodel.step import StepModel
 from controlplane.prefixes import Prefixes
