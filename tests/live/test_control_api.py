@@ -128,7 +128,7 @@ def fleet_verb(fleet, *words):
 def test_status_is_a_table_or_json(emulated_fleet):
     table = fleet_verb(emulated_fleet, "status")
     assert (table.returncode, "serving" in table.stdout) == (0, True)
-    assert "in SLO (target 99 %)" in table.stdout
+    assert " workers (manual scaling, max 8) · " in table.stdout.splitlines()[0]
     view = fleet_verb(emulated_fleet, "status", "--format", "json")
     assert json.loads(view.stdout)["schema"] == "tokenfleet.fleet/1"
 

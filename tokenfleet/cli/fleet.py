@@ -88,7 +88,7 @@ def drain(
 ) -> None:
     """Move everything off a worker, then stop it."""
     reply = context.obj.ask("DELETE" if cancel else "POST", f"/v1/workers/{worker}/drain")
-    _show(reply, format, lambda r: [f"{r['worker']}: {r['state']}"])
+    _show(reply, format, lambda r: [f"{r['worker']} is {r['state']}"])
 
 
 @fleet_app.command()
@@ -98,7 +98,7 @@ def role(context: typer.Context, worker: str, role: str, format: Format = Output
     tokenfleet fleet role w2 decode
     """
     reply = context.obj.ask("POST", f"/v1/workers/{worker}/role", {"role": role})
-    _show(reply, format, lambda r: [f"{r['worker']}: {r['role']}"])
+    _show(reply, format, lambda r: [f"{r['worker']} has the role {r['role']}"])
 
 
 @fleet_app.command()
@@ -317,7 +317,7 @@ def _lately(lately: dict[str, Any], target: float) -> str:
     for name in ("TTFT", "TPOT"):
         if times := lately[f"{name.lower()}_s"]:
             told.append(f"{name} p90 {duration_text(times['p90'])}")
-    return f"Last {duration_text(lately['over_s'])}: {', '.join(told)}"
+    return f"Last {duration_text(round(lately['over_s']))}: {', '.join(told)}"
 
 
 def _cost(view: dict[str, Any]) -> str:
@@ -331,11 +331,11 @@ def _cost(view: dict[str, Any]) -> str:
 
 def _class_lines(view: dict[str, Any]) -> Iterator[str]:
     for one in view.get("classes", ()):
-        within = (
-            f"{_percent(one['met'] / one['of'])} of {one['of']:,} requests" if one["of"] else "no requests"
-        )
+        within = "no requests yet"
+        if one["of"]:
+            within = f"{_percent(one['met'] / one['of'])} of {one['of']:,} requests in SLO"
         limits = f"TTFT {duration_text(one['ttft_s'])}, TPOT {duration_text(one['tpot_s'])}"
-        yield f"Class {one['name']}: {within} in SLO (target {_percent(one['target'])} within {limits})"
+        yield f"Class {one['name']}: {within} (target {_percent(one['target'])} within {limits})"
 
 
 def _percent(share: float) -> str:
@@ -399,7 +399,7 @@ def _transfers(view: dict[str, Any]) -> Iterator[str]:
         ]
         slowest = f"; slowest: {', '.join(pairs)}" if len(shown["pairs"]) > 1 else ""
         yield (
-            f"KV transfers: by {ways or 'no engine (emulated)'}, {_pace(shown['bytes_per_s'])}, pause"
+            f"KV transfers: by {ways or 'emulation'}, {_pace(shown['bytes_per_s'])}, pause"
             f" {duration_text(shown['pause_s'])} in {_counted(shown['moves'], 'migration')}{slowest}"
         )
     for why, requests in view["fixed"].items():

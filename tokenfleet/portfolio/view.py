@@ -17,8 +17,8 @@ from tokenfleet.report.tables import share_text, table, usd_text
 from tokenfleet.whatif.pareto import fleet_text
 
 SCHEMA = "tokenfleet.portfolio-plan/1"
-_MODELS = ("model", "fleet", "whole", "on schedule", "at least", "on other GPUs")
-_LIMITS = ("limit", "most", "taken at once", "more of it")
+_MODELS = ("model", "fleet", "constant", "on schedule", "lower bound", "on other GPUs")
+_LIMITS = ("limit", "maximum", "peak use", "value of more")
 
 
 def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
@@ -83,12 +83,13 @@ def headline(plan: PortfolioPlan) -> str:
         for gpu, count in zip(plan.gpu_types, plan.gpus.max(axis=0), strict=True)
         if count
     )
-    return f"{usd_text(plan.usd_per_h)} for {len(plan.rows)} models, with {most} at most"
+    models = f"{len(plan.rows)} model" + ("" if len(plan.rows) == 1 else "s")
+    return f"{models} can meet their targets within the limits: {usd_text(plan.usd_per_h)}, at most {most}"
 
 
 def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
     """A row for each model, a row for each limit, and what limits and schedules are worth."""
-    yield Text(headline(plan), style="bold")
+    yield Text(headline(plan), style="bold green")
     for columns, rows in (
         (_MODELS, [_model(row) for row in plan.rows]),
         (_LIMITS, [_limit(u) for u in plan.uses]),
@@ -96,7 +97,7 @@ def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
         if rows:
             yield table(columns, rows, left=columns)
     for sentence in (*_of_adapters(plan), *_sentences(plan)):
-        yield Text(f"  {sentence}")
+        yield Text(sentence)
 
 
 def _model(row: Row) -> tuple[str, ...]:
@@ -126,9 +127,9 @@ def _on_spot(row: Row) -> str:
 
 
 def _limit(use: Use) -> tuple[str, ...]:
-    gain = "no rise makes the answer cheaper"
+    gain = "a higher limit saves nothing"
     if use.more is not None and use.saves_usd_per_h is not None:
-        gain = f"{use.more:.4g} more would save {usd_text(use.saves_usd_per_h)}"
+        gain = f"{use.more:.4g} more save {usd_text(use.saves_usd_per_h)}"
     return use.name, f"{use.most:g}", f"{use.peak:.4g}", gain
 
 
@@ -137,16 +138,16 @@ def _of_adapters(plan: PortfolioPlan) -> Iterator[str]:
         if row.adapters:
             shares = ", ".join(f"{name} {share_text(share)}" for name, share in row.adapters.items())
             adds = "" if row.adapters_usd_per_h is None else f"; they add {usd_text(row.adapters_usd_per_h)}"
-            yield f"adapters of {row.name}, of its requests: {shares}{adds}"
+            yield f"Requests of {row.name} to adapters: {shares}{adds}."
 
 
 def _sentences(plan: PortfolioPlan) -> Iterator[str]:
     if plan.uses:
-        yield f"without limits: {usd_text(plan.unlimited_usd_per_h)}"
+        yield f"Without limits the fleets cost {usd_text(plan.unlimited_usd_per_h)}."
     if plan.constant_usd_per_h is None:
-        yield "fleets that never change would not keep to the limits"
+        yield "Constant fleets exceed the limits; only fleets that follow their schedules fit."
     else:
-        yield f"if no fleet ever changed: {usd_text(plan.constant_usd_per_h)}"
+        yield f"Constant fleets cost {usd_text(plan.constant_usd_per_h)}."
     yield from _shared(plan)
 
 
@@ -158,9 +159,9 @@ def _shared(plan: PortfolioPlan) -> Iterator[str]:
             told |= {row.name, *row.beside}
             zone = f", {row.zone}" if row.zone else ""
             names = ", ".join([row.name, *row.beside])
-            yield f"{row.kind}{zone}: any {row.kind.workers_per_gpu} workers of {names} on one GPU"
+            yield f"{row.kind}{zone}: any {row.kind.workers_per_gpu} workers of {names} share a GPU."
     if plan.free_usd_per_h > 0.005:
-        yield f"parts of GPUs that no worker has: {usd_text(plan.free_usd_per_h)}"
+        yield f"Unused parts of shared GPUs cost {usd_text(plan.free_usd_per_h)}."
 
 
 def portfolio_report(plan: PortfolioPlan) -> str:
@@ -168,7 +169,7 @@ def portfolio_report(plan: PortfolioPlan) -> str:
     return page(
         "Tokenfleet portfolio",
         headline(plan),
-        "; ".join((*_of_adapters(plan), *_sentences(plan))),
+        " ".join((*_of_adapters(plan), *_sentences(plan))),
         "",
         [_over_time(plan)],
         [

@@ -357,7 +357,7 @@ def test_an_adapters_requests_are_its_models_and_what_they_add_is_told(asked, fo
     assert early["adapters_usd_per_hour"] == pytest.approx(added)
     assert added > 0
     said = " ".join(asked("{}", file=adapted)[1].split())
-    assert f"adapters of early, of its requests: support 50.00 %; they add ${added:.2f}/h" in said
+    assert f"Requests of early to adapters: support 50.00 %; they add ${added:.2f}/h." in said
 
 
 @pytest.mark.parametrize(
