@@ -134,7 +134,7 @@ def compare_command(flags: CompareFlags) -> int:
     if not replayed.finished.any():
         raise BadInput(f"--endpoint: no request finished; the first error: {replayed.errors[0]}")
     if replayed.errors:
-        warn([f"{len(replayed.errors)} requests failed and are left out: {replayed.errors[0]}"])
+        warn([f"{len(replayed.errors)} requests failed and are excluded: {replayed.errors[0]}"])
     overheads_s = run["overheads_s"]
     if flags.steps is not None:
         overheads_s = _learned_s(replayed, flags.steps, overheads_s)
@@ -223,8 +223,8 @@ def _learned_s(replayed: Replay, steps: Path, lone_s: NDArray[np.float64]) -> ND
         return overheads_s
     warn(
         [
-            f"--steps: {steps}: {len(overheads_s)} requests of this replay are known there to have found "
-            f"their worker idle, {FEWEST_OVERHEADS} are needed: HTTP's share is that of lone requests"
+            f"--steps: {steps}: {len(overheads_s)} requests of this replay found an idle worker,"
+            f" {FEWEST_OVERHEADS} are needed; the HTTP overhead of lone requests is used instead"
         ]
     )
     return lone_s
@@ -301,6 +301,10 @@ async def _counters(flags: CompareFlags, trust: ssl.SSLContext) -> dict[str, int
     return {"workers": len(serving), "preemptions": preemptions, "migrations": int(moved)}
 
 
+def _size(figure: ComparedFigure) -> float:
+    return abs(figure.error or 0.0)
+
+
 def _say(
     figures: list[ComparedFigure],
     run: dict[str, Any],
@@ -323,10 +327,14 @@ def _say(
         return
     from tokenfleet.report.tables import table
 
-    columns, title = ("figure", "live", "simulated", "error"), f"{requests:,} requests on {workers} workers"
-    show([table(columns, (f.cells for f in figures), left=("figure",), title=title)])
-    extra = duration_text(float(np.median(run["overheads_s"])))
-    print(
-        f"simulated TTFTs have {extra} for HTTP and the way to the engine,"
-        " and scatter as the profile's residuals do"
+    columns = ("figure", "live", "simulated", "error")
+    worst = max((f for f in figures if f.error is not None and f.kind == "relative"), key=_size, default=None)
+    largest = "" if worst is None else f"; largest error {_size(worst):.1%}, in {worst.name}"
+    show(
+        [
+            f"Compared {requests:,} requests on {workers} workers{largest}",
+            table(columns, (f.cells for f in figures), left=("figure",)),
+            f"Simulated TTFTs include {duration_text(float(np.median(run['overheads_s'])))} of HTTP overhead"
+            " and scatter as the profile's residuals do.",
+        ]
     )

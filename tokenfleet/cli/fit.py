@@ -142,8 +142,8 @@ def _without_outliers(samples: StepSamples) -> StepSamples:
     rows = np.flatnonzero(far)
     named = ", ".join(str(row + 1) for row in rows[:5]) + (", …" if len(rows) > 5 else "")
     print(
-        f"{len(rows)} of {len(samples)} steps took over {OUTLYING:g} times what all others say: {named};"
-        " they are left out (--robust gives them less weight instead, --as-measured keeps them)",
+        f"{len(rows)} of {len(samples)} steps took over {OUTLYING:g} times the fit of all others: {named};"
+        " they are left out (--robust gives them less weight, --as-measured keeps them)",
         file=sys.stderr,
     )
     return samples.take(~far)
@@ -167,9 +167,9 @@ def _kv_tokens(model: str, gpu: str, tp_degree: int, read: StepSamples | Request
         shipped = find_profiles(model, [gpu], [tp_degree])[0]
     except ProfileMissing:
         peak = read.peak_tokens if isinstance(read, RequestLog) else int(read.context_tokens.max())
-        return max(peak, 1), f"{peak} tokens, the most these measurements held, are taken as the capacity"
+        return max(peak, 1), f"the capacity is {peak} tokens, the most these measurements held"
     tokens = shipped.kv.capacity_tokens
-    return tokens, f"{tokens} tokens are taken from the shipped profile of {shipped.label}"
+    return tokens, f"the capacity is {tokens} tokens, as in the shipped profile of {shipped.label}"
 
 
 def _with(shape: Profile, step: StepFit, prefill: PrefillModel, residuals: Residuals) -> Profile:
@@ -179,14 +179,12 @@ def _with(shape: Profile, step: StepFit, prefill: PrefillModel, residuals: Resid
 def speed_text(speed: HostSpeed) -> str:
     """A sentence on the machine's speed."""
     if speed.window_s is None:
-        return (
-            f"the machine: visits differ by {speed.off:.1%}, with nothing in common that could be taken out"
-        )
+        return f"Host: repeated steps differ by {speed.off:.1%}, without slow spells that could be removed"
     low, high = speed.range
     return (
-        f"the machine: steps took {low:.2f} to {high:.2f} times their usual, for some {speed.window_s:g} s"
-        f" at a time; without that (--as-measured: with) visits differ by {speed.off_left:.1%},"
-        f" {speed.off:.1%} before"
+        f"Host: steps took {low:.2f} to {high:.2f} times the usual, in spells of about {speed.window_s:g} s."
+        f" Without these spells repeated steps differ by {speed.off_left:.1%}, before by {speed.off:.1%}"
+        " (--as-measured keeps the spells)."
     )
 
 
@@ -225,12 +223,17 @@ def _say(
 
     lines = [(name, "-" if value is None else f"{value:.6g}") for name, value in rows.items()]
     lines += [(f"error within, {float(c):.0%} sure", f"{error:.2%}") for c, error in within.items()]
-    show([table(("figure", "value"), lines, left=("figure",), title=profile.label)])
-    print(f"form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}")
-    for speed in speeds:
-        print(speed_text(speed))
-    for cell in breaks:
-        print(f"the linear form breaks: {cell.text}")
+    held = residuals.held_out_mean
+    show(
+        [
+            f"{profile.label}: mean error {residuals.mean_relative:.1%}"
+            f"{'' if held is None else f', {held:.1%} on held-out steps'}, of {residuals.samples:,} steps",
+            table(("figure", "value"), lines, left=("figure",)),
+            f"Form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}",
+            *map(speed_text, speeds),
+            *(f"The linear form breaks: {cell.text}" for cell in breaks),
+        ]
+    )
     print(f"wrote {out}", file=sys.stderr)
 
 
@@ -310,15 +313,17 @@ def _by_metrics(
     with console(stderr=True).status(f"watching {', '.join(urls)} for {minutes:g} minutes"):
         scrapes, missed = watched(urls, 60.0 * minutes)
     if missed:
-        said.append(f"{len(missed)} looks failed and were left out, the last: {missed[-1]}")
+        said.append(f"{len(missed)} reads failed and were left out; the last: {missed[-1]}")
     if drafts(scrapes):
-        said.append("the engine decodes speculatively: steps are learned, their tokens beyond one are not")
+        said.append(
+            "the engine uses speculative decoding; step times are learned, accepted draft tokens are not"
+        )
     kv_tokens, block_tokens = kv_of(scrapes[-1] or scrapes[0])
     if kv_tokens:
         around = around.with_kv(None, kv_tokens)
         around = replace(around, kv=replace(around.kv, block_tokens=block_tokens))
     else:
-        said.append("the engines do not say one size of their KV; the profile's is kept")
+        said.append("the engines report no common KV size; the profile's is kept")
     found = intervals_of(scrapes)
     made, corrections = calibrated_by(found, around)
     gaps = sum(one.gaps for one in found)
@@ -355,8 +360,8 @@ def _untold(corrections: Sequence[Correction]) -> list[str]:
     if not untold:
         return []
     if len(untold) == len(corrections):
-        return ["the traffic was too uniform to tell the terms apart: all are scaled alike"]
-    return [f"the traffic does not tell {', '.join(untold)}: in the profile's proportion to the others"]
+        return ["the traffic was too uniform to separate the terms; all are scaled alike"]
+    return [f"the traffic does not determine {', '.join(untold)}; they keep the profile's proportions"]
 
 
 def _say_calibrated(
@@ -377,12 +382,16 @@ def _say_calibrated(
         }
         print(json.dumps(answer))
         return
-    print(f"{made.label}: in {flags.output}")
+    held = "" if residuals.held_out_mean is None else f", {residuals.held_out_mean:.1%} on held-out steps"
+    print(
+        f"Calibrated {made.label}: mean error {residuals.mean_relative:.1%}{held}; written to {flags.output}"
+    )
     for one in corrections:
-        print(f"  {one.name:24} x {one.factor:.3g} ± {one.error:.2g}{'' if one.told else ' (not told)'}")
-    held = "" if residuals.held_out_mean is None else f", {residuals.held_out_mean:.1%} held out"
-    print(f"error {residuals.mean_relative:.1%}{held}; doubt of the factors {residuals.unseen_relative:.1%}")
+        print(
+            f"  {one.name:24} x {one.factor:.3g} ± {one.error:.2g}{'' if one.told else ' (not determined)'}"
+        )
+    print(f"Uncertainty of the factors: {residuals.unseen_relative:.1%}")
     frontend_ms = made.frontend.per_request_s * 1e3
-    print(f"KV {made.kv.capacity_tokens:,} tokens; frontend {frontend_ms:.1f} ms a request")
+    print(f"KV memory: {made.kv.capacity_tokens:,} tokens. HTTP overhead: {frontend_ms:.1f} ms a request.")
     for line in said:
-        print(line)
+        print(f"{line[0].upper()}{line[1:]}.")

@@ -153,7 +153,6 @@ def portfolio_command(
     files = [] if output_dir is None else [output_dir / "portfolio.json", output_dir / "portfolio.html"]
     refuse_unwritable([*files, *plans.values()])
     asked = tasks_of(portfolio, date.today())
-    warn(asked.warnings)
     with counted_bar("planning models", asked.count) as advance:
         cache = Cache(None if no_cache else cache_folder("whatif"))
         plan = plan_portfolio(portfolio, asked, jobs or os.cpu_count() or 1, cache, advance)
@@ -162,6 +161,7 @@ def portfolio_command(
         each = {plans[row.name]: json.dumps(row.plan.document, indent=1) + "\n" for row in plan.rows}
         write_files(dict(zip(files, (text, portfolio_report(plan)), strict=True)) | each)
     answer(output_format, text, lambda: portfolio_tables(plan), [*files, *plans.values()])
+    warn(asked.warnings)
     return 0
 
 

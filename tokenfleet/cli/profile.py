@@ -167,14 +167,14 @@ def _predict(flags: ProfileFlags) -> None:
     if flags.output_format == OutputFormat.JSON:
         print(json.dumps(summary))
         return
-    print(f"{profile.label}: {profile.kv.capacity_tokens:,} KV tokens, in {flags.out}")
+    print(f"Predicted {profile.label}: {profile.kv.capacity_tokens:,} KV tokens; written to {flags.out}")
     print(
-        f"fits its tables within {residuals.mean_relative:.1%} on average; {residuals.unseen_relative:.0%}"
-        " is added for what they do not show"
+        f"The mean error on its operation tables is {residuals.mean_relative:.1%}."
+        f" Plans add {residuals.unseen_relative:.0%} of model error, since no engine was measured."
     )
-    print(profile.source.what)
+    print(f"Source: {profile.source.what}")
     if flags.precision or flags.kv_precision:
-        print("what a lower precision does to answers is not judged here")
+        print("The effect of a lower precision on answers is not covered.")
 
 
 async def _measure(flags: ProfileFlags, model: str, budget_s: float) -> dict[str, Any]:
@@ -302,7 +302,8 @@ def _say(summary: dict[str, Any], out: Path, output_format: OutputFormat) -> Non
         print(json.dumps({"schema": SCHEMA, "measurements": str(out), **summary, "fit": fit}))
         return
     rest = summary["points"] - summary["done"]
-    print(f"{summary['begun']} of {summary['points']} grid points in {out}, after {summary['seconds']:.0f} s")
+    seconds = f"{summary['seconds']:.0f} s"
+    print(f"Measured {summary['begun']} of {summary['points']} grid points in {seconds}; written to {out}")
     if rest:
-        print(f"the time is over with visits to {rest} points to go; the same command goes on from here")
-    print(fit)
+        print(f"The time is over, and {rest} points need more repeats. The same command continues from here.")
+    print(f"Next: {fit}")

@@ -41,7 +41,11 @@ def scorecard_tables(card: dict[str, Any]) -> list[Any]:
     from tokenfleet.report.tables import table
 
     fleet = " + ".join(f"{p['workers']} x {p['gpu']} TP{p['tp_degree']}" for p in card["fleet"]) or "no fleet"
-    parts: list[Any] = [f"plan {card['plan']}: {fleet}; {card['requests']:,} requests finished under it"]
+    head, *rest = card["says"]
+    parts: list[Any] = [
+        f"{head[0].upper()}{head[1:]}",
+        f"Plan {card['plan']}: {fleet}; {card['requests']:,} requests finished",
+    ]
     if card["attainment"] is not None:
         ways = ("planned", "predicted", "observed")
         rows = [
@@ -54,13 +58,13 @@ def scorecard_tables(card: dict[str, Any]) -> list[Any]:
             for name, row in card[what].items()
         ]
         shares, rates, most = card["attainment"], card["rate_rps"], card["capacity"]
-        rows.append(("attainment", *(_or_dash(shares[k], "{:.2%}".format) for k in ways), "–"))
+        rows.append(("SLO attainment", *(_or_dash(shares[k], "{:.2%}".format) for k in ways), "–"))
         rows.append(("requests/s", f"{rates['planned']:.3g}", "–", f"{rates['observed']:.3g}", "–"))
-        columns = ("", "planned", "predicted for what came", "observed", "observed / predicted")
+        columns = ("", "planned", "predicted on this traffic", "observed", "observed / predicted")
         parts.append(table(columns, rows, left=("",)))
         carried, failed = (_or_dash(most[k], "{:.3g}/s".format) for k in ("carried_rps", "failed_rps"))
-        parts.append(f"busiest minute within the target {carried}; least busy one outside it {failed}")
-    parts += [*card["says"]]
+        parts.append(f"Busiest minute in SLO: {carried}; least busy minute out of SLO: {failed}")
+    parts += rest
     return [*parts, *gap_tables(card["gap"])] if card["gap"] else parts
 
 
@@ -81,18 +85,18 @@ def gap_command(
 
     folder = data or default_data_folder()
     found = gaps(folder, 0.0, time.time(), days)
-    nothing = [f"{folder}: no log of a fleet; `tokenfleet serve` keeps one"]
+    nothing = [f"{folder}: no log of a fleet; `tokenfleet serve` writes one"]
     text = json.dumps({"schema": "tokenfleet.gaps/1", "days": found}, indent=1)
     answer(output_format, text, lambda: gap_tables(found) if found else nothing)
     return 0 if found else 1
 
 
 def gap_tables(gaps: list[Any]) -> list[Any]:
-    """The gaps of days for people: in dollars where prices are known, else in GPU-hours."""
+    """Each day's excess cost: the last day in a line, then a table. Dollars, or GPU-hours without prices."""
     from tokenfleet.report.tables import table
-    from tokenfleet.service.gap import shown
+    from tokenfleet.service.gap import PARTS, gap_line, shown
 
-    columns = ("day (UTC)", "hours", "paid", "cheapest", "paid / cheapest", "of which")
+    columns = ("day (UTC)", "hours", "paid", "optimum", "paid / optimum", "excess by cause")
     rows = (
         (
             day["day"],
@@ -100,12 +104,12 @@ def gap_tables(gaps: list[Any]) -> list[Any]:
             shown(day, day["paid"]),
             "–" if day["least"] is None else shown(day, day["least"]),
             _or_dash(day["ratio"], "{:.2f}".format),
-            ", ".join(f"{name} {shown(day, amount)}" for name, amount in day["parts"].items()) or "–",
+            ", ".join(f"{PARTS[name]} {shown(day, amount)}" for name, amount in day["parts"].items()) or "–",
         )
         for day in gaps
     )
-    found = table(columns, rows, left=("day (UTC)", "of which"))
-    return [found, *(f"{day['day']}: {said}" for day in gaps for said in day["says"])]
+    found = table(columns, rows, left=("day (UTC)", "excess by cause"))
+    return [gap_line(gaps[-1]), found, *(f"{day['day']}: {said}" for day in gaps for said in day["says"])]
 
 
 def _or_dash(value: float | None, shown: Any) -> str:
@@ -136,20 +140,27 @@ def accuracy_command(
             found["as it is"].append(accuracy_of(ladder, worker, calibrates=False))
             if len(ladder.runs) > CALIBRATED_ON:
                 found["calibrated"].append(accuracy_of(ladder, worker, calibrates=True))
+    errors = {name: overall(rows) for name, rows in found.items() if rows}
     told = {
         "schema": ACCURACY,
         "runs": [row for rows in found.values() for row in rows],
-        "medians": {name: overall(rows) for name, rows in found.items() if rows},
+        "medians": errors,
     }
-    rows = [(row["runs"], name, *accuracy_cells(row)) for name, of in found.items() for row in of]
-    shown = [table(ACCURACY_COLUMNS, rows, left=("runs", "profile"))]
+    names = {"as it is": "uncalibrated", "calibrated": "calibrated"}
+    rows = [(row["runs"], names[name], *accuracy_cells(row)) for name, of in found.items() for row in of]
+    medians = [
+        f"Median errors, {names[name]}: TPOT mean {one['errors']['tpot']['mean']:.1%},"
+        f" TTFT mean {one['errors']['ttft']['mean']:.1%}"
+        for name, one in errors.items()
+    ]
+    shown: list[Any] = [*medians, table(ACCURACY_COLUMNS, rows, left=("runs", "profile"))]
     answer(output_format, json.dumps(told, indent=1), lambda: shown)
     return 0
 
 
 ACCURACY_COLUMNS = (
     *("runs", "profile", "rates", "E2E %", "TPOT mean, p99 %", "TTFT mean, p50, p90, p99 %", "tokens/s %"),
-    "knee, predicted",
+    "saturation req/s, predicted",
 )
 
 

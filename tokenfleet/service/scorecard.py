@@ -64,13 +64,13 @@ class PlanReplay:
     def sentences(self) -> list[str]:
         """The step times that fit, and whether anything else differs."""
         sentences = [
-            f"step times of the profile: decode x {self.decode:.3g}, prefill x {self.prefill:.3g}"
-            " fit what was seen"
+            f"the observed step times are {self.decode:.3g}x the profile's for decode"
+            f" and {self.prefill:.3g}x for prefill"
         ]
         if max(abs(ratio - 1.0) for ratio in self.remaining) > 0.1:
             sentences.append(
-                f"with them TPOT is still {self.remaining[0]:.3g} and TTFT {self.remaining[1]:.3g}"
-                " times the replay's: other things than step times differ"
+                f"after that correction TPOT is still {self.remaining[0]:.3g}x and TTFT"
+                f" {self.remaining[1]:.3g}x the prediction, so more than step times differ"
             )
         return sentences
 
@@ -360,16 +360,18 @@ def _capacity(plan: PlanFile, rows: pl.DataFrame, met: NDArray[np.bool_]) -> dic
 
 def _sentences(facts: Mapping[str, Any]) -> list[str]:
     attained, workers = facts["attainment"], facts["workers"]
-    verdict = "held" if attained["observed"] >= attained["target"] else "missed"
-    sentences = [f"target {verdict}: {attained['observed']:.2%} of {attained['target']:.2%}"]
+    verdict = "met" if attained["observed"] >= attained["target"] else "missed"
+    sentences = [
+        f"target {verdict}: {attained['observed']:.2%} of requests in SLO (target {attained['target']:.2%})"
+    ]
     sentences += [
-        f"class {one['name']}: {one['observed']:.2%} of {one['target']:.2%}"
+        f"class {one['name']}: {one['observed']:.2%} of requests in SLO (target {one['target']:.2%})"
         for one in facts.get("classes") or ()
     ]
     if facts["not_served"]:
-        sentences.append(f"{facts['not_served']} requests were turned away or failed, and count as missed")
+        sentences.append(f"{facts['not_served']} requests were rejected or failed, and count as missed")
     if workers["seen"] > workers["planned"]:
-        sentences.append(f"{workers['seen']} workers served, the plan has {workers['planned']}")
+        sentences.append(f"{workers['seen']} workers served; the plan has {workers['planned']}")
     return sentences
 
 

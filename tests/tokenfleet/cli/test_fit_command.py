@@ -64,7 +64,7 @@ def test_a_table_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture
     answer = json.loads(printed.out)
     assert answer["per_prefill_token_s"] == pytest.approx(3e-5, rel=1e-4)
     assert set(answer["error_within"]) == {"0.5", "0.9", "0.99"}
-    assert "taken from the shipped profile" in printed.err
+    assert "as in the shipped profile" in printed.err
     profile = read_profile(out)
     assert (profile.model, profile.gpu, profile.tp_degree) == ("llama-3.1-8b", "h100-sxm", 1)
     assert profile.step.base_s == pytest.approx(0.009, rel=1e-4)
@@ -270,7 +270,7 @@ def test_two_steps_in_a_hundred_that_were_stopped_do_not_shift_a_fit_and_are_sai
     for name, flags in (("noticed", ()), ("kept", ("--as-measured",)), ("robust", ("--robust",))):
         assert fit(tmp_path / "steps.csv", tmp_path / "p.yaml", *flags) == 0
         said = capsys.readouterr().err
-        words = "2 of 100 steps took over 2.5 times what all others say: 18, 64; they are left out"
+        words = "2 of 100 steps took over 2.5 times the fit of all others: 18, 64; they are left out"
         assert (words in said) == (name == "noticed")
         model = read_profile(tmp_path / "p.yaml").step
         says_s = model.step_s(prefill, decoding, context)

@@ -178,7 +178,7 @@ def test_a_watched_engine_becomes_a_profile_that_says_what_it_was(tmp_path, caps
     assert code == 0
     said = json.loads(out)
     assert said["kv_tokens"] == 400_000
-    assert "2 looks failed" in said["says"][0]
+    assert "2 reads failed" in said["says"][0]
     made = read_profile(tmp_path / "made.yaml")
     assert made.source.kind == "measured"
     assert "over 10 minutes" in made.source.what
