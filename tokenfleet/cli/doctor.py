@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 from rich.table import Table
 
 from controlplane.errors import BadInput
@@ -33,8 +34,8 @@ from dataplane.live.worker.host_checks import (
     hosts_of_cluster,
     look_at_host,
 )
-from tokenfleet.cli.flags import Format, OutputFormat
-from tokenfleet.cli.fleet import ControlClient
+from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes
+from tokenfleet.cli.fleet import ControlClient, counted
 from tokenfleet.cli.terminal import answer
 from tokenfleet.texts import duration_text
 
@@ -46,26 +47,33 @@ START_S, STREAM_S, MOVE_S = 1800.0, 300.0, 60.0
 LOOK_S = 0.02
 
 
-def doctor_command(
-    model: Annotated[str, typer.Option(help="model to serve; check that its weights are there")] = "",
-    host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    control_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001,
+@dataclass(frozen=True, slots=True)
+class DoctorFlags:
+    """The flags of `tokenfleet doctor`."""
+
+    model: Annotated[str, typer.Option(help="model to serve; check that its weights are there")] = ""
+    host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000
+    control_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001
     cluster: Annotated[
         str, typer.Option(envvar="RAY_ADDRESS", help="address of a Ray cluster; check each of its nodes")
-    ] = "",
-    nic: Annotated[str, typer.Option(help="network interface by which workers are reached")] = "",
+    ] = ""
+    nic: Annotated[str, typer.Option(help="network interface by which workers are reached")] = ""
     engine: Annotated[
         bool,
         typer.Option("--engine", help="also start two engines and move a request between them"),
-    ] = False,
-    tp: Annotated[int, typer.Option(min=1, help="GPUs of each of those engines")] = 1,
-    output_format: Format = OutputFormat.TABLE,
+    ] = False
+    tp: Annotated[int, typer.Option(min=1, help="GPUs of each of those engines")] = 1
+    verbose: Verbose = False
+    output_format: Format = OutputFormat.TABLE
     engine_flags: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- [VLLM FLAGS]", help="vLLM flags of those engines, after --"),
-    ] = None,
-) -> int:
+    ] = None
+
+
+@takes(DoctorFlags)
+def doctor_command(flags: DoctorFlags) -> int:
     """Check vLLM, Ray, GPUs, memory, network, ports and the model before a fleet starts.
 
     The check loads nothing and touches no GPU. With --engine, two real engines also serve (a tiny model
@@ -78,12 +86,13 @@ def doctor_command(
 
     tokenfleet doctor --engine --model /models/llama --tp 2 -- --max-model-len 8192
     """
-    found = _looked_at(cluster, model, nic, [(host, port), ("127.0.0.1", control_port)])
-    if engine and not any(finding.state == "stops" for _, finding in found):
-        tried = [*_tried(model, tp, engine_flags or []), compare_ways()]
+    ports = [(flags.host, flags.port), ("127.0.0.1", flags.control_port)]
+    found = _looked_at(flags.cluster, flags.model, flags.nic, ports)
+    if flags.engine and not any(finding.state == "stops" for _, finding in found):
+        tried = [*_tried(flags.model, flags.tp, flags.engine_flags or []), compare_ways()]
         found += [("engines", finding) for finding in tried]
     text = json.dumps([{"host": name} | asdict(finding) for name, finding in found], indent=1)
-    answer(output_format, text, lambda: [_table(found)])
+    answer(flags.output_format, text, lambda: _lines(found, flags.verbose))
     return 1 if any(finding.state == "stops" for _, finding in found) else 0
 
 
@@ -112,12 +121,23 @@ def _tried(model: str, tp: int, flags: list[str]) -> list[Finding]:
         return try_engines(make_tiny_model(Path(folder) / "tiny-llama"), tp, flags or list(TINY_FLAGS))
 
 
+def _lines(found: list[tuple[str, Finding]], verbose: bool) -> Iterator[RenderableType]:
+    """Whether a fleet can start, then what hinders it and what trial engines did; `verbose`: every check."""
+    stops, warns = (sum(finding.state == state for _, finding in found) for state in ("stops", "warns"))
+    can = f"cannot start here: {counted(stops, 'error')}" if stops else "can start here: no errors"
+    yield f"A fleet {can}, {counted(warns, 'warning')}, {counted(len(found), 'check')}"
+    told = [one for one in found if verbose or one[1].state != "fine" or one[0] == "engines"]
+    if told:
+        yield _table(told)
+
+
 def _table(found: list[tuple[str, Finding]]) -> Table:
+    words = {"fine": "ok", "warns": "warning", "stops": "error"}
     table = Table(box=None, pad_edge=False)
     for name in ("host", "check", "", "found"):
         table.add_column(name, no_wrap=name != "found")
     for name, finding in found:
-        table.add_row(name, finding.check, finding.state, finding.says)
+        table.add_row(name, finding.check, words[finding.state], finding.says)
     return table
 
 

@@ -205,15 +205,14 @@ def _portfolio_lines(view: dict[str, Any], verbose: bool) -> Iterator[Renderable
     health = ", ".join(
         [f"{name} does not answer" for name in down] + [f"{name} is missing its SLO" for name in missing]
     )
-    models_text = _counted(len(names), "model")
-    yield " · ".join(filter(None, (models_text, health or "healthy", taken)))
-    counted = ("workers", "allocation", "quota", "desired", "needed", "running", "waiting")
-    table = _bare_table(("model", "GPU"), counted)
+    yield " · ".join(filter(None, (counted(len(names), "model"), health or "healthy", taken)))
+    columns = ("workers", "allocation", "quota", "desired", "needed", "running", "waiting")
+    table = _bare_table(("model", "GPU"), columns)
     for share in view["shares"]:
         counts = [share[name] for name in ("held", "share", "right", "asked", "needed")]
         gpu = ", ".join(filter(None, (f"{share['gpus_per_worker']} {share['gpu']}", share.get("zone"))))
         load = models[share["name"]]["requests"] if share["name"] in models else {}
-        table.add_row(share["name"], gpu, *map(str, counts), *(str(load.get(k, "–")) for k in counted[-2:]))
+        table.add_row(share["name"], gpu, *map(str, counts), *(str(load.get(k, "–")) for k in columns[-2:]))
     yield table
     for name, one in models.items():
         yield f"{name}: {_lately(one['lately'], one['attainment_target'])}"
@@ -265,7 +264,7 @@ def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType
     update = view.get("update")
     if update is not None and (verbose or update["state"] != "done"):
         cause = f": {update['cause']}" if update["cause"] else ""
-        replaced = _counted(update["replaced"], "worker")
+        replaced = counted(update["replaced"], "worker")
         yield f"{update['what'].capitalize()}: {update['state']}, {replaced} replaced{cause}"
     for kind, why in view["placement"]["unmeasured"].items():
         yield f"No step times of {kind}: {why}"
@@ -361,7 +360,7 @@ def _details(view: dict[str, Any]) -> Iterator[RenderableType]:
     if view["moving"]:
         yield f"Migrations under way: {len(view['moving'])}"
     if gateways := view.get("gateways"):
-        loads = (f"{g['gateway']} {g['state']}, {_counted(g['requests'], 'request')}" for g in gateways)
+        loads = (f"{g['gateway']} {g['state']}, {counted(g['requests'], 'request')}" for g in gateways)
         yield f"Gateways: {'; '.join(loads)}"
     if view["decisions"]:
         yield _decisions_table(view["decisions"])
@@ -400,10 +399,10 @@ def _transfers(view: dict[str, Any]) -> Iterator[str]:
         slowest = f"; slowest: {', '.join(pairs)}" if len(shown["pairs"]) > 1 else ""
         yield (
             f"KV transfers: by {ways or 'emulation'}, {_pace(shown['bytes_per_s'])}, pause"
-            f" {duration_text(shown['pause_s'])} in {_counted(shown['moves'], 'migration')}{slowest}"
+            f" {duration_text(shown['pause_s'])} in {counted(shown['moves'], 'migration')}{slowest}"
         )
     for why, requests in view["fixed"].items():
-        yield f"Not migrated: {_counted(requests, 'request')}, {why}"
+        yield f"Not migrated: {counted(requests, 'request')}, {why}"
     for why in {w["fixed"] for w in view["workers"] if w.get("fixed")}:
         yield f"No request is migrated here: {why}"
 
@@ -412,13 +411,14 @@ def _pace(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2g} MB/s"
 
 
-def _counted(count: int, thing: str) -> str:
+def counted(count: int, thing: str) -> str:
+    """`1 worker`, `2 workers`."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _wanted(view: dict[str, Any]) -> str:
     """The number of workers desired, by type where there are several."""
-    kinds, workers = view.get("wanted_kinds") or {}, _counted(view["wanted_workers"], "worker")
+    kinds, workers = view.get("wanted_kinds") or {}, counted(view["wanted_workers"], "worker")
     parts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return f"{workers}: {parts}" if len(kinds) > 1 else workers
 

