@@ -14,8 +14,7 @@ COMMENT = re.compile(r"/\*.*?\*/|(?<![:\"'])//[^\n]*", re.DOTALL)
 LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"|`((?:[^`\\]|\\.)*)`')
 VALUE = re.compile(r"\$\{[^{}]*\}")
 TAG = re.compile(r"<!--.*?-->|<[^>]+>", re.DOTALL)
-LATER = {"plan_answer.js", "plan_charts.js"}
-FILES = sorted(p for p in FOLDER.iterdir() if p.suffix in (".js", ".html") and p.name not in LATER)
+FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".js", ".html"))
 
 
 def texts(path: Path) -> list[str]:
