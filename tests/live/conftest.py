@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from checkout import ROOT
 from made_plans import plan_of_fleet
@@ -87,6 +88,16 @@ def mixed_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
     served.stop()
 
 
+def shared_inodes(fleet: ServedFleet) -> set[int]:
+    """The shared memory and the semaphores that the fleet's processes have mapped."""
+    found = set()
+    for process in psutil.Process(fleet.process.pid).children(recursive=True):
+        with suppress(OSError):  # it has ended meanwhile
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            found |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return found
+
+
 @pytest.fixture(scope="session")
 def vllm_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
     """Two real vLLM workers and two gateways, as many workers until a test lets the controller decide.
@@ -98,7 +109,10 @@ def vllm_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
     fleet = serve(model_folder, *scaling, engine_flags=flags, folder=scratch)
     fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
     yield fleet
-    fleet.stop()
+    shared = shared_inodes(fleet)
+    assert fleet.stop() == 0
+    with os.scandir("/dev/shm") as there:
+        assert [one.name for one in there if one.inode() in shared] == []
 
 
 class TwoWorkers:

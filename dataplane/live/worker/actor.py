@@ -10,13 +10,16 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util.placement_group import remove_placement_group
 
@@ -61,9 +64,7 @@ from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
 
 log = logging.getLogger(__name__)
 TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on
-# Of an engine that has no request any more: it has nothing to finish, and what it leaves in shared memory
-# is removed for it.
-SHUTDOWN_S = 1.0
+SHUTDOWN_S, ORDERLY_S, CLEANED_S = 10.0, 1.0, 1.0
 LINGER_MS = 200
 ALONE_S = 300.0  # without a core; a fleet's next one comes within seconds
 ANSWERS = {"leased": FinishReason.ABORT, "gone": FinishReason.ERROR, "loaded": FinishReason.STOP}
@@ -173,9 +174,28 @@ class Worker:
             await self._peers.dismiss_all("the worker was stopped")
             self._door.close(LINGER_MS)
         if hasattr(self, "_core"):
-            await asyncio.to_thread(self._core.shutdown, SHUTDOWN_S)
+            await self._end_engine()
         unlink(self._shared)
         return True
+
+    async def _end_engine(self) -> None:
+        """End an engine that has no request any more: kill it where it does not end at once.
+
+        Its orderly end takes seconds and finishes nothing. The resource tracker removes what a killed one has
+        left in shared memory, once this process no longer uses it.
+        """
+        engines = [child.pid for child in active_children()]
+        ending = asyncio.create_task(asyncio.to_thread(self._core.shutdown, SHUTDOWN_S))
+        await asyncio.wait([ending], timeout=ORDERLY_S)
+        if not ending.done():
+            for pid in filter(None, engines):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        await ending
+        os.close(resource_tracker.getfd())
+        until_s = time.monotonic() + CLEANED_S
+        while any(map(_is_running, descendants())) and time.monotonic() < until_s:
+            await asyncio.sleep(0.02)
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         async def run() -> None:
@@ -335,11 +355,18 @@ class Worker:
         """End this process, which nobody needs or can reach any more, and what Ray reserves for it."""
         log.warning("%s: no gateway for %g s, or Ray's daemon is gone: it ends itself", self._worker, ALONE_S)
         with suppress(Exception):  # however the engine takes it
-            await asyncio.to_thread(self._core.shutdown, SHUTDOWN_S)
+            await self._end_engine()
         unlink(self._shared)
         if not self._daemon.is_gone and (group := ray.util.get_current_placement_group()) is not None:
             remove_placement_group(group)
         os._exit(1)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process runs: one that has ended stays a child until it is waited for."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _told(change: CacheChange) -> list[bytes]:
