@@ -192,7 +192,8 @@ class Worker:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         await ending
-        os.close(resource_tracker.getfd())
+        if (needed := resource_tracker.getfd()) is not None:
+            os.close(needed)
         until_s = time.monotonic() + CLEANED_S
         while any(map(_is_running, descendants())) and time.monotonic() < until_s:
             await asyncio.sleep(0.02)
