@@ -233,12 +233,15 @@ class Headroom:
     misses: float | None
 
 
-def headroom(replicates: Replicates, fleet: Fleet, question: PlanRequest, pool: Threads) -> Headroom:
+def headroom(replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads) -> Headroom | None:
     """How much more traffic `fleet` bears, to a step of `GROWTHS`.
 
-    The recorded trace comes first, since it takes one replay a step; no more than it bears is tried in the
-    resampled ones. Of these the hardest so far come first, so that a step that misses takes few of them.
+    None where prefixes are cached: there the search for more sessions tells it. The recorded trace comes
+    first, since it takes one replay a step; no more than it bears is tried in the resampled ones. Of these
+    the hardest so far come first, so that a step that misses takes few of them.
     """
+    if replicates.workload.prefixes is not None:
+        return None
     numbers = list(range(1, replicates_for(question.confidence) + 1))
     may_fail = max(len(numbers) - rank(len(numbers), question.confidence), 0)
     allowed = replicates.may_miss(question.attainment)
@@ -250,11 +253,8 @@ def headroom(replicates: Replicates, fleet: Fleet, question: PlanRequest, pool: 
         failed = 0
         for first in range(0, len(numbers), pool.count):
             some = numbers[first : first + pool.count]
-            lost = [
-                i
-                for i, ok in zip(some, pool.map(lambda i: met(GROWTHS[step], i), some), strict=True)
-                if not ok
-            ]
+            held = pool.map(lambda i: met(GROWTHS[step], i), some)
+            lost = [i for i, is_held in zip(some, held, strict=True) if not is_held]
             failed += len(lost)
             numbers[:] = lost + [i for i in numbers if i not in lost]
             if failed > may_fail:

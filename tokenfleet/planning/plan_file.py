@@ -432,6 +432,7 @@ class PlanInputs(_Part):
     rate_rps: Number | None
     profiles: list[PlannedProfile]
     warnings: list[str] = []
+    ages: list[str] = []  # those of them that the answer's note stands for
     confidence: Number | None = None
     seed: int | None = None
     clock_start_unix_s: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)] | None = None

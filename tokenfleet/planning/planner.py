@@ -42,7 +42,7 @@ from tokenfleet.planning.estimate import (
     too_few,
     verdict_on,
 )
-from tokenfleet.planning.explain import Binding, Headroom, binding, failing_rate, headroom, plateau
+from tokenfleet.planning.explain import Binding, binding, failing_rate, headroom, plateau
 from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.mix import (
     Mixed,
@@ -344,7 +344,7 @@ def _below(sizing: Sizing, cost: tuple[float, int, int]) -> int:
 
 def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads, watch: Watch) -> Plan:
     """The plan with its reasons and its neighbourhood."""
-    question, best = plan.question, plan.best
+    question, best, target = plan.question, plan.best, plan.question.attainment
     assert best is not None
     begun = itertools.count()
     rough = replicates.roughly() if replicates.sampler is not None else replicates
@@ -369,17 +369,15 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
 
     # Side by side, what takes longest first.
     hit_rates = best.estimate.hit_rates if best.estimate else ()
-    reuse = begin(
-        "growing the sessions",
-        lambda: reuse_of(replicates, best.fleet, hit_rates, question.attainment, pool),
-    )
+    grow = "growing the sessions"
+    reuse = begin(grow, lambda: reuse_of(replicates, best.fleet, hit_rates, target, pool))
     line = begin("fitting the scaling rule", lambda: demand_line(rough, question, winner, pool))
     costed = begin("pricing other targets", lambda: cost_by_slo(rough, question, winner, pool))
     one_fewer = begin("showing that one fewer fails", lambda: _one_fewer(replicates, question, winner, pool))
     doubt = begin("splitting the uncertainty", lambda: _doubt(replicates.roughly(), best.fleet, pool))
     others = begin("comparing policies", lambda: baselines(rough, question, winner, pool))
     tier = begin("valuing KV offload", lambda: tier_worth(rough, question, winner))
-    room = begin("looking for the headroom", lambda: _headroom(rough, question, best.fleet, pool))
+    room = begin("looking for the headroom", lambda: headroom(rough, question, best.fleet, pool))
     bind = begin("finding the bottleneck", lambda: _binding(rough, question, winner, pool))
     schedule = begin("making the scaling schedule", lambda: _schedule(plan, replicates, winner, pool))
     surer = begin("confirming one more", one_more)
@@ -390,9 +388,7 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
         doubt=doubt(),
         binding=bind(),
         headroom=room(),
-        plateau=plateau(
-            replicates, winner.worker_type.profile, on_trace, best.fleet.workers, question.attainment
-        ),
+        plateau=plateau(replicates, winner.worker_type.profile, on_trace, best.fleet.workers, target),
         line=line(),
         schedule=schedule(),
         baselines=others(),
@@ -448,13 +444,6 @@ def _binding(replicates: Replicates, question: PlanRequest, winner: Sizing, pool
         return binding(replicates, winner.fleet(enough - 1), pool)
     fleet = winner.fleet(enough)
     return binding(replicates, fleet, pool, failing_rate(replicates, fleet, question.attainment))
-
-
-def _headroom(replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads) -> Headroom | None:
-    """The headroom; None where prefixes are cached, since the search for more sessions tells it there."""
-    if replicates.workload.prefixes is not None:
-        return None
-    return headroom(replicates, fleet, question, pool)
 
 
 def _doubt(replicates: Replicates, fleet: Fleet, pool: Threads) -> Doubt:

@@ -421,6 +421,11 @@ def tables(plan: PlanFile) -> Iterator[Shown]:
     if plan.passed_over:
         rows = [[kind_text(one, gpus), one.reason] for one in plan.passed_over]
         yield Shown(title="Ruled out", columns=["Ruled out", "why"], rows=rows)
+    yield from _schedule(plan)
+
+
+def _schedule(plan: PlanFile) -> Iterator[Shown]:
+    """The workers of each interval, or of each hour of a week."""
     if plan.schedule_detail and (week := plan.schedule_detail.week):
         hours = 24 // len(next(iter(week.values())))
         spans = [f"{start:02d}-{start + hours:02d}" for start in range(0, 24, hours)]

@@ -7,7 +7,7 @@ that one drawing serves light and dark.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
@@ -16,7 +16,7 @@ HEIGHT, TOP, BOTTOM, RIGHT = 260.0, 14.0, 44.0, 16.0
 LETTER = 7.0  # width of a letter of an axis's text
 TONES = ("a", "b", "c", "d", "e")
 
-Kind = Literal["line", "dashed", "steps", "filled steps", "dots", "open dots", "crosses", "bars", "band"]
+Kind = Literal["line", "steps", "filled steps", "dots", "open dots", "crosses", "bars", "band"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _legend(figure: Figure) -> str:
 
 
 def _swatch(one: Series) -> str:
-    shape = f'<path class="line {one.tone}{" dash" if one.kind == "dashed" else ""}" d="M1 6H21"/>'
+    shape = f'<path class="line {one.tone}" d="M1 6H21"/>'
     if one.kind in ("band", "bars"):
         shape = f'<rect class="{_shape(one.kind)} {one.tone}" width="22" height="12"/>'
     elif one.kind in ("dots", "open dots"):
@@ -121,88 +121,96 @@ class _Scale:
         return [(i * step, f"{i * step:.6g}") for i in range(first, last + 1)]
 
 
-def _range(axis: Axis, values: Sequence[float], marks: Sequence[float]) -> tuple[float, float]:
-    seen = [*values, *marks]
-    low = min(seen) if axis.low is None else axis.low
-    high = max(seen) * (1.0 if axis.log else 1.06) if axis.high is None else axis.high
+def _seen(figure: Figure, axis: str) -> list[float]:
+    """The values of points and marks on an axis."""
+    part = slice(0, 1) if axis == "x" else slice(1, None)
+    values = [value for one in figure.series for point in one.points for value in point[part]]
+    return values + [at for which, at, _ in figure.marks if which == axis]
+
+
+def _range(axis: Axis, seen: Sequence[float]) -> tuple[float, float]:
+    low = min(seen, default=0.0) if axis.low is None else axis.low
+    high = max(seen, default=1.0) * (1.0 if axis.log else 1.06) if axis.high is None else axis.high
     return (low, high) if high > low else (low, low + 1.0)
 
 
 def _svg(figure: Figure) -> str:
     width = 960.0 if figure.wide else 500.0
-    x, y = figure.x, figure.y
-    xs = [point[0] for one in figure.series for point in one.points]
-    ys = [v for one in figure.series for point in one.points for v in point[1:]]
-    marks_x, marks_y = ([at for axis, at, _ in figure.marks if axis == which] for which in "xy")
-    if not xs:
-        return ""
-    up = _Scale(*_range(y, ys, marks_y), HEIGHT - BOTTOM, TOP, y.log)
+    x, y, floor = figure.x, figure.y, HEIGHT - BOTTOM
+    up = _Scale(*_range(y, _seen(figure, "y")), floor, TOP, y.log)
     ticks_y = list(y.ticks) or up.ticks(5, y.whole)
     left = max((len(text) for _, text in ticks_y), default=2) * LETTER + 30.0
-    across = _Scale(*_range(x, xs, marks_x), left, width - RIGHT, x.log)
+    across = _Scale(*_range(x, _seen(figure, "x")), left, width - RIGHT, x.log)
     widest = max((len(text) for _, text in x.ticks), default=6) * LETTER + 14.0
     ticks_x = list(x.ticks) or across.ticks(max(int((width - left) / widest), 2), x.whole)
-    floor = HEIGHT - BOTTOM
     parts = [
-        *(f'<path class="grid" d="M{left:g} {up(v):.1f}H{width - RIGHT:g}"/>' for v, _ in ticks_y),
-        *(_text(left - 8, up(v) + 4, text, "end") for v, text in ticks_y),
-        *(f'<path class="grid" d="M{across(v):.1f} {floor:g}v5"/>' for v, _ in ticks_x),
-        *(_text(across(v), floor + 18, text) for v, text in ticks_x),
+        *_frame(ticks_x, ticks_y, across, up),
         _text((left + width) / 2, HEIGHT - 6, x.name),
         f'<text class="axis" transform="translate(13 {(TOP + floor) / 2:g}) rotate(-90)">',
         f"{escape(y.name)}</text>",
-        *(_drawn(one, across, up) for one in figure.series),
-        *(_mark(axis, at, text, across, up, left, width) for axis, at, text in figure.marks),
+        *(_drawn(one, across, up) for one in figure.series if one.points),
+        *(_mark(axis, at, text, across, up) for axis, at, text in figure.marks),
     ]
     label = escape(f"{figure.title}: {figure.caption}")
     return f'<svg viewBox="0 0 {width:g} {HEIGHT:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _frame(
+    ticks_x: Sequence[tuple[float, str]], ticks_y: Sequence[tuple[float, str]], across: _Scale, up: _Scale
+) -> Iterator[str]:
+    """The ticks of both axes, and a line across for each of the upright one's."""
+    for value, text in ticks_y:
+        yield f'<path class="grid" d="M{across.start:g} {up(value):.1f}H{across.end:g}"/>'
+        yield _text(across.start - 8, up(value) + 4, text, "end")
+    for value, text in ticks_x:
+        yield f'<path class="grid" d="M{across(value):.1f} {up.start:g}v5"/>'
+        yield _text(across(value), up.start + 18, text)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _mark(axis: str, at: float, text: str, across: _Scale, up: _Scale, left: float, width: float) -> str:
+def _mark(axis: str, at: float, text: str, across: _Scale, up: _Scale) -> str:
     if axis == "y":
-        line = f'<path class="mark" d="M{left:g} {up(at):.1f}H{width - RIGHT:g}"/>'
-        return line + _text(width - RIGHT, up(at) + (15 if up(at) < TOP + 16 else -5), text, "end")
-    right = across(at) < width - RIGHT - len(text) * LETTER - 8
-    line = f'<path class="mark" d="M{across(at):.1f} {TOP:g}V{HEIGHT - BOTTOM:g}"/>'
+        line = f'<path class="mark" d="M{across.start:g} {up(at):.1f}H{across.end:g}"/>'
+        return line + _text(across.end, up(at) + (15 if up(at) < TOP + 16 else -5), text, "end")
+    right = across(at) < across.end - len(text) * LETTER - 8
+    line = f'<path class="mark" d="M{across(at):.1f} {TOP:g}V{up.start:g}"/>'
     return line + _text(across(at) + (6 if right else -6), TOP + 10, text, "start" if right else "end")
 
 
 def _drawn(one: Series, across: _Scale, up: _Scale) -> str:
-    if not one.points:
-        return ""
     at = [(across(x), *(up(v) for v in values)) for x, *values in one.points]
-    floor = up(max(up.low, 0.0))
-    if one.kind == "bars":
-        wide = min(0.6 * (across.end - across.start) / max(len(at), 1), 60.0)
-        tones = one.tones or [one.tone] * len(at)
-        labels = one.labels or [""] * len(at)
-        return "".join(
-            f'<rect class="bar {tone}" x="{x - wide / 2:.1f}" y="{y:.1f}" width="{wide:.1f}"'
-            f' height="{max(floor - y, 0.0):.1f}"/>{_text(x, y - 5, label)}'
-            for (x, y), tone, label in zip(at, tones, labels, strict=True)
-        )
     if one.kind in ("dots", "open dots", "crosses"):
         return "".join(_dot(one, i, x, y) for i, (x, y) in enumerate(at))
     if one.kind == "band":
-        if len(at) == 1:
-            x, low, high = at[0]
-            ends = f"M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"
-            return f'<path class="line {one.tone}" d="{ends}"/>'
-        edge = [f"{x:.1f} {high:.1f}" for x, _, high in at] + [f"{x:.1f} {low:.1f}" for x, low, _ in at[::-1]]
-        return f'<path class="band {one.tone}" d="M{"L".join(edge)}Z"/>'
-    steps = one.kind in ("steps", "filled steps")
-    path = f"M{at[0][0]:.1f} {at[0][1]:.1f}" + "".join(
-        f"H{x:.1f}V{y:.1f}" if steps else f"L{x:.1f} {y:.1f}" for x, y in at[1:]
-    )
-    fill = ""
-    if one.kind == "filled steps":
-        fill = f'<path class="band {one.tone}" d="{path}V{floor:.1f}H{at[0][0]:.1f}Z"/>'
-    dash = " dash" if one.kind == "dashed" else ""
-    return f'{fill}<path class="line {one.tone}{dash}" d="{path}"/>'
+        return _band(one.tone, at)
+    floor = up(max(up.low, 0.0))
+    if one.kind == "bars":
+        wide = min(0.6 * (across.end - across.start) / len(at), 60.0)
+        return "".join(_bar(one, i, x, y, wide, floor) for i, (x, y) in enumerate(at))
+    step = "H{:.1f}V{:.1f}" if one.kind in ("steps", "filled steps") else "L{:.1f} {:.1f}"
+    path = "M{:.1f} {:.1f}".format(*at[0]) + "".join(step.format(x, y) for x, y in at[1:])
+    line = f'<path class="line {one.tone}" d="{path}"/>'
+    if one.kind != "filled steps":
+        return line
+    return f'<path class="band {one.tone}" d="{path}V{floor:.1f}H{at[0][0]:.1f}Z"/>{line}'
+
+
+def _band(tone: str, at: Sequence[Sequence[float]]) -> str:
+    if len(at) == 1:  # a band of no width would not be seen
+        x, low, high = at[0]
+        ends = f"M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"
+        return f'<path class="line {tone}" d="{ends}"/>'
+    edge = [f"{x:.1f} {high:.1f}" for x, _, high in at] + [f"{x:.1f} {low:.1f}" for x, low, _ in at[::-1]]
+    return f'<path class="band {tone}" d="M{"L".join(edge)}Z"/>'
+
+
+def _bar(one: Series, i: int, x: float, y: float, wide: float, floor: float) -> str:
+    tone = one.tones[i] if one.tones else one.tone
+    size = f'x="{x - wide / 2:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{max(floor - y, 0.0):.1f}"'
+    return f'<rect class="bar {tone}" {size}/>{_text(x, y - 5, one.labels[i]) if one.labels else ""}'
 
 
 def _dot(one: Series, i: int, x: float, y: float) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 
 from tokenfleet import __version__
-from tokenfleet.planning.plan_file import PlanFile, PlannedProfile
+from tokenfleet.planning.plan_file import Costed, Counted, PlanFile, PlannedProfile
 from tokenfleet.report.answer import (
     GUIDE,
     OPENS,
@@ -77,8 +77,8 @@ def _tables(plan: PlanFile) -> Iterator[str]:
     yield from (section(shown.title, shown.columns, shown.rows) for shown in plan.tables)
     columns = ("worker type", "profile", "date", "mean error", "price of a GPU-hour")
     yield section("Profiles and prices", columns, [_basis(plan, one) for one in plan.inputs.profiles])
-    if plan.inputs.warnings:
-        lines = "".join(f"<li>{escape(w)}</li>" for w in plan.inputs.warnings)
+    if warnings := [w for w in plan.inputs.warnings if w not in plan.inputs.ages]:
+        lines = "".join(f"<li>{escape(w)}</li>" for w in warnings)
         yield f"<section><h2>Warnings</h2><ul>{lines}</ul></section>"
 
 
@@ -185,40 +185,40 @@ def _tail(id_: str, title: str, cdf: Sequence[Sequence[float]], limit_s: float, 
 
 def _by_workers(plan: PlanFile) -> Figure:
     rows, target = plan.curves.attainment_by_workers, plan.attainment.target
-    shown = [v for r in rows for v in (r.low, r.on_trace) if v is not None]
-    floor = max(min([*shown, target]), 1.0 - 12.0 * (1.0 - target))
-    low, high = rows[0].workers - 0.5, rows[-1].workers + 0.5
-    judged = [r for r in rows if r.low is not None and r.high is not None and r.expected is not None]
-    inside = max(floor, 0.0) * 100
-    band = [(float(r.workers), max(100 * (r.low or 0.0), inside), 100 * (r.high or 0.0)) for r in judged]
+    least = min(target, *(v for r in rows for v in (r.low, r.on_trace) if v is not None))
+    floor = max(least, 1.0 - 12.0 * (1.0 - target), 0.0)
     sure = plan.attainment.confidence
-    series = [
-        Series(f"bounds at {asked_text(sure)} confidence" if sure else "bounds", "band", band),
-        Series("expected", "dots", [(float(r.workers), 100 * (r.expected or 0.0)) for r in judged]),
-        Series(
-            "recorded trace",
-            "open dots",
-            [(float(r.workers), 100 * r.on_trace) for r in rows if r.on_trace is not None],
-            "c",
-        ),
-    ]
     return Figure(
         "attainment",
         "SLO attainment by workers",
         "The answer is the smallest count whose lower bound reaches the target.",
-        Axis("workers", low, high, whole=True),
-        Axis("attainment (%)", inside, 100.0 + (1.0 - floor) * 4),
-        [Series(s.name, s.kind, [p for p in s.points if p[-1] >= inside], s.tone) for s in series],
-        ("workers", "expected", "lower bound", "upper bound", "recorded trace"),
+        Axis("workers", rows[0].workers - 0.5, rows[-1].workers + 0.5, whole=True),
+        Axis("attainment (%)", 100.0 * floor, 100.0 + (1.0 - floor) * 4),
         [
-            (
-                str(r.workers),
-                *("-" if v is None else share_text(v) for v in (r.expected, r.low, r.high, r.on_trace)),
-            )
-            for r in rows
+            Series(
+                f"bounds at {asked_text(sure)} confidence" if sure else "bounds",
+                "band",
+                list(_shares(rows, floor, "low", "high")),
+            ),
+            Series("expected", "dots", list(_shares(rows, floor, "expected"))),
+            Series("recorded trace", "open dots", list(_shares(rows, floor, "on_trace")), "c"),
         ],
+        ("workers", "expected", "lower bound", "upper bound", "recorded trace"),
+        [(str(r.workers), *map(_share_or_dash, (r.expected, r.low, r.high, r.on_trace))) for r in rows],
         marks=[("y", 100 * target, f"target {asked_text(target)}")],
     )
+
+
+def _shares(rows: Sequence[Counted], floor: float, *names: str) -> Iterator[tuple[float, ...]]:
+    """Workers and these shares, in percent, of the counts that have them, down to `floor`."""
+    for row in rows:
+        shares = [getattr(row, name) for name in names]
+        if None not in shares and shares[-1] >= floor:
+            yield (float(row.workers), *(100.0 * max(share, floor) for share in shares))
+
+
+def _share_or_dash(share: float | None) -> str:
+    return "-" if share is None else share_text(share)
 
 
 def _more_sessions(plan: PlanFile) -> Figure:
@@ -241,37 +241,32 @@ def _more_sessions(plan: PlanFile) -> Figure:
 
 def _by_target(plan: PlanFile) -> Figure:
     rows = plan.curves.cost_by_slo
-    possible = [(i, r) for i, r in enumerate(rows) if r.workers is not None]
-    priced = all(r.usd_per_hour is not None for _, r in possible)
-    limits = [f"{duration_text(r.ttft_s)}, {duration_text(r.tpot_s)}" for r in rows]
-    on = (
-        "judged like the recommended fleet"
-        if rows[0].on == "resampled traces"
-        else "sized on the recorded trace alone"
+    possible = [(float(i), row) for i, row in enumerate(rows) if row.workers is not None]
+    priced = all(row.usd_per_hour is not None for _, row in possible)
+    limits = [f"{duration_text(row.ttft_s)}, {duration_text(row.tpot_s)}" for row in rows]
+    judged = {"resampled traces": "judged like the recommended fleet"}
+    on = judged.get(rows[0].on, "sized on the recorded trace alone")
+    bars = Series(
+        "",
+        "bars",
+        [(i, float((row.usd_per_hour if priced else row.gpus) or 0.0)) for i, row in possible],
+        labels=[workers_text(row.workers or 0) for _, row in possible],
+        tones=["b" if row.scale == 1.0 else "a" for _, row in possible],
     )
     return Figure(
         "cost",
         "Cost by target",
         f"Fleets of the same worker types, {on}. The other colour marks the limits that were asked for.",
-        Axis(
-            "TTFT and TPOT limits", -0.5, len(rows) - 0.5, [(float(i), text) for i, text in enumerate(limits)]
-        ),
+        Axis("TTFT and TPOT limits", -0.5, len(rows) - 0.5, list(enumerate(limits))),
         Axis("$/h" if priced else "GPUs", 0.0),
-        [
-            Series(
-                "",
-                "bars",
-                [(float(i), float((r.usd_per_hour if priced else r.gpus) or 0.0)) for i, r in possible],
-                labels=[workers_text(r.workers or 0) for _, r in possible],
-                tones=["b" if r.scale == 1.0 else "a" for _, r in possible],
-            )
-        ],
+        [bars],
         ("limits", "workers", "GPUs", "cost"),
-        [
-            (text, "not possible", "-", "-")
-            if r.workers is None
-            else (text, str(r.workers), str(r.gpus), usd_text(r.usd_per_hour))
-            for text, r in zip(limits, rows, strict=True)
-        ],
+        [_target_row(limit, row) for limit, row in zip(limits, rows, strict=True)],
         True,
     )
+
+
+def _target_row(limits: str, row: Costed) -> tuple[str, ...]:
+    if row.workers is None:
+        return (limits, "not possible", "-", "-")
+    return (limits, str(row.workers), str(row.gpus), usd_text(row.usd_per_hour))

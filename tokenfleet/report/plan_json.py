@@ -470,6 +470,7 @@ def _inputs(plan: Plan) -> dict[str, Any]:
         "ideal_hit_rate": _share(inputs.ideal_hit_rate),
         "profiles": [_type_json(t) for t in plan.worker_types],
         "warnings": list(inputs.warnings),
+        "ages": list(inputs.ages),
         "confidence": plan.question.confidence,
         "max_gpus": plan.question.max_gpus,
         "budget_usd_per_h": plan.question.budget_usd_per_h,

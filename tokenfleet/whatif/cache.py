@@ -79,7 +79,8 @@ class Cache:
         result: Result = {"plan": kept.get("plan"), "error": kept.get("error", "")}
         if result["plan"] is not None:
             # Of today, not of then: a price list or a profile may have grown old since.
-            result["plan"]["inputs"]["warnings"] = list(task.inputs.warnings)
+            of = {"warnings": list(task.inputs.warnings), "ages": list(task.inputs.ages)}
+            result["plan"]["inputs"] |= of
         return result
 
     def put(self, task: Task, result: Result) -> None:

@@ -7,7 +7,7 @@ not known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -85,12 +85,8 @@ def _against(scenarios: Sequence[Scenario], key: str) -> Figure:
     for number, (name, members) in enumerate(series.items()):
         line, dearer = _cheapest(members, key, is_priced(scenarios))
         points = _Points(key, is_priced(scenarios), TONES[number % len(TONES)])
-        drawn += [
-            points.of(line, name if len(series) > 1 else "", "line"),
-            points.of([one for one in line if id(one) in stars], "", "dots"),
-            points.of([one for one in line if id(one) not in stars], "", "open dots"),
-            points.of(dearer, "", "crosses"),
-        ]
+        drawn += points.joined(line, stars, name if len(series) > 1 else "")
+        drawn.append(points.of(dearer, "", "crosses"))
     caption = (
         "Each line joins the cheapest fleets. A full dot is Pareto-optimal: nothing cheaper meets this"
         " target. Crosses are dearer fleets for the same target."
@@ -129,6 +125,12 @@ class _Points:
     key: str
     priced: bool
     tone: str
+
+    def joined(self, line: Sequence[Scenario], stars: Container[int], name: str) -> Iterator[Series]:
+        """A line through scenarios, with a full dot for each whose id is in `stars`."""
+        yield self.of(line, name, "line")
+        yield self.of([one for one in line if id(one) in stars], "", "dots")
+        yield self.of([one for one in line if id(one) not in stars], "", "open dots")
 
     def of(self, scenarios: Sequence[Scenario], name: str, kind: Kind) -> Series:
         points = [(_promised(one, self.key), cost(one, self.priced)) for one in scenarios]

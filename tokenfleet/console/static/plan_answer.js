@@ -13,6 +13,8 @@ export const sentence = (plan) => linesOf(plan)[0].join(": ").replaceAll("   ", 
 
 /** The whole answer as elements. `tryTargets(nearest)` is what the offered targets' button does. */
 export function answer(plan, tryTargets) {
+  const { warnings: all, ages = [] } = plan.inputs;
+  const warnings = all.filter((line) => !ages.includes(line));
   return [
     make("h2", { id: "answer-title", tabindex: "-1", class: plan.feasible ? "" : "bad" }, sentence(plan)),
     make(
@@ -24,7 +26,7 @@ export function answer(plan, tryTargets) {
     ),
     make("p", { class: "soft" }, "docs/read-your-plan.md explains every line and plot."),
     nearest(plan, tryTargets),
-    folded(counted(plan.inputs.warnings.length, "warning"), plan.inputs.warnings, { class: "notice" }),
+    folded(counted(warnings.length, "warning"), warnings, { class: "notice" }),
     planCharts(plan),
     ...(plan.tables ?? []).map(shown),
     folded("Profiles and prices it rests on", plan.inputs.profiles.map(basis)),
