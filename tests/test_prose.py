@@ -141,3 +141,24 @@ def test_names_that_the_glossary_keeps_are_in_the_code() -> None:
     assert len(kept) > 30
     known = "\n".join(path.read_text(encoding="utf-8") for path in PRODUCT) + "\n".join(options())
     assert sorted(name for name in kept if name.rstrip("…") not in known) == []
+
+
+def test_links_of_pages_lead_to_pages_and_headings() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    dead: list[str] = []
+    for page in (ROOT / name for name in listed.stdout.split()):
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            name, _, heading = link.partition("#")
+            target = page.parent / name if name else page
+            if ":" in link or (target.exists() and (not heading or heading in headings(target))):
+                continue
+            dead.append(f"{page.relative_to(ROOT)}: {link}")
+    assert dead == []
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}

@@ -1,4 +1,4 @@
-"""docs/first-plan.md: what is planned there prints what the page says."""
+"""The commands of docs/first-plan.md and of the README print what stands there."""
 
 import shutil
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from prose import BANNED_TURNS, OLD_WORDS
 from tutorial import commands, plain
 
 from tokenfleet.cli.main import main
@@ -34,8 +35,23 @@ def test_the_commands_of_the_page_print_what_it_says(
         printed = plain(out)
         assert [line for line in command.prints if line not in printed] == []
         assert command.prints
+        assert not BANNED_TURNS.search(printed)
+        assert not OLD_WORDS.search(printed)
     assert ran == ["examples/log_to_trace.py", "trace", "plan", "whatif"]
     assert Path("first-plan/report.html").is_file()
+
+
+def test_the_demo_prints_the_answer_that_the_readme_explains(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.chdir(ROOT)
+    make = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    words = make.split("\t$(BIN)/tokenfleet plan ", 1)[1].split("\n")[0].split()
+    assert main(["plan", *words[: words.index("--output-dir")]]) == 0
+    printed = [plain(line) for line in capsys.readouterr().out.splitlines()]
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").split("```\n")[1].splitlines()
+    assert printed[: len(shown)] == [plain(line) for line in shown]
 
 
 def test_the_log_has_the_requests_of_the_command_in_its_readme(tmp_path: Path) -> None:
