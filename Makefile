@@ -1,9 +1,9 @@
-# Two commands set everything up: `make demo` and `make test`. `make help` lists the rest.
+# Three commands set everything up: `make demo`, `make quick` and `make test`. `make help` lists the rest.
 PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
-.PHONY: help demo test check unit live serve-demo pictures clean
+.PHONY: help demo quick test check pure unit live kernels serve-demo clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -12,19 +12,28 @@ demo: .venv/base  ## set up, plan a fleet for the sample trace, write the report
 	$(BIN)/tokenfleet plan --trace examples/sample_trace.csv --model llama-3.1-70b \
 	  --gpu a100 --gpu h100 --gpu h200 --slo ttft=1.6s,tpot=75ms --output-dir tokenfleet-out/demo
 
+quick:  ## checks, and all tests that need no engine: no vLLM, torch or Ray is installed
+	$(MAKE) --jobs 2 --output-sync=target check pure
+
 test: check unit live  ## set up everything, run all checks and tests
 
-check: .venv/all  ## ruff, mypy, import-linter, the size of modules and functions
+check: .venv/dev  ## ruff, mypy, import-linter, the bars of benchmarks/structure.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python benchmarks/structure.py
 
-unit: .venv/all  ## tests that start no engine; the kernels are compiled once, before the tests share them
+# They are compiled while the tools of `check` are installed and run, and all tests share them.
+kernels: .venv/base
 	$(BIN)/tokenfleet simulate --trace examples/sample_trace.csv --model llama-3.1-8b --gpu h100 --tp 1 \
 	  --workers 2 --slo ttft=1s,tpot=50ms --window 0s..10s > /dev/null
-	$(BIN)/pytest -n 2 --ignore tests/live
+
+pure: .venv/dev kernels
+	$(BIN)/pytest -n 2 --ignore tests/live --ignore tests/rehearsal --durations 10
+
+unit: .venv/all kernels  ## tests that start no engine, with vLLM where they can use it
+	$(BIN)/pytest -n 2 --ignore tests/live --durations 10
 
 live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side choices, without a GPU
 	$(BIN)/pytest -n 2 tests/rehearsal
@@ -49,9 +58,13 @@ pictures: .venv/all demo tokenfleet-out/tiny-llama  ## the pictures of the docum
 	$(PIP) $(PINS) --editable .
 	touch $@
 
-# The live plane on CPUs, checks and tests. `--no-deps`: see requirements/live-cpu.txt.
-.venv/all: .venv/base requirements/dev.txt
-	@echo "Adding vLLM, Ray and the tools of the tests to .venv: some minutes the first time."
+# Checks and the tests that need no engine.
+.venv/dev: .venv/base requirements/dev.txt
+	$(PIP) $(PINS) --editable '.[dev]'
+	touch $@
+
+# The live plane on CPUs, and all tests. `--no-deps`: see requirements/live-cpu.txt.
+.venv/all: .venv/dev
 	$(PIP) --no-deps -r requirements/live-cpu.txt -r requirements/dev.txt
 	touch $@
 

@@ -55,8 +55,8 @@ from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 from dataplane.live.pool.emulated_host import EmulatedHost
 from dataplane.live.pool.fleet_types import FleetTypes
 from dataplane.live.pool.pool import WorkerPool
-from experiments.lib.bare_fleet import token_request
 from experiments.lib.results import bar, flags, show
+from harness.bare_fleet import token_request
 
 SHARE = 0.02
 PROBE_S = 0.005

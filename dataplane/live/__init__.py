@@ -39,7 +39,7 @@ A request waits, runs, or has ended; `Migrations.migrate` moves waiting ones wit
 
 FleetCore's calls of the coordinator
 ------------------------------------
-`Migrations(fleet, budget)` is made by FleetCore as its `migrations`; `claim(output: EngineCoreOutput)` takes
+`Migrations(fleet, budget)` is made by FleetCore as its `migrations`; `claim(output: SegmentOutput)` takes
 every output whose id begins with `LOADER_PREFIX`. `FleetCore.obstacle_to_replay(tracked)`
 names what could not continue exactly on another worker by recomputing (a grammar that would restart in
 mid-output), or None; such a request ends in an explicit error instead of a replay.

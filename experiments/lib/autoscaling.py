@@ -25,10 +25,10 @@ from controlplane.types import ClassArrivals
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, simulate
-from experiments.lib.elastic import ElasticSettings, FleetRecord, simulate_elastic
 from experiments.lib.fewest_workers import CASES, Lengths, Question
 from experiments.lib.public_data import SERVEGEN, azure_hour
 from experiments.lib.scaling_rules import planned
+from harness.elastic import ElasticSettings, FleetRecord, simulate_elastic
 from tokenfleet.service.clairvoyant import fewest
 
 CASE = CASES[1]

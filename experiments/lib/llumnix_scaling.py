@@ -33,7 +33,6 @@ from controlplane.scaler.load import LoadSettings
 from controlplane.snapshot import DRAINING, STARTING, Action, Scale, Snapshot
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec
-from experiments.lib.elastic import ElasticSettings, simulate_elastic
 from experiments.lib.llumnix import (
     BEAT_S,
     BLOCK,
@@ -50,6 +49,7 @@ from experiments.lib.llumnix import (
     workload,
 )
 from experiments.lib.resume import Parts
+from harness.elastic import ElasticSettings, simulate_elastic
 
 START_S = 10.0
 EVERY_S, FIRST_S = 10.0, 100.0

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from controlplane.perfmodel.fit import fit_phases, pooled
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
-from dataplane.simulated.simulate import Outcome
 from experiments.lib.public_data import REQUEST_LOG, SPLITWISE_TABLE
 from experiments.lib.published_models import (
     GIB,
@@ -26,7 +24,7 @@ from experiments.lib.published_models import (
     table_rows,
 )
 from tokenfleet.profiles.fit_log import fit_log
-from tokenfleet.profiles.measurements import RequestLog, read_request_log
+from tokenfleet.profiles.measurements import read_request_log
 
 # Splitwise's published measurements of vLLM. Left out: TP 2 rows from batch 32 on, which overflow the KV
 # memory; the power-capped rows, which are scaled copies; and batches of prompts that were not one step: those
@@ -215,28 +213,3 @@ def rtx_profile(data: Path, learn_even: bool = False, seed: int = 0) -> Profile:
     )
     learn = np.arange(len(log.workload)) % 2 == 0  # the log's request ids are in order of arrival
     return fit_log(log, around, learn if learn_even else None, seed)
-
-
-@dataclass(frozen=True, slots=True)
-class LogErrors:
-    """The errors of a simulated log, as fractions of the real figures."""
-
-    e2e_mape: float
-    tpot_mape: float
-    ttft_mean: float
-    ttft_p99: float
-    requests: int
-
-
-def log_errors(log: RequestLog, outcome: Outcome, rows: NDArray[np.bool_]) -> LogErrors:
-    """Errors over the requests marked in `rows`, shape [requests]."""
-    e2e = outcome.finish_s - log.workload.arrival_s
-    many = rows & (log.workload.output_tokens > 1)
-    ttft, real = outcome.ttft_s[rows], log.ttft_s[rows]
-    return LogErrors(
-        e2e_mape=float(np.mean(np.abs(e2e[rows] / log.e2e_s[rows] - 1))),
-        tpot_mape=float(np.mean(np.abs(outcome.tpot_s[many] / log.tpot_s[many] - 1))),
-        ttft_mean=float(ttft.mean() / real.mean() - 1),
-        ttft_p99=float(np.quantile(ttft, 0.99) / np.quantile(real, 0.99) - 1),
-        requests=int(rows.sum()),
-    )

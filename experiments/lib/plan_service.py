@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lib.public_data import ROOT
-from experiments.lib.served import free_port
+from harness.served import free_port
 
 
 class Service:

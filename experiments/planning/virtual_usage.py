@@ -40,13 +40,13 @@ from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
 from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, simulate
-from experiments.lib.elastic import ElasticSettings, simulate_elastic
 from experiments.lib.llumnix import WORKERS, workload
 from experiments.lib.other_engines import times
 from experiments.lib.results import flags, show
-from experiments.lib.served import Server, fleet, session, stream, tiny_model
 from experiments.lib.without import processes_without, without
 from experiments.planning.moves_in_overload import PROFILE, TARGETS
+from harness.elastic import ElasticSettings, simulate_elastic
+from harness.served import Server, fleet, session, stream, tiny_model
 from tokenfleet.profiles.library import write_profile
 
 SEEDS = (1, 2, 3)

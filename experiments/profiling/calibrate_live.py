@@ -30,8 +30,8 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import ENGINE_FLAGS, fleet, tiny_model
 from experiments.profiling.learned_profile import errors, noise
+from harness.served import ENGINE_FLAGS, fleet, tiny_model
 from tokenfleet.compare.replay import replay, served_model
 from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles

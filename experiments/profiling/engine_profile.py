@@ -35,7 +35,7 @@ from controlplane.perfmodel.fit import fit_step
 from controlplane.perfmodel.samples import StepSamples, by_point
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import tiny_model
+from harness.served import tiny_model
 from tokenfleet.profiles.diagnostics import HostSpeed, form_of
 from tokenfleet.profiles.measurements import speed_of
 

@@ -32,7 +32,7 @@ from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import ENGINE_FLAGS, fleet, tiny_model
+from harness.served import ENGINE_FLAGS, fleet, tiny_model
 from tokenfleet.compare.replay import replay, served_model
 from tokenfleet.files import cache_folder
 from tokenfleet.profiles.form import parse_profile, profile_text
@@ -88,7 +88,7 @@ async def _emulated(steps: int, seed: int, workers: int) -> dict[str, Any]:
     from dataplane.live.emulated.engine import EmulatedEngine, Fabric
     from dataplane.live.gateway.events import EventLog
     from dataplane.live.pool.learning import Learning
-    from experiments.lib.bare_fleet import BareFleet
+    from harness.bare_fleet import BareFleet
 
     (truth,) = find_profiles("llama-3.1-8b", ["h100-sxm"], [1])
     fabric = Fabric()

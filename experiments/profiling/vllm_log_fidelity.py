@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.measured_profiles import log_errors, rtx_profile
+from experiments.lib.measured_profiles import rtx_profile
 from experiments.lib.public_data import REQUEST_LOG
 from experiments.lib.results import bar, flags, show
+from harness.log_errors import log_errors
 from tokenfleet.profiles.fit_log import fit_log, replay
 from tokenfleet.profiles.measurements import read_request_log
 

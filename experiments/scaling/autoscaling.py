@@ -53,12 +53,12 @@ from experiments.lib.autoscaling import (
     remembered,
     servegen,
 )
-from experiments.lib.elastic import FleetRecord
 from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
 from experiments.lib.resume import Parts
 from experiments.lib.scaling_rules import hpa, ray_serve
+from harness.elastic import FleetRecord
 
 TARGETS = (12.0, 16.0, 20.0, 26.0)  # requests in the system per worker
 RULES = (("HPA", hpa), ("Ray Serve ±1", ray_serve))

@@ -59,7 +59,7 @@ from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.other_engines import times
 from experiments.lib.public_data import SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import Server, fleet, session, stream, tiny_model
+from harness.served import Server, fleet, session, stream, tiny_model
 from tokenfleet.profiles.library import library_folder
 
 WRONG = (1 / 1.3, 1.0, 1.3)

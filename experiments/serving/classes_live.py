@@ -38,8 +38,8 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import Server, Stream, fleet, session, stream, tiny_model
 from experiments.planning.classes import SHARES, dealt, slos
+from harness.served import Server, Stream, fleet, session, stream, tiny_model
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces import read_trace

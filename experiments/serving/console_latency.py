@@ -24,7 +24,7 @@ import numpy as np
 from playwright.sync_api import Page, sync_playwright
 
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import MODEL, Server, fleet, tiny_model
+from harness.served import MODEL, Server, fleet, tiny_model
 
 BAR_S = 1.0
 EVENTS, QUICK_EVENTS = 100, 50

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import ENGINE_FLAGS, Server, Stream, fleet, session, stream, tiny_model
+from harness.served import ENGINE_FLAGS, Server, Stream, fleet, session, stream, tiny_model
 
 CONVERSATIONS, TURNS, QUICK_CONVERSATIONS, QUICK_TURNS = 30, 6, 6, 3
 WORKERS, BLOCK, SYSTEM, SAID, ANSWER = 3, 32, 1000, 60, 24

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import ENGINE_FLAGS, Server, Stream, begun, fleet, session, stream, tiny_model
+from harness.served import ENGINE_FLAGS, Server, Stream, begun, fleet, session, stream, tiny_model
 
 STREAMS, TOKENS = 40, 600
 EMULATED = ("--engine", "emulated", "--workers", "3")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import ENGINE_FLAGS, Server, begun, fleet, session, stream, tiny_model
+from harness.served import ENGINE_FLAGS, Server, begun, fleet, session, stream, tiny_model
 
 OUTPUT_TOKENS = 400
 

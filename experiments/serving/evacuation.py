@@ -19,7 +19,7 @@ from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo, WorkerId
 from controlplane.worker_type import WorkerGroup, WorkerType
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import ENGINE_FLAGS, Server, Stream, begun, fleet, session, stream, tiny_model
+from harness.served import ENGINE_FLAGS, Server, Stream, begun, fleet, session, stream, tiny_model
 from tokenfleet.profiles.library import find_profiles
 
 SLO = Slo(60.0, 1.0)
@@ -96,7 +96,7 @@ class Fleet:
     async def begin(self, prompts: dict[str, list[int]]) -> None:
         """Start every stream on w0, and return once all decode."""
         from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
-        from experiments.lib.bare_fleet import token_request
+        from harness.bare_fleet import token_request
 
         others = [at.worker for at in self.core.attached() if at.worker != W0]
         for worker in others:

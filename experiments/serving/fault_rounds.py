@@ -26,7 +26,7 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import ENGINE_FLAGS, Server, begun, fleet, session, stream, tiny_model
+from harness.served import ENGINE_FLAGS, Server, begun, fleet, session, stream, tiny_model
 
 SLO = Slo(10.0, 1.0)
 STREAMS, TOKENS = 8, 120
@@ -88,7 +88,7 @@ class Round:
 
     async def send(self, name: str, prompt: list[int]) -> None:
         from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
-        from experiments.lib.bare_fleet import token_request
+        from harness.bare_fleet import token_request
 
         CURRENT_TICKET.set(Ticket(name, "experiment", SLO, 0))
         await self.core.add_request_async(token_request(name, prompt, {"max_tokens": TOKENS}))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import Stream, fleet, plain_server, session, stream, tiny_model
+from harness.served import Stream, fleet, plain_server, session, stream, tiny_model
 
 LEVELS = (1, 16, 64)
 REQUESTS = {1: 4, 16: 32, 64: 96}  # of a quick round

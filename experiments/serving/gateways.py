@@ -29,7 +29,7 @@ import psutil
 from dataplane.http.server import allow_open_files
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import MODEL, Server, Stream, begun, fleet, session, stream, tiny_model
+from harness.served import MODEL, Server, Stream, begun, fleet, session, stream, tiny_model
 
 LIBRARY = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
 CLIENTS, TOKENS = 60, 300  # of a round of kills

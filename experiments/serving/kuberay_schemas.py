@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from experiments.lib.crd_schemas import faults, read_schemas
 from experiments.lib.public_data import DATA
+from harness.crd_schemas import faults, read_schemas
 
 
 def main() -> int:

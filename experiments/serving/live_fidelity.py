@@ -39,7 +39,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import fleet, tiny_model
+from harness.served import fleet, tiny_model
 from tokenfleet.cli.compare import ComparedFigure, compared, first_tokens_s
 from tokenfleet.compare.replay import learned_overheads_s, read_steps
 from tokenfleet.profiles.library import read_profile

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.results import bar, flags, show
-from experiments.lib.two_workers import A, B, Pair, on_two_workers
+from harness.two_workers import A, B, Pair, on_two_workers
 
 LENGTHS, QUICK_LENGTHS = (256, 1024, 2048, 4096, 7800), (256, 2048)
 TURNS, QUICK_TURNS = 7, 3

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.results import bar, flags, show
-from experiments.lib.two_workers import A, B, Pair, on_two_workers
+from harness.two_workers import A, B, Pair, on_two_workers
 
 CASES = {"float32": 160, "bfloat16": 40}
 QUICK_CASES = {"float32": 16, "bfloat16": 0}

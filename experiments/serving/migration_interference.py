@@ -46,7 +46,7 @@ from experiments.lib.copy_turns import (
     working_s,
 )
 from experiments.lib.results import bar, flags, show
-from experiments.lib.two_workers import A, B, Pair, on_two_workers
+from harness.two_workers import A, B, Pair, on_two_workers
 
 BYSTANDERS = 4  # on each worker
 CONTEXT = 200

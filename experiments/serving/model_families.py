@@ -12,8 +12,6 @@ of the moves, and how many texts were others.
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import os
 import signal
 import subprocess
@@ -26,12 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import Server, Stream, begun, fleet, session, stream
+from harness.served import Server, Stream, about_image, begun, fleet, session, stream
 
 FAMILIES = (
     "gemma3",
@@ -67,21 +64,6 @@ def body(model: Path, i: int) -> dict[str, Any]:
         return {"model": model.name, "messages": about_image(i, f"What is number {i}?"), "max_tokens": TOKENS}
     prompt = [(7 * i + k) % 2000 + 5 for k in range(60 + 20 * i)]
     return {"model": model.name, "prompt": prompt, "max_tokens": TOKENS}
-
-
-def about_image(i: int, question: str) -> list[dict[str, Any]]:
-    """A question about an image, of noise of its own."""
-    from PIL import Image
-
-    pixels = np.random.default_rng(i).integers(0, 256, (48, 64, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    asked = [
-        {"type": "text", "text": question},
-        {"type": "image_url", "image_url": {"url": url}},
-    ]
-    return [{"role": "user", "content": asked}]
 
 
 async def read(server: Server, model: Path, streams: int, disturb: Callable[[], Any] | None) -> list[Stream]:

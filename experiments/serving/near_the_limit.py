@@ -46,8 +46,8 @@ from controlplane.workload import Workload
 from dataplane.history.files import read_history
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import ENGINE_FLAGS, Server, fleet, tiny_model
 from experiments.profiling.learned_profile import noise
+from harness.served import ENGINE_FLAGS, Server, fleet, tiny_model
 from tokenfleet.compare.replay import replay, served_model
 from tokenfleet.files import cache_folder
 from tokenfleet.profiles.form import parse_profile

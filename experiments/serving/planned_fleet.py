@@ -24,7 +24,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import fleet, tiny_model
+from harness.served import fleet, tiny_model
 from tokenfleet.planning.inputs import trimmed
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import PlanRequest

@@ -33,7 +33,7 @@ import numpy as np
 
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import Server, fleet, tiny_model
+from harness.served import Server, fleet, tiny_model
 from tokenfleet.profiles.library import read_profile, write_profile
 
 GPUS, SEATS, TOKENS = 6, 4, 100

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import ENGINE_FLAGS, Server, Stream, fleet, session, stream, tiny_model
+from harness.served import ENGINE_FLAGS, Server, Stream, fleet, session, stream, tiny_model
 
 STREAMS, TOKENS, WORKERS = 24, 600, 3
 LESS_KV = ("--kv-cache-memory-bytes", str(256 << 20))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import Server, fleet, session, stream, tiny_model
+from harness.served import Server, fleet, session, stream, tiny_model
 
 SETTING = Path("/proc/sys/kernel/sched_autogroup_enabled")
 STREAMS, TOKENS, SLEEPERS = 6, 1500, 4

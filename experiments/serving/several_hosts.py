@@ -2,7 +2,7 @@
 
     python experiments/serving/several_hosts.py [--only kv|moves|faults] [--resume FOLDER] [--quick]
 
-The hosts are Linux network namespaces on a bridge (experiments/lib/linux_hosts.py; it takes root), with a Ray
+The hosts are Linux network namespaces on a bridge (harness/linux_hosts.py; it takes root), with a Ray
 node and a real vLLM worker (float32, 2 KB of KV a token) on each. Every stream is compared with the same
 request's undisturbed one.
 
@@ -34,9 +34,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from experiments.lib.linux_hosts import Host, Hosts, linux_hosts, why_not
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import ENGINE_FLAGS, Server, Stream, session, stream, tiny_model
+from harness.linux_hosts import Host, Hosts, linux_hosts, why_not
+from harness.served import ENGINE_FLAGS, Server, Stream, session, stream, tiny_model
 
 LAYERS, BLOCKS, BLOCK_BYTES = 8, 512, 16 << 10  # 64 MiB
 KV_ROUNDS, KV_TURNS = 3, 7

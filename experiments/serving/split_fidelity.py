@@ -32,8 +32,8 @@ from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import Server, fleet, tiny_model
 from experiments.serving.live_fidelity import tokenfleet
+from harness.served import Server, fleet, tiny_model
 from tokenfleet.cli.compare import first_tokens_s, met
 from tokenfleet.profiles.form import profile_text
 from tokenfleet.texts import parse_slo

@@ -2,7 +2,7 @@
 
 Pinned to apps/v1, v1, policy/v1 and networking.k8s.io/v1, and for custom objects to keda.sh/v1alpha1 (KEDA
 2.17) and monitoring.coreos.com/v1. Only the fields that are used stand here, each as strict as its API; any
-other field is an error. A RayCluster is held against KubeRay's own schema (experiments/lib/crd_schemas.py).
+other field is an error. A RayCluster is held against KubeRay's own schema (harness/crd_schemas.py).
 """
 
 from __future__ import annotations

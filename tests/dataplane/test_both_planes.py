@@ -31,7 +31,7 @@ from dataplane.simulated.migration import Moves
 from dataplane.simulated.observe import deviations
 from dataplane.simulated.records import DRAIN
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare
-from experiments.lib.elastic import OutcomeCount
+from harness.elastic import OutcomeCount
 
 PROFILE = made_profile(
     StepModel(0.02, 1e-4, 1e-3, 1e-5),

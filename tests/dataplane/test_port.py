@@ -26,7 +26,7 @@ from dataplane.live.control.settings import ControllerSettings
 from dataplane.simulated.control_loop import ControlSettings, drive
 from dataplane.simulated.observe import held_requests
 from dataplane.simulated.simulate import WorkerSpec, prepare
-from experiments.lib.elastic import Elastic, ElasticPlane, ElasticSettings
+from harness.elastic import Elastic, ElasticPlane, ElasticSettings
 
 SLO = Slo(1.0, 0.1)
 PROFILE = profile(capacity=1024, seqs=32)

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from made_clock import Clock
 
+pytest.importorskip("torch", reason="torch is not installed (requirements/live-cpu.txt)")
+
 from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.kv import direct
 from dataplane.live.kv.direct import Share

@@ -19,7 +19,7 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec
-from experiments.lib.elastic import Elastic, ElasticPlane, ElasticSettings, simulate_elastic
+from harness.elastic import Elastic, ElasticPlane, ElasticSettings, simulate_elastic
 
 SLO = Slo(2.0, 0.1)
 

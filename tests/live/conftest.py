@@ -127,13 +127,14 @@ class TwoWorkers:
     async def _play(self, story: Any, budget: dict[str, float]) -> None:
         import zmq.asyncio
 
+        from dataplane.live.engine_api.vllm_surface import SamplingParams, VllmCodec
         from dataplane.live.migration.move import MoveBudget
         from dataplane.live.worker.link import WorkerLink
-        from experiments.lib.bare_fleet import BareFleet
+        from harness.bare_fleet import BareFleet
 
         context = zmq.asyncio.Context()
-        links = [await WorkerLink.connect(w.info, self.key, context) for w in self.workers]
-        fleet = BareFleet(links, MoveBudget(**budget))
+        links = [await WorkerLink.connect(w.info, self.key, context, VllmCodec()) for w in self.workers]
+        fleet = BareFleet(links, MoveBudget(**budget), SamplingParams)
         try:
             await story(fleet)
         finally:
@@ -152,7 +153,7 @@ def pair_of_workers(model_folder: Path, kv_tokens: int, **engine: Any) -> Iterat
     from dataplane.live.kv.nixl import installed
     from dataplane.live.worker.door import new_key, public_key
     from dataplane.live.worker.launch import Place, launch_worker
-    from experiments.lib.two_workers import start_ray
+    from harness.two_workers import start_ray
 
     # Ray would run its workers at the lowest priority, behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")

@@ -72,13 +72,19 @@ def mixed_scaled_fleet(model_folder, scratch):
     fleet.stop()
 
 
+def raised_by_bursts(fleet):
+    """What the controller decides under bursts; it begins after the fleet."""
+    for _ in range(20):
+        check_whole(asyncio.run(burst(fleet, 60, 100, 2.0)), 100)
+        up = [e for e in scales(fleet.ask("GET", "/v1/fleet")) if e["workers"] > e["before"]]
+        if up:
+            return up
+    pytest.fail("20 bursts have raised nothing")
+
+
 def test_a_burst_raises_the_kind_that_can_be_had_and_silence_leaves_the_cheaper(mixed_scaled_fleet):
     cheap, dear = "h100-sxm TP1", "h100-sxm TP2"
-    up = []
-    while not up:  # the controller begins after the fleet
-        check_whole(asyncio.run(burst(mixed_scaled_fleet, 60, 100, 2.0)), 100)
-        view = mixed_scaled_fleet.ask("GET", "/v1/fleet")
-        up = [e for e in scales(view) if e["workers"] > e["before"]]
+    up = raised_by_bursts(mixed_scaled_fleet)
     assert all(e["kinds"][cheap] <= 1 <= e["kinds"][dear] for e in up)
     assert dear in up[0]["reason"]
     mixed_scaled_fleet.until(
@@ -90,11 +96,7 @@ def test_a_burst_raises_the_kind_that_can_be_had_and_silence_leaves_the_cheaper(
 
 
 def test_a_burst_raises_the_fleet_and_silence_brings_it_to_zero_and_back(scaled_fleet):
-    up = []
-    while not up:  # the controller begins after the fleet
-        check_whole(asyncio.run(burst(scaled_fleet, 60, 100, 2.0)), 100)
-        view = scaled_fleet.ask("GET", "/v1/fleet")
-        up = [e for e in scales(view) if e["workers"] > e["before"]]
+    up = raised_by_bursts(scaled_fleet)
     assert max(e["workers"] for e in up) > 1
     assert all(e["seen"] and e["compared"] and e["cost"]["workers"] > 0 for e in up)
     scaled_fleet.until(lambda: counts(scaled_fleet) == (0, 0, 0))

@@ -1,15 +1,19 @@
 """The flags a gateway gives vLLM's server."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from front import profile
+
+from controlplane.types import Slo
 
 pytestmark = [pytest.mark.live, pytest.mark.usefixtures("live_extra")]
 
 
 def names(model: str, *flags: str) -> list[str]:
     """What the model is served as."""
-    from dataplane.live.gateway.server import GatewaySettings
+    from dataplane.live.gateway.settings import GatewaySettings
 
     given = GatewaySettings(model, "127.0.0.1", 8000, flags).server_flags()
     after = given[given.index("--served-model-name") + 1 :]
@@ -37,7 +41,8 @@ def test_the_operators_own_name_wins() -> None:
 
 
 def test_host_memory_below_kv_is_the_engines_and_not_the_servers(model_folder: Path) -> None:
-    from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_settings_of
+    from dataplane.live.gateway.server import Gateway, engine_settings_of
+    from dataplane.live.gateway.settings import GatewaySettings
     from tokenfleet.cli.serve.flags import ServeFlags
     from tokenfleet.cli.serve.workers import engine_words
 
@@ -45,3 +50,19 @@ def test_host_memory_below_kv_is_the_engines_and_not_the_servers(model_folder: P
     gateway = Gateway(GatewaySettings(str(model_folder), "127.0.0.1", 8000, tuple(words)))
     assert engine_settings_of(gateway.arguments)["kv_offloading_size"] == 1.5
     assert gateway.config.kv_transfer_config is None
+
+
+def test_targets_that_nobody_named_are_eased_to_what_the_fastest_kind_can_meet(live_extra):
+    from dataplane.live.control.fleet import DEFAULT_SLO, EASE, LONE_TOKENS, _targets
+    from dataplane.live.gateway.events import EventLog
+
+    events, fast = EventLog(), profile()
+    slow = replace(fast, step=replace(fast.step, base_s=2.0))
+    assert _targets(None, (), events) == DEFAULT_SLO
+    assert _targets(None, (slow, fast), events) == DEFAULT_SLO
+    eased = _targets(None, (slow,), events)
+    assert eased.tpot_s == pytest.approx(EASE * slow.alone_tpot_s(LONE_TOKENS))
+    assert eased.ttft_s == pytest.approx(EASE * slow.alone_ttft_s(LONE_TOKENS))
+    assert not list(events)
+    assert _targets(Slo(5.0, 0.05), (slow,), events) == Slo(5.0, 0.05)  # an operator's stay, and it is said
+    assert "no worker meets the targets" in next(iter(events)).reason

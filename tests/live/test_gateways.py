@@ -39,8 +39,9 @@ def ask(fleet, key="a", headers=None, **body):
 
 
 async def settled(condition):
-    while not await asyncio.to_thread(condition):
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(200):
+        while not await asyncio.to_thread(condition):
+            await asyncio.sleep(0.02)
 
 
 async def streams(fleet, http, count, tokens=LONG):

@@ -15,7 +15,7 @@ TOKENS = 600
 
 @pytest.fixture(scope="module")
 def hosts(live_extra):
-    from experiments.lib.linux_hosts import linux_hosts, why_not
+    from harness.linux_hosts import linux_hosts, why_not
 
     if reason := why_not():
         pytest.skip(f"no hosts can be made here: {reason}")
@@ -32,7 +32,7 @@ def fleet(hosts, model_folder):
 @pytest.fixture(scope="module")
 def play(hosts, fleet):
     """Runs a story on the first host, beside the gateway."""
-    from experiments.lib.served import session
+    from harness.served import session
 
     def run(story):
         async def scene():
@@ -51,7 +51,7 @@ def plain(play, fleet):
 
 
 async def stream_of(http, fleet, prompt, tokens):
-    from experiments.lib.served import stream
+    from harness.served import stream
 
     return await stream(http, fleet.gateway, {"prompt": prompt, "max_tokens": tokens})
 
@@ -69,8 +69,9 @@ async def ask(fleet, method, path, body=None):
 
 
 async def until(holds):
-    while not (found := await holds()):
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while not (found := await holds()):
+            await asyncio.sleep(0.02)
     return found
 
 

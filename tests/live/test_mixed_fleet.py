@@ -8,7 +8,7 @@ from made_plans import SLO
 from raw_stream import session, stream
 from served_fleet import serve
 
-from experiments.lib.served import begun
+from harness.served import begun
 from tokenfleet.cli.main import main
 
 pytestmark = pytest.mark.live

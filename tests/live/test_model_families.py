@@ -16,9 +16,8 @@ from checkout import ROOT
 from raw_stream import session, stream
 from served_fleet import serve
 
-from experiments.lib import served
-from experiments.lib.served import begun
-from experiments.serving.model_families import about_image
+from harness import served
+from harness.served import about_image, begun
 
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(96 << 20))
 COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 300, "maxItems": 300}

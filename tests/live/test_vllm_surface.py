@@ -3,10 +3,14 @@
 import dataclasses
 import inspect
 
+import msgspec
+import numpy as np
 import pytest
 import quiet_vllm  # noqa: F401  # first
+from msgspec.structs import fields
 
 from controlplane.types import WorkerId
+from dataplane.live.engine_api import messages
 from dataplane.live.engine_api import vllm_surface as surface
 from dataplane.live.engine_api.kv_messages import Control, KvLoad, Transfer, message_of
 from dataplane.live.engine_api.link import WorkerInfo
@@ -14,6 +18,7 @@ from dataplane.live.engine_api.segment import (
     control_request,
     obstacle_to_move,
     obstacle_to_replay,
+    plain_request,
     segment_request,
 )
 from dataplane.live.worker.engine import KvDoor, engine_args
@@ -373,3 +378,83 @@ def test_carried_penalties_equal_vllms_own_over_the_whole_output():
     whole = penalise(logits.clone(), prior + later)
     carried = penalise(PriorPenalty(prior, presence, frequency, repetition)(later, logits.clone()), later)
     assert torch.allclose(whole, carried, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (messages.EngineRequest, surface.EngineCoreRequest),
+        (messages.SegmentOutput, surface.EngineCoreOutput),
+        (messages.StepOutputs, surface.EngineCoreOutputs),
+        (messages.Adapter, surface.LoRARequest),
+        (messages.Moment, surface.EngineCoreEvent),
+    ],
+)
+def test_a_message_of_ours_begins_with_the_fields_of_vllms(ours, theirs):
+    def shape(of):
+        return [(f.encode_name, f.default, f.default_factory) for f in fields(of)]
+
+    mine, others = shape(ours), shape(theirs)
+    assert mine == others[: len(mine)]
+    assert ours.__struct_config__.array_like == theirs.__struct_config__.array_like
+    assert ours.__struct_config__.omit_defaults == theirs.__struct_config__.omit_defaults
+
+
+def test_how_to_sample_and_how_it_ended_mean_the_same_on_both_sides():
+    theirs = {f.encode_name: (f.default, f.default_factory) for f in fields(surface.SamplingParams)}
+    for f in fields(messages.Sampling):
+        assert theirs[f.encode_name] == (f.default, f.default_factory), f.name
+    for ours, others in (
+        (messages.Finish, surface.FinishReason),
+        (messages.MomentKind, surface.EngineCoreEventType),
+    ):
+        assert {one.name: one.value for one in ours} == {one.name: one.value for one in others}
+    for ours, others in (
+        (messages.Prefilled, surface.PrefillStats),
+        (messages.EngineLoad, surface.SchedulerStats),
+    ):
+        assert {f.name for f in dataclasses.fields(ours)} <= {f.name for f in dataclasses.fields(others)}
+    assert messages.Logprobs._fields == surface.LogprobsLists._fields
+
+
+def test_our_messages_cross_the_wire_as_vllms_and_come_back_the_same():
+    codec = surface.VllmCodec()
+    params = messages.Sampling(temperature=0.0, max_tokens=7, detokenize=False, extra_args={"a": [1]})
+    lora = messages.Adapter("a1", 1, "/somewhere", load_inplace=True)
+    sent = plain_request("r", [1, 2], params, 3.0, priority=-1, abort_immediately=True)
+    sent.lora_request = lora
+    theirs = codec.request(codec.encode(sent))
+    assert isinstance(theirs, surface.EngineCoreRequest)
+    assert (theirs.sampling_params.max_tokens, theirs.sampling_params.extra_args) == (7, {"a": [1]})
+    assert (theirs.priority, theirs.abort_immediately, theirs.lora_request.load_inplace) == (-1, True, True)
+    assert codec.adapter(msgspec.to_builtins(lora)) == theirs.lora_request
+    back = msgspec.msgpack.decode(codec.encode(theirs)[0], type=messages.EngineRequest)
+    assert (back.prompt_token_ids, back.sampling_params.max_tokens, back.lora_request) == ([1, 2], 7, lora)
+
+
+@pytest.mark.parametrize("way", ["over the wire", "to the front end"])
+def test_the_outputs_of_an_emulated_step_are_vllms_for_the_front_end(way):
+    chances = messages.Logprobs(np.array([[5, 6]]), np.array([[-0.5, -1.5]], np.float32), np.array([1]))
+    moments = [messages.Moment(messages.MomentKind.QUEUED, 1.0)]
+    output = messages.SegmentOutput("r", [5], chances, finish_reason=messages.Finish.LENGTH, events=moments)
+    output.prefill_stats = messages.Prefilled(9, 3, 6, 4, 2)
+    sent = messages.StepOutputs(3, [output], messages.EngineLoad(1, 2, 0.5), 7.0)
+    codec = surface.VllmCodec()
+    batch = codec.outputs(codec.encode(sent)) if way == "over the wire" else surface.as_vllm(sent)
+    assert isinstance(batch, surface.EngineCoreOutputs)
+    (made,) = batch.outputs
+    assert isinstance(made.finish_reason, surface.FinishReason)
+    assert isinstance(made.new_logprobs, surface.LogprobsLists)
+    assert isinstance(made.prefill_stats, surface.PrefillStats)
+    assert made.new_logprobs.logprobs.tolist() == [[-0.5, -1.5]]
+    assert (made.new_token_ids, str(made.finish_reason), batch.engine_index, batch.timestamp) == (
+        [5],
+        "length",
+        3,
+        7.0,
+    )
+    found = made.prefill_stats
+    assert (found.num_cached_tokens, found.num_external_cached_tokens) == (6, 2)
+    assert made.events == [surface.EngineCoreEvent(surface.EngineCoreEventType.QUEUED, 1.0)]
+    load = batch.scheduler_stats
+    assert (load.num_running_reqs, load.num_waiting_reqs, load.kv_cache_usage) == (1, 2, 0.5)

@@ -273,7 +273,7 @@ def planned(path, zone_of, **told):
 
 @pytest.fixture(scope="module")
 def hosts(live_extra):
-    from experiments.lib.linux_hosts import linux_hosts, why_not
+    from harness.linux_hosts import linux_hosts, why_not
 
     if reason := why_not():
         pytest.skip(f"no hosts can be made here: {reason}")
@@ -313,8 +313,9 @@ def serving(fleet, model):
 
 
 async def until(holds):
-    while not holds():
-        await asyncio.sleep(0.1)
+    async with asyncio.timeout(120):
+        while not holds():
+            await asyncio.sleep(0.1)
 
 
 def test_models_start_and_grow_where_nodes_are_bought_as_planned(hosts, model_folder, scratch):

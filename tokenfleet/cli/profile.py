@@ -240,7 +240,7 @@ class _Visitor:
         return any(is_outlying(measured, i) for i in range(len(measured)))
 
     async def _go(self, burst: Burst) -> None:
-        from dataplane.live.worker.profiling import EngineDied
+        from dataplane.live.worker.bursts import EngineDied
 
         def lots(visit: int) -> np.random.Generator:
             # By name, so that a point is measured on the same prompts whatever was measured before it.

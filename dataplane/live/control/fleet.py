@@ -40,7 +40,7 @@ from dataplane.live.control.processes import ControllerProcess
 from dataplane.live.control.settings import Autoscale, ControllerSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api.processes import Estate
-from dataplane.live.engine_api.vllm_surface import current_platform
+from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
 from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
@@ -50,10 +50,11 @@ from dataplane.live.gateway.metrics import EngineFamilies, Metrics
 from dataplane.live.gateway.middleware import DoorPolicy
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Tracked
-from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_settings_of
+from dataplane.live.gateway.server import Gateway, engine_settings_of
+from dataplane.live.gateway.settings import GatewaySettings
 from dataplane.live.gateways.core_server import CoreServer
 from dataplane.live.gateways.keeper import Gateways
-from dataplane.live.gateways.process import ProcessSettings
+from dataplane.live.gateways.shared import ProcessSettings
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import ANYWHERE, FleetTypes, Site
@@ -152,7 +153,7 @@ async def run_fleet(
         kv_blocks = fleet.set_targets()
         keys = KeyRing(settings.keys)
         allow = partial(_allow, keys, fleet.metrics)
-        gateways = fleet.gateways(CoreServer(fleet.core, kv_blocks, allow, estate.number))
+        gateways = fleet.gateways(CoreServer(fleet.core, VllmCodec(), kv_blocks, allow, estate.number))
         answering, own_key = await fleet.open_control(gateways)
         serving = await fleet.open_endpoint(gateways, kv_blocks, keys, allow)
         is_tls = fleet.gateway.certificate is not None

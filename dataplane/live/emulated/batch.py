@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from controlplane.perfmodel.profile import Profile
 from dataplane.live.emulated.segment import Noise, Segment, state_after
 from dataplane.live.engine_api.kv_messages import Control, message_of
-from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreEvent,
-    EngineCoreEventType,
-    EngineCoreRequest,
-    FinishReason,
+from dataplane.live.engine_api.messages import (
+    EngineRequest,
+    Finish,
+    Moment,
+    MomentKind,
 )
 from dataplane.live.kv.holds import Holds, LoadJob
 
@@ -43,7 +43,7 @@ class StepOutput:
 
     segment: Segment
     token: int | None
-    finish: FinishReason | None
+    finish: Finish | None
     is_first: bool
 
 
@@ -97,7 +97,7 @@ class Batch:
         segment = self._segments.get(name)
         return segment is not None and self._holds.is_leased(name) and segment.computed < tokens
 
-    def add(self, request: EngineCoreRequest, now_s: float) -> bool | None:
+    def add(self, request: EngineRequest, now_s: float) -> bool | None:
         """Queue a segment; for a begin, return whether its segment is leased, else None."""
         message = message_of(request)
         if isinstance(message, Control):
@@ -108,7 +108,7 @@ class Batch:
             return None
         prompt = request.prompt_token_ids
         segment = Segment(request, message, state_after(prompt), len(prompt))
-        segment.events.append(EngineCoreEvent.new_event(EngineCoreEventType.QUEUED, now_s))
+        segment.events.append(Moment(MomentKind.QUEUED, now_s))
         self._segments[segment.id] = segment
         bisect.insort(self._waiting, segment, key=lambda s: s.rank)
         return None
@@ -191,7 +191,7 @@ class Batch:
         if segment is None:
             return None
         self._end(segment, now_s, failed=True)
-        return StepOutput(segment, None, FinishReason.ERROR, segment.produced == 0)
+        return StepOutput(segment, None, Finish.ERROR, segment.produced == 0)
 
     def _carry(self, step: PlannedStep, segment: Segment, chunk: int) -> None:
         step.chunks.append((segment, chunk))
@@ -214,9 +214,9 @@ class Batch:
         segment.state = state_after([token], segment.state)
         finish = None
         if stops or (produced > params.min_tokens and token in params.all_stop_token_ids):
-            finish = FinishReason.STOP
+            finish = Finish.STOP
         elif produced >= params.max_tokens or segment.tokens >= self._max_model_len:
-            finish = FinishReason.LENGTH
+            finish = Finish.LENGTH
         if finish is not None:
             self._end(segment, now_s)
         return StepOutput(segment, token, finish, is_first)
@@ -259,7 +259,7 @@ class Batch:
         return True
 
     def _start(self, segment: Segment, now_s: float) -> None:
-        segment.events.append(EngineCoreEvent.new_event(EngineCoreEventType.SCHEDULED, now_s))
+        segment.events.append(Moment(MomentKind.SCHEDULED, now_s))
         self._running.append(segment)
 
     def _preempt(self, segment: Segment) -> None:

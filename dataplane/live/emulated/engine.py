@@ -19,20 +19,20 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.types import WorkerId
 from dataplane.live.emulated.batch import Batch, PlannedStep, StepOutput
 from dataplane.live.emulated.segment import Noise
+from dataplane.live.engine_api import VLLM_VERSION
 from dataplane.live.engine_api.link import Adapters, Event, Lost, Outputs, SegmentRefused, WorkerInfo
+from dataplane.live.engine_api.messages import (
+    Adapter,
+    EngineLoad,
+    EngineRequest,
+    Finish,
+    Logprobs,
+    Prefilled,
+    SegmentOutput,
+    StepOutputs,
+)
 from dataplane.live.engine_api.processes import Tasks
 from dataplane.live.engine_api.step_trace import Step, StepTrace, step_stats
-from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    LogprobsLists,
-    LoRARequest,
-    PrefillStats,
-    SchedulerStats,
-    vllm_version,
-)
 from dataplane.live.kv.holds import LoadJob
 
 UNREAD_EVENTS = 1024
@@ -96,7 +96,7 @@ class EmulatedEngine:
             max_seqs=profile.engine.max_seqs,
             max_batched_tokens=profile.engine.max_batched_tokens,
             tp_degree=profile.tp_degree,
-            vllm_version=vllm_version,
+            vllm_version=VLLM_VERSION,
             dtype="none",
             pid=os.getpid(),
             weights=model,
@@ -120,7 +120,7 @@ class EmulatedEngine:
     def is_lost(self) -> bool:
         return self._lost is not None
 
-    async def add(self, request: EngineCoreRequest) -> None:
+    async def add(self, request: EngineRequest) -> None:
         if self._lost is not None:
             return
         if len(self.batch) >= 4 * self._info.max_seqs and not request.abort_immediately:
@@ -131,8 +131,8 @@ class EmulatedEngine:
             await self.load_adapter(adapter)
         is_leased = self.batch.add(request, time.monotonic())
         if is_leased is not None:
-            reason = FinishReason.ABORT if is_leased else FinishReason.ERROR
-            await self._tell([EngineCoreOutput(request.request_id, [], finish_reason=reason)])
+            reason = Finish.ABORT if is_leased else Finish.ERROR
+            await self._tell([SegmentOutput(request.request_id, [], finish_reason=reason)])
         self._work.set()
 
     async def abort(self, segments: Sequence[str]) -> None:
@@ -140,7 +140,7 @@ class EmulatedEngine:
             self.batch.abort(name, time.monotonic())
         self._work.set()
 
-    async def load_adapter(self, adapter: LoRARequest) -> None:
+    async def load_adapter(self, adapter: Adapter) -> None:
         self._adapters.add(adapter.lora_int_id)
         await self._events.put(Adapters(tuple(sorted(self._adapters)), adapter.lora_int_id))
 
@@ -199,7 +199,7 @@ class EmulatedEngine:
             model.step_s(step.prefill_tokens, step.sequences, step.context_tokens, step.prefill_sum_sq)
         )
 
-    def _start_loads(self, step: PlannedStep) -> tuple[float, list[EngineCoreOutput]]:
+    def _start_loads(self, step: PlannedStep) -> tuple[float, list[SegmentOutput]]:
         """Start the step's loads; return the time of those inside it, and outputs of those that failed."""
         inline_s, outputs = 0.0, []
         block_bytes = self._info.block_tokens * self._info.kv_bytes_per_token
@@ -222,42 +222,42 @@ class EmulatedEngine:
         elif not self._fabric.can_read(job):
             self._say(self._fail(job))
         elif self.batch.loaded(job.segment, time.monotonic()):
-            self._say([EngineCoreOutput(job.segment, [], finish_reason=FinishReason.STOP)])
+            self._say([SegmentOutput(job.segment, [], finish_reason=Finish.STOP)])
         self._work.set()
 
-    def _say(self, outputs: list[EngineCoreOutput]) -> None:
+    def _say(self, outputs: list[SegmentOutput]) -> None:
         """Emit the outputs that arise between steps."""
         self._telling.spawn(self._tell(outputs))
 
-    def _fail(self, job: LoadJob) -> list[EngineCoreOutput]:
+    def _fail(self, job: LoadJob) -> list[SegmentOutput]:
         output = self.batch.failed(job.segment, time.monotonic())
         return [] if output is None else [self._output(output)]
 
-    def _output(self, produced: StepOutput) -> EngineCoreOutput:
+    def _output(self, produced: StepOutput) -> SegmentOutput:
         segment = produced.segment
-        output = EngineCoreOutput(segment.id, [] if produced.token is None else [produced.token])
+        output = SegmentOutput(segment.id, [] if produced.token is None else [produced.token])
         output.finish_reason = produced.finish
         if produced.is_first:
             prompt = segment.tokens - segment.produced
-            output.prefill_stats = PrefillStats()
-            output.prefill_stats.set(prompt, segment.cached, 0)
+            cached = segment.cached
+            output.prefill_stats = Prefilled(prompt, prompt - cached, cached, cached)
             output.events, segment.events = segment.events, []
         wanted = segment.params.logprobs
         if wanted is not None and produced.token is not None:
             output.new_logprobs = _logprobs(produced.token, wanted)
         return output
 
-    async def _tell(self, outputs: list[EngineCoreOutput], step: PlannedStep | None = None) -> None:
+    async def _tell(self, outputs: list[SegmentOutput], step: PlannedStep | None = None) -> None:
         """Emit the outputs of a step, or, without one, those that arise between steps."""
         if not outputs and step is None:
             return
-        stats = SchedulerStats(
+        stats = EngineLoad(
             num_running_reqs=self.batch.running,
             num_waiting_reqs=self.batch.waiting,
             kv_cache_usage=1 - self.batch.free_blocks / self.batch.total_blocks,
             kv_connector_stats=None if step is None else step_stats(_load(step)),
         )
-        batch = EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, timestamp=time.monotonic())
+        batch = StepOutputs(outputs=outputs, scheduler_stats=stats, timestamp=time.monotonic())
         await self._events.put(Outputs(batch))
 
     async def _tell_load(self, now_s: float, step: PlannedStep, lasts_s: float) -> None:
@@ -279,8 +279,8 @@ def _load(step: PlannedStep) -> dict[str, int]:
     }
 
 
-def _logprobs(token: int, wanted: int) -> LogprobsLists:
+def _logprobs(token: int, wanted: int) -> Logprobs:
     """Log-probabilities of the right shape, [1, wanted + 1]: the token's own, then the likeliest."""
     others = [token + i for i in range(wanted)]
     values = [-0.5 - i for i in range(wanted)]
-    return LogprobsLists(np.array([[token, *others]]), np.array([[-0.5, *values]], np.float32), np.array([1]))
+    return Logprobs(np.array([[token, *others]]), np.array([[-0.5, *values]], np.float32), np.array([1]))

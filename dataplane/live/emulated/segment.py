@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.live.engine_api.kv_messages import Transfer
-from dataplane.live.engine_api.vllm_surface import EngineCoreEvent, EngineCoreRequest
+from dataplane.live.engine_api.messages import EngineRequest, Moment
 
 END_SALT = 0x9E3779B9
 
@@ -54,7 +54,7 @@ def state_after(tokens: Sequence[int], state: int = 0) -> int:
 class Segment:
     """One request in the batch or in the queue. Counts are tokens; `blocks` are KV blocks it owns."""
 
-    request: EngineCoreRequest
+    request: EngineRequest
     transfer: Transfer
     state: int
     tokens: int  # prompt and outputs so far
@@ -63,7 +63,7 @@ class Segment:
     blocks: int = 0
     cached: int = 0
     doomed: bool = False  # aborted while its KV was on the way
-    events: list[EngineCoreEvent] = field(default_factory=list)
+    events: list[Moment] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -71,7 +71,7 @@ class Segment:
 
     @property
     def params(self) -> Any:
-        """vLLM's sampling parameters."""
+        """A `Sampling`, or vLLM's own."""
         return self.request.sampling_params
 
     @property

@@ -7,7 +7,7 @@ A move needs four messages to an engine:
 - *hold* on a loader: keep its blocks when it finishes, until a later request *drops* it.
 - *release* at the source: free the blocks that are held.
 
-Begin and release travel on a request that is aborted on arrival (`EngineCoreRequest.abort_immediately`), the
+Begin and release travel on a request that is aborted on arrival (`EngineRequest.abort_immediately`), the
 only message from vLLM's front end to its scheduler's connector. A begin is answered by an output for its own
 segment id, finished by ABORT if the lease is taken and by ERROR if there is no such segment. The source's
 segment must not be ended before that answer, since an engine takes aborts ahead of other messages. A held
@@ -21,9 +21,9 @@ from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreRequest
+    from dataplane.live.engine_api.messages import EngineRequest, SegmentOutput
 
-VLLM_KEY = "kv_transfer_params"  # in SamplingParams.extra_args, where vLLM looks for it
+VLLM_KEY = "kv_transfer_params"  # in Sampling.extra_args, where vLLM looks for it
 PARAMS_KEY = "tokenfleet"
 LOADER_PREFIX = "move-"  # segment ids of loaders and control messages; never a client's
 Verb = Literal["begin", "release"]
@@ -117,13 +117,13 @@ def told_of_load(tokens: int) -> dict[str, Any]:
     return {PARAMS_KEY: {"loaded": tokens}}
 
 
-def loaded_tokens(answer: EngineCoreOutput) -> int | None:
+def loaded_tokens(answer: SegmentOutput) -> int | None:
     """The tokens that a loader took from the source; None where its engine does not say."""
     told: int | None = (answer.kv_transfer_params or {}).get(PARAMS_KEY, {}).get("loaded")
     return told
 
 
-def message_of(request: EngineCoreRequest) -> Transfer | Control:
+def message_of(request: EngineRequest) -> Transfer | Control:
     """The message that a request carries to its engine."""
     params = request.sampling_params
     extra = {} if params is None else params.extra_args or {}

@@ -10,9 +10,9 @@ from controlplane.types import WorkerId
 from dataplane.live.engine_api.cache_events import CacheChange
 
 if TYPE_CHECKING:
-    from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs, EngineCoreRequest, LoRARequest
+    from dataplane.live.engine_api.messages import Adapter, EngineRequest, StepOutputs
 
-# In SamplingParams.extra_args: output tokens that an earlier segment of the request made.
+# In Sampling.extra_args: output tokens that an earlier segment of the request made.
 PRIOR_TOKENS = "tokenfleet_prior_tokens"
 
 
@@ -110,7 +110,7 @@ class Telemetry:
 class Outputs:
     """One step's outputs for this gateway, in vLLM's own message; `batch.engine_index` is not set."""
 
-    batch: EngineCoreOutputs
+    batch: StepOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +153,13 @@ class EngineLink(Protocol):
     @property
     def info(self) -> WorkerInfo: ...
 
-    async def add(self, request: EngineCoreRequest) -> None:
+    async def add(self, request: EngineRequest) -> None:
         """Send a segment; waits while the connection's bounded queue is full."""
 
     async def abort(self, segments: Sequence[str]) -> None:
         """End segments; unknown ids are ignored. No output follows for them."""
 
-    async def load_adapter(self, adapter: LoRARequest) -> None:
+    async def load_adapter(self, adapter: Adapter) -> None:
         """Have the engine load an adapter; `Adapters` follows. A request brings its own if it is missing."""
 
     async def ask_cached(self) -> None:

@@ -20,19 +20,19 @@ from typing import Any
 
 from dataplane.live.engine_api.kv_messages import VLLM_KEY, Control, KvLoad, Transfer, params_from
 from dataplane.live.engine_api.link import PRIOR_TOKENS, WorkerInfo
-from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, SamplingParams
+from dataplane.live.engine_api.messages import EngineRequest, Sampling
 
 
-def _has_long_bad_words(params: SamplingParams) -> bool:
+def _has_long_bad_words(params: Sampling) -> bool:
     return any(len(tokens) > 1 for tokens in params._bad_words_token_ids or ())
 
 
-def _is_penalised(params: SamplingParams) -> bool:
+def _is_penalised(params: Sampling) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty)
 
 
 # What depends on the outputs as outputs, and would start anew in a continuation: (present?, what).
-OBSTACLES: tuple[tuple[Callable[[SamplingParams], bool], str], ...] = (
+OBSTACLES: tuple[tuple[Callable[[Sampling], bool], str], ...] = (
     (lambda p: p.n > 1, "several outputs of one engine request (n > 1)"),
     (_has_long_bad_words, "bad words of several tokens: one could straddle the move"),
     (lambda p: p.repetition_detection is not None, "repetition detection: it would forget the text so far"),
@@ -44,7 +44,7 @@ OBSTACLES: tuple[tuple[Callable[[SamplingParams], bool], str], ...] = (
 
 
 def obstacle_to_replay(
-    request: EngineCoreRequest, output_token_ids: Sequence[int], carries_penalties: bool
+    request: EngineRequest, output_token_ids: Sequence[int], carries_penalties: bool
 ) -> str | None:
     """What of a request cannot go on correctly in a new segment, or None.
 
@@ -71,7 +71,7 @@ def obstacle_to_replay(
 
 
 def obstacle_to_move(
-    request: EngineCoreRequest, output_token_ids: Sequence[int], source: WorkerInfo
+    request: EngineRequest, output_token_ids: Sequence[int], source: WorkerInfo
 ) -> str | None:
     """What of a request on `source` could not continue exactly after a move, or None."""
     obstacle = obstacle_to_replay(request, output_token_ids, source.carries_penalties)
@@ -79,18 +79,19 @@ def obstacle_to_move(
         return obstacle
     if source.why_fixed:
         return source.why_fixed
-    params = request.sampling_params
+    params: Any = request.sampling_params
     if params.seed is not None and params.temperature > 0 and not source.has_stateless_seeds:
         return "seeded sampling: the generator's state stays in the worker"
     return None
 
 
 def segment_request(
-    request: EngineCoreRequest, output_token_ids: Sequence[int], segment: str, transfer: Transfer
-) -> EngineCoreRequest:
+    request: EngineRequest, output_token_ids: Sequence[int], segment: str, transfer: Transfer
+) -> EngineRequest:
     """The request as the next segment's engine gets it, to go on after `output_token_ids`."""
     sent = len(output_token_ids)
-    params = request.sampling_params.clone()
+    params: Any = request.sampling_params
+    params = params.clone()
     extra = dict(params.extra_args or {}) | {VLLM_KEY: params_from(transfer)}
     if sent:
         params.max_tokens -= sent
@@ -110,12 +111,12 @@ def segment_request(
 
 
 def loader_request(
-    request: EngineCoreRequest,
+    request: EngineRequest,
     output_token_ids: Sequence[int],
     segment: str,
     load: KvLoad,
     drop: tuple[str, ...],
-) -> EngineCoreRequest:
+) -> EngineRequest:
     """A request that brings `load.tokens` tokens of KV to an engine and holds them.
 
     Its prompt is one token longer than the load, since an engine computes at least one; that token's
@@ -126,7 +127,7 @@ def loader_request(
     loader.prompt_token_ids = [*request.prompt_token_ids, *output_token_ids][: load.tokens + 1]
     loader.priority = request.priority - 1  # ahead of its like: the source decodes on meanwhile
     transfer = Transfer(load, hold=True, drop=drop)
-    loader.sampling_params = SamplingParams(
+    loader.sampling_params = Sampling(
         temperature=0.0,
         max_tokens=1,
         detokenize=False,
@@ -135,7 +136,7 @@ def loader_request(
     return loader
 
 
-def keeper_request(request: EngineCoreRequest, segment: str, tokens: int) -> EngineCoreRequest:
+def keeper_request(request: EngineRequest, segment: str, tokens: int) -> EngineRequest:
     """A request that keeps the first `tokens` of a text in an engine's cache readable until it is released.
 
     What is not cached there any more is computed, and the token after them in any case.
@@ -144,21 +145,21 @@ def keeper_request(request: EngineCoreRequest, segment: str, tokens: int) -> Eng
     keeper.request_id = keeper.external_req_id = segment
     keeper.prompt_token_ids = request.prompt_token_ids[: tokens + 1]
     extra = {VLLM_KEY: params_from(Transfer(hold=True))}
-    keeper.sampling_params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args=extra)
+    keeper.sampling_params = Sampling(temperature=0.0, max_tokens=1, detokenize=False, extra_args=extra)
     return keeper
 
 
-def control_request(request: EngineCoreRequest, segment: str, control: Control) -> EngineCoreRequest:
+def control_request(request: EngineRequest, segment: str, control: Control) -> EngineRequest:
     """A request that only tells the connector something; vLLM aborts it on arrival."""
-    params = SamplingParams(max_tokens=1, extra_args={VLLM_KEY: params_from(control)})
+    params = Sampling(max_tokens=1, extra_args={VLLM_KEY: params_from(control)})
     return plain_request(segment, [0], params, request.arrival_time, abort_immediately=True)
 
 
 def plain_request(
-    segment: str, prompt: list[int], params: SamplingParams, arrival_s: float, **more: Any
-) -> EngineCoreRequest:
+    segment: str, prompt: list[int], params: Sampling, arrival_s: float, **more: Any
+) -> EngineRequest:
     """A request of tokens alone, for an engine; `arrival_s` is Unix time."""
-    return EngineCoreRequest(
+    return EngineRequest(
         request_id=segment,
         prompt_token_ids=prompt,
         mm_features=None,

@@ -17,7 +17,7 @@ from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import Executed, Telemetry
 
 if TYPE_CHECKING:
-    from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs
+    from dataplane.live.engine_api.messages import StepOutputs
 
 COLUMNS = (
     "prefill_tokens",
@@ -53,7 +53,7 @@ def step_stats(load: Mapping[str, int]) -> dict[str, int] | None:
     return {PREFILLED: load[PREFILLED]} if is_step else None
 
 
-def take_prefilled(batch: EngineCoreOutputs) -> int | None:
+def take_prefilled(batch: StepOutputs) -> int | None:
     """What `step_stats` has said of the step that these outputs are of, taken out of its statistics."""
     stats = batch.scheduler_stats
     if stats is None or stats.kv_connector_stats is None:

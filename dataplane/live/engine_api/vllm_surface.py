@@ -8,10 +8,15 @@ check. Importing this module without that vLLM raises BadInput.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from controlplane.errors import BadInput
 from dataplane.live.engine_api import VLLM_VERSION
+from dataplane.live.engine_api.messages import SegmentOutput, StepOutputs
 
 SUPPORTED_VERSION = VLLM_VERSION
 
@@ -67,6 +72,89 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsProcessor as SlotLogitsProcessor,
 )
+
+
+class VllmCodec:
+    """vLLM's encoding of messages, tensors among them. Not for several threads."""
+
+    version = vllm_version
+
+    def __init__(self) -> None:
+        self.encode = MsgpackEncoder().encode
+        self.request = MsgpackDecoder(EngineCoreRequest).decode
+        self.outputs = MsgpackDecoder(EngineCoreOutputs).decode
+
+    def adapter(self, fields: Sequence[Any]) -> Any:
+        return msgspec.convert(fields, LoRARequest)
+
+
+class EngineClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
+    """A core (`gateway.connections.FrontEndClient`) as the engine that AsyncLLM reads and calls."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        # The indices that AsyncLLM lays its metrics out for, and whether to give up.
+        self.engine_ranks_managed = list(range(core.slots))
+        self.resources = SimpleNamespace(engine_dead=False)
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        await self._core.add_adapter(lora_request)
+        return True
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        await self._core.add_request_async(request)
+
+    async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
+        await self._core.abort_requests_async(request_ids)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._core.shutdown(timeout)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Return the next batch of outputs; what a worker has sent is vLLM's already."""
+        batch = await self._core.get_output_async()
+        return as_vllm(batch) if isinstance(batch, StepOutputs) else batch
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def reset_mm_cache_async(self) -> None:
+        """Nothing to do: the cache is the workers', and starts empty."""
+
+
+def as_vllm(batch: StepOutputs) -> EngineCoreOutputs:
+    """Our outputs of a step as vLLM's: an emulated engine's, or the end of a request that has failed."""
+    load = batch.scheduler_stats
+    return EngineCoreOutputs(
+        batch.engine_index,
+        [_output_as_vllm(output) for output in batch.outputs],
+        None
+        if load is None
+        else SchedulerStats(
+            num_running_reqs=load.num_running_reqs,
+            num_waiting_reqs=load.num_waiting_reqs,
+            kv_cache_usage=load.kv_cache_usage,
+        ),
+        batch.timestamp,
+    )
+
+
+def _output_as_vllm(output: SegmentOutput) -> EngineCoreOutput:
+    finish, found, logprobs = output.finish_reason, output.prefill_stats, output.new_logprobs
+    made = EngineCoreOutput(output.request_id, output.new_token_ids, stop_reason=output.stop_reason)
+    if finish is not None:
+        made.finish_reason = FinishReason(finish)
+    if logprobs is not None:
+        made.new_logprobs = LogprobsLists(*logprobs)
+    if output.events is not None:
+        made.events = [EngineCoreEvent(EngineCoreEventType(e.type), e.timestamp) for e in output.events]
+    if found is not None:
+        made.prefill_stats = PrefillStats()
+        made.prefill_stats.set(
+            found.num_prompt_tokens, found.num_local_cached_tokens, found.num_external_cached_tokens
+        )
+    return made
+
 
 # vLLM runs a lone rank inside its engine's process on a GPU; on a CPU it does when the executor is named so.
 ONE_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

@@ -4,14 +4,14 @@ A worker binds a ROUTER, each gateway connects a DEALER. Requests and outputs tr
 encoding, so nothing is lost or copied by field; everything else is msgpack of plain values.
 
     gateway → worker   hello   [wire version, vllm version]
-                       add     segment, EngineCoreRequest (vLLM's frames)
+                       add     segment, EngineRequest (vLLM's frames)
                        abort   [segment, …]
-                       adapter LoRARequest (vLLM's array): load it
+                       adapter Adapter (vLLM's array): load it
                        cached  -, to be told all that is cached
                        alive   -
                        bye     -
     worker → gateway   welcome WorkerInfo as a map
-                       outputs EngineCoreOutputs (vLLM's frames)
+                       outputs StepOutputs (vLLM's frames)
                        load    Telemetry as a map
                        refused [segment, reason]
                        adapters Adapters as a map

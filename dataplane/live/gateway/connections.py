@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import Adapters, EngineLink, Telemetry
-from dataplane.live.engine_api.vllm_surface import EngineCoreClient, EngineCoreOutputs, LoRARequest
+from dataplane.live.engine_api.messages import Adapter, EngineRequest, StepOutputs
 from dataplane.live.gateway.request import Tracked
 
 MOST_UNREAD = 256  # batches that the front end may lag behind before workers are made to wait
@@ -145,15 +144,15 @@ class Unread:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.sink: Callable[[EngineCoreOutputs], None] | None = None
-        self._batches: deque[EngineCoreOutputs] = deque()
+        self.sink: Callable[[StepOutputs], None] | None = None
+        self._batches: deque[StepOutputs] = deque()
         self._news, self._room = asyncio.Event(), asyncio.Event()
         self._room.set()
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def tell(self, batch: EngineCoreOutputs) -> None:
+    def tell(self, batch: StepOutputs) -> None:
         """Append a batch."""
         if self.sink is not None:
             self.sink(batch)
@@ -167,7 +166,7 @@ class Unread:
         """Wait while the reader lags behind; a sender calls it before it takes its next message."""
         await self._room.wait()
 
-    async def next(self) -> EngineCoreOutputs:
+    async def next(self) -> StepOutputs:
         """Return the oldest batch, waiting for one."""
         while not self._batches:
             self._news.clear()
@@ -178,23 +177,30 @@ class Unread:
         return batch
 
 
-class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
-    """What AsyncLLM reads and calls of the fleet, wherever that is. It lives in the loop that makes it."""
+class FrontEndClient:
+    """The fleet, wherever it is, as a front end reads and calls it. It lives in the loop that makes it.
+
+    vLLM's front end gets it as an `vllm_surface.EngineClient`. `slots` bounds the workers at any one time.
+    """
 
     def __init__(self, slots: int) -> None:
-        # Read by AsyncLLM: the indices it lays its metrics out for, and whether to give up.
-        self.engine_ranks_managed = list(range(slots))
-        self.resources = SimpleNamespace(engine_dead=False)
+        self.slots = slots
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self.unread = Unread(MOST_UNREAD)
 
-    async def get_supported_tasks_async(self) -> tuple[str, ...]:
-        return ("generate",)
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take a LoRA adapter in. Raises RuntimeError with an engine's reason where it cannot be loaded."""
+        raise NotImplementedError
 
-    async def reset_mm_cache_async(self) -> None:
-        """Nothing to do: the cache is the workers', and starts empty."""
+    async def add_request_async(self, request: EngineRequest) -> None:
+        """Take a new request."""
+        raise NotImplementedError
 
-    async def get_output_async(self) -> EngineCoreOutputs:
+    async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
+        """End requests: the client left, or the front end found a stop string."""
+        raise NotImplementedError
+
+    async def get_output_async(self) -> StepOutputs:
         """Return the next batch of outputs, in the order their tokens were tracked."""
         return await self.unread.next()
 
@@ -245,7 +251,7 @@ class AdapterBook:
             if name == worker:
                 self._settle(worker, adapter, f"{worker} is gone")
 
-    async def load(self, links: list[EngineLink], adapter: LoRARequest) -> None:
+    async def load(self, links: list[EngineLink], adapter: Adapter) -> None:
         """Load an adapter on one worker, and again where it is held and to be replaced.
 
         Raises RuntimeError with the engine's reason; vLLM's server makes an error of it.

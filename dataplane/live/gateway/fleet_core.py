@@ -33,15 +33,15 @@ from dataplane.live.engine_api.link import (
     Silence,
     Telemetry,
 )
+from dataplane.live.engine_api.messages import (
+    Adapter,
+    EngineRequest,
+    Finish,
+    SegmentOutput,
+    StepOutputs,
+)
 from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay, segment_request
 from dataplane.live.engine_api.step_trace import take_prefilled
-from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    LoRARequest,
-)
 from dataplane.live.gateway.admission import Admission
 from dataplane.live.gateway.connections import AdapterBook, Attached, Attachments, FrontEndClient, RequestBook
 from dataplane.live.gateway.events import EventLog
@@ -123,20 +123,18 @@ class FleetCore(FrontEndClient):
             self._note_heartbeat,
         )
 
-    # What AsyncLLM calls.
+    # What a front end calls.
 
-    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
-        """Take a LoRA adapter in. Raises RuntimeError with an engine's reason where it cannot be loaded."""
-        await self.adapters.load([at.link for at in self._attached], lora_request)
-        return True
+    async def add_adapter(self, adapter: Adapter) -> None:
+        await self.adapters.load([at.link for at in self._attached], adapter)
 
-    async def add_request_async(self, request: EngineCoreRequest) -> None:
+    async def add_request_async(self, request: EngineRequest) -> None:
         """Track a new request; it is placed at once where a worker has room, or waits."""
         if not self.settings.reasons:
             request.reasoning_ended = True
         await self._admission.take_in(self._track(request))
 
-    def _track(self, request: EngineCoreRequest) -> Tracked:
+    def _track(self, request: EngineRequest) -> Tracked:
         tracked = tracked_from(request, self.settings.default_slo, self._predict, time.monotonic())
         self.requests.add(tracked)
         for tell in self.on_arrival:
@@ -144,7 +142,7 @@ class FleetCore(FrontEndClient):
         return tracked
 
     async def resume(
-        self, request: EngineCoreRequest, tokens: Sequence[int], first_s: float | None, core: int
+        self, request: EngineRequest, tokens: Sequence[int], first_s: float | None, core: int
     ) -> None:
         """Take over a request of an earlier core with its tokens so far: as if its worker had been lost.
 
@@ -181,7 +179,6 @@ class FleetCore(FrontEndClient):
         return self._awaited[worker] > 0
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
-        """End requests: the client left, or the front end found a stop string."""
         for request_id in request_ids:
             tracked = self.requests.get(RequestId(request_id))
             if tracked is not None:
@@ -340,7 +337,7 @@ class FleetCore(FrontEndClient):
             tracked = self.requests.get(request)
             await self.abort_requests_async([request])
             if tracked is not None:
-                self._tell_end(tracked, FinishReason.ABORT)
+                self._tell_end(tracked, Finish.ABORT)
 
     async def fail(self, requests: Sequence[RequestId], why: str) -> None:
         """End requests in an explicit error, here and in the engines."""
@@ -403,17 +400,17 @@ class FleetCore(FrontEndClient):
         self.events.record(time.time(), "silent" if is_silent else "heard", why, worker=at.worker)
         self._admission.look()
 
-    def _deliver(self, at: Attached, batch: EngineCoreOutputs) -> None:
+    def _deliver(self, at: Attached, batch: StepOutputs) -> None:
         now_s = time.monotonic()
         shift_s = now_s - batch.timestamp  # the worker's clock is another machine's
-        listened: list[tuple[Tracked, EngineCoreOutput]] = []
+        listened: list[tuple[Tracked, SegmentOutput]] = []
         broken: list[Tracked] = []
         for output in batch.outputs:
             tracked = self.requests.listening_to(output.request_id)
             if tracked is None:
                 if output.request_id.startswith(LOADER_PREFIX):
                     self.migrations.claim(output)
-            elif output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            elif output.finish_reason in (Finish.ERROR, Finish.ABORT):
                 broken.append(tracked)
             else:
                 listened.append((tracked, output))
@@ -434,7 +431,7 @@ class FleetCore(FrontEndClient):
         for tracked in broken:
             self._replay(tracked, f"{at.worker} ended it in an error")
 
-    def _accept(self, tracked: Tracked, output: EngineCoreOutput, now_s: float, shift_s: float) -> None:
+    def _accept(self, tracked: Tracked, output: SegmentOutput, now_s: float, shift_s: float) -> None:
         is_first = not tracked.output_token_ids
         if output.new_token_ids:
             tracked.output_token_ids.extend(output.new_token_ids)
@@ -456,9 +453,9 @@ class FleetCore(FrontEndClient):
         if output.finish_reason is not None:
             self._end(tracked, "finished")
 
-    def _tell_end(self, tracked: Tracked, reason: FinishReason) -> None:
-        output = EngineCoreOutput(tracked.id, [], finish_reason=reason)
-        self.unread.tell(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
+    def _tell_end(self, tracked: Tracked, reason: Finish) -> None:
+        output = SegmentOutput(tracked.id, [], finish_reason=reason)
+        self.unread.tell(StepOutputs(outputs=[output], timestamp=time.monotonic()))
 
     # Segments.
 
@@ -507,7 +504,8 @@ class FleetCore(FrontEndClient):
         obstacle = self.obstacle_to_replay(tracked) or self._other_weights(tracked)
         if obstacle is None and tracked.fruitless > MOST_FRUITLESS:
             obstacle = f"{tracked.fruitless} attempts in a row gave no token"
-            if tracked.output_token_ids and tracked.request.sampling_params.structured_outputs is not None:
+            params = tracked.request.sampling_params
+            if tracked.output_token_ids and params is not None and params.structured_outputs is not None:
                 obstacle += "; its grammar may not accept the tokens so far"
         if obstacle is not None:
             self._fail(tracked, f"{why}; it cannot be continued: {obstacle}")
@@ -545,7 +543,7 @@ class FleetCore(FrontEndClient):
         tracked.ticket.failure = why
         self._record("failed", why, tracked)
         self._end(tracked, "failed")
-        self._tell_end(tracked, FinishReason.ERROR)
+        self._tell_end(tracked, Finish.ERROR)
 
     def _turn_away(self, tracked: Tracked, why: str) -> None:
         if tracked.output_token_ids:  # the client has begun to read: too late for a refusal
@@ -554,7 +552,7 @@ class FleetCore(FrontEndClient):
         tracked.ticket.rejection = self._admission.rejection(why)
         self._record("rejected", why, tracked)
         self._end(tracked, "rejected")
-        self._tell_end(tracked, FinishReason.ERROR)
+        self._tell_end(tracked, Finish.ERROR)
 
     async def _close(self, timeout_s: float) -> None:
         for tell in self.on_closing:
@@ -585,7 +583,7 @@ class FleetCore(FrontEndClient):
         self.events.record(time.time(), kind, why, request_id=tracked.id, worker=tracked.worker, **facts)
 
 
-def _found(listened: Sequence[tuple[Tracked, EngineCoreOutput]]) -> dict[RequestId, Found]:
+def _found(listened: Sequence[tuple[Tracked, SegmentOutput]]) -> dict[RequestId, Found]:
     """The tokens that an engine had of those requests whose prefill is done with these outputs.
 
     What the connector loaded for one that moves came from its source; else it is from host memory.

@@ -40,7 +40,7 @@ from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.request import Tracked
 
 if TYPE_CHECKING:
-    from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+    from dataplane.live.engine_api.messages import EngineRequest
 
 LEAST_BLOCK = 16  # tokens
 ROOM = 2
@@ -97,11 +97,11 @@ class Seen:
 class Ended:
     """What a request has left behind: itself with all its tokens as its prompt, and the ids of its blocks."""
 
-    request: EngineCoreRequest
+    request: EngineRequest
     tokens: array[int]
     ids: NDArray[np.int64]
 
-    def as_request(self) -> EngineCoreRequest:
+    def as_request(self) -> EngineRequest:
         """A request for that text, with all that enters the hashes of its blocks."""
         text = copy(self.request)
         text.prompt_token_ids = list(self.tokens)
@@ -342,12 +342,12 @@ class Mirrors:
             end(led.caches, w, r, self._engine_block, tokens)
 
 
-def is_shared(request: EngineCoreRequest) -> bool:
+def is_shared(request: EngineRequest) -> bool:
     """Whether another request may have the same text: its tree is not its own alone."""
     return root_of(request) != number_of(request.request_id)
 
 
-def root_of(request: EngineCoreRequest) -> int:
+def root_of(request: EngineRequest) -> int:
     """The id before a request's first block: its tree's, or its own where nothing is known of its blocks."""
     params = request.sampling_params
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:

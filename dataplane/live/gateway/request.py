@@ -17,7 +17,7 @@ from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.live.engine_api.link import PRIOR_TOKENS
 
 if TYPE_CHECKING:
-    from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+    from dataplane.live.engine_api.messages import EngineRequest
 
 STAYS_OF_A_CORE = 1 << 20
 
@@ -33,7 +33,7 @@ class Tracked:
     change of place. `kept_tpot_s`: the TPOT target that placement keeps, once it has looked at the request.
     """
 
-    request: EngineCoreRequest
+    request: EngineRequest
     ticket: Ticket
     arrival_s: float
     predicted_tokens: int
@@ -161,7 +161,7 @@ CURRENT_TICKET: ContextVar[Ticket | None] = ContextVar("current_ticket", default
 
 
 def tracked_from(
-    request: EngineCoreRequest, default_slo: Slo, predict: Callable[[int], int], now_s: float
+    request: EngineRequest, default_slo: Slo, predict: Callable[[int], int], now_s: float
 ) -> Tracked:
     """The request with its HTTP request's ticket, its priority for the engine, and its expected output."""
     ticket = CURRENT_TICKET.get() or Ticket("", "anyone", default_slo, 0)
@@ -171,7 +171,7 @@ def tracked_from(
     return Tracked(request, ticket, now_s, _expected_tokens(request, predict))
 
 
-def _expected_tokens(request: EngineCoreRequest, predict: Callable[[int], int]) -> int:
+def _expected_tokens(request: EngineRequest, predict: Callable[[int], int]) -> int:
     expected = predict(len(request.prompt_token_ids or ()))
     params = request.sampling_params
     if params is None or params.max_tokens is None:
@@ -179,7 +179,7 @@ def _expected_tokens(request: EngineCoreRequest, predict: Callable[[int], int]) 
     return int(params.max_tokens) if params.ignore_eos else min(expected, int(params.max_tokens))
 
 
-def _strip_reserved(request: EngineCoreRequest) -> None:
+def _strip_reserved(request: EngineRequest) -> None:
     """Drop what only the fleet may say to an engine; clients reach `extra_args` through `vllm_xargs`."""
     params = request.sampling_params
     if params is not None and params.extra_args:

@@ -13,9 +13,8 @@ import os
 import socket
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
@@ -32,41 +31,15 @@ from dataplane.http.server import follow, server_options
 from dataplane.http.tls import ServerCertificate, is_loopback
 from dataplane.live.engine_api.vllm_surface import (
     AsyncEngineArgs,
+    EngineClient,
     EngineCoreClient,
     UsageContext,
     check_served,
     has_prompt_logprobs,
 )
-from dataplane.live.gateway.middleware import DoorPolicy, FrontDoor
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """`model` is a folder or a Hugging Face name; `engine_flags` are vLLM's own, as after `--`.
-
-    `certificate` and its key, and `keys_file`, are followed while it serves.
-    """
-
-    model: str
-    host: str
-    port: int
-    engine_flags: tuple[str, ...] = ()
-    shutdown_s: int = 20
-    certificate: tuple[Path, Path] | None = None
-    keys_file: Path | None = None
-
-    def server_flags(self) -> list[str]:
-        """vLLM's flags for the server: ours first, so that the operator's own win."""
-        flags = [
-            "--model", self.model, "--host", self.host, "--port", str(self.port),
-            "--middleware", FRONT_DOOR, "--shutdown-timeout", str(self.shutdown_s),
-            "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log",
-        ]  # fmt: skip
-        if "--served-model-name" not in self.engine_flags:
-            folder = Path(self.model)
-            names = [folder.resolve().name, self.model] if folder.is_dir() else [self.model]
-            flags += ["--served-model-name", *dict.fromkeys(names)]
-        return [*flags, *self.engine_flags]
+from dataplane.live.gateway.connections import FrontEndClient
+from dataplane.live.gateway.middleware import DoorPolicy
+from dataplane.live.gateway.settings import GatewaySettings
 
 
 class Gateway:
@@ -126,7 +99,7 @@ class Gateway:
 
     async def serve(
         self,
-        core: EngineCoreClient,
+        core: FrontEndClient,
         door: DoorPolicy,
         listening: socket.socket,
         loads: tuple[MutableSequence[int], int] | None = None,
@@ -158,18 +131,18 @@ SERVERS_TOO = (
     "enable_prompt_embeds", "limit_mm_per_prompt", "runner", "convert", "hf_overrides",
     "tensor_parallel_size",
 )  # fmt: skip
-FRONT_DOOR = f"{FrontDoor.__module__}.{FrontDoor.__qualname__}"
 
 
 class FleetLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed here
     """vLLM's own front end, kept whole; only the engine client beneath it is ours."""
 
-    def __init__(self, config: Any, core: EngineCoreClient, door: DoorPolicy) -> None:
+    def __init__(self, config: Any, core: FrontEndClient, door: DoorPolicy) -> None:
         self.door = door
-        with _engine_client(lambda **_: core):
+        beneath = EngineClient(core)
+        with _engine_client(lambda **_: beneath):
             # No executor: should vLLM ever bypass the factory, it fails here and starts no engine.
             super().__init__(config, executor_class=None, log_stats=True, log_requests=False)
-        if self.engine_core is not core:
+        if self.engine_core is not beneath:
             raise RuntimeError("vLLM's front end did not take FleetCore as its engine")
 
     def shutdown(self, timeout: float | None = None) -> None:

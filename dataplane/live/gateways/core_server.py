@@ -19,16 +19,13 @@ import msgspec
 
 from controlplane.errors import BadInput
 from controlplane.types import RequestId, Slo
-from dataplane.live.engine_api.processes import Tasks, cancel_all
-from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    LoRARequest,
-    MsgpackDecoder,
-    MsgpackEncoder,
-    vllm_version,
+from dataplane.live.engine_api.messages import (
+    Codec,
+    EngineRequest,
+    SegmentOutput,
+    StepOutputs,
 )
+from dataplane.live.engine_api.processes import Tasks, cancel_all
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.idempotency import Answers, Kept, OtherBody
 from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
@@ -84,7 +81,7 @@ class CoreServer:
     """
 
     def __init__(
-        self, core: FleetCore, kv_blocks: int, allow: Callable[[str], float], number: int = 1
+        self, core: FleetCore, codec: Codec, kv_blocks: int, allow: Callable[[str], float], number: int = 1
     ) -> None:
         self.core, self._allow, self.number = core, allow, number
         self.answers = Answers()
@@ -98,7 +95,7 @@ class CoreServer:
         self._owners: dict[RequestId, Connected] = {}
         self._closing = ""
         self._server: asyncio.Server | None = None
-        self._encoder = MsgpackEncoder()
+        self._codec = codec
         self._tasks = Tasks()
         core.on_closing.append(self._close_doors)
 
@@ -142,7 +139,7 @@ class CoreServer:
         self._tasks.add(here)
         try:
             kind, frames = await next_message(reader)
-            refused, name = _greeting(kind, frames)
+            refused, name = _greeting(kind, frames, self._codec.version)
             refused = refused or ("" if self.knows(name) else "it is none of this fleet's")
             slo = self.core.settings.default_slo
             slots, closing = self.core.settings.slots, self._closing
@@ -166,12 +163,11 @@ class CoreServer:
             self._tasks.discard(here)
 
     async def _listen(self, gateway: Connected, reader: asyncio.StreamReader) -> None:
-        requests = MsgpackDecoder(EngineCoreRequest)
         while True:
             kind, frames = await next_message(reader)
             if kind == Kind.ADD:
                 new = msgspec.msgpack.decode(frames[0], type=NewRequest)
-                await self._add(gateway, new, requests.decode(frames[1:]))
+                await self._add(gateway, new, self._codec.request(frames[1:]))
             elif kind == Kind.ABORT:
                 names, has_left = msgspec.msgpack.decode(frames[0])
                 await self._abort(gateway, names, has_left)
@@ -205,7 +201,7 @@ class CoreServer:
 
     # Requests.
 
-    async def _add(self, gateway: Connected, new: NewRequest, request: EngineCoreRequest) -> None:
+    async def _add(self, gateway: Connected, new: NewRequest, request: EngineRequest) -> None:
         at = gateway.tickets.get(new.ticket)
         if at is None:
             slo = Slo(new.ttft_s, new.tpot_s)
@@ -221,7 +217,7 @@ class CoreServer:
         self._tasks.spawn(self._begin(request, new))
         await asyncio.sleep(0)
 
-    async def _begin(self, request: EngineCoreRequest, new: NewRequest) -> None:
+    async def _begin(self, request: EngineRequest, new: NewRequest) -> None:
         try:
             if new.tokens is None:
                 await self.core.add_request_async(request)
@@ -246,9 +242,9 @@ class CoreServer:
         if at.parts == 0:
             del gateway.tickets[at.number]
 
-    def _share_out(self, batch: EngineCoreOutputs) -> None:
+    def _share_out(self, batch: StepOutputs) -> None:
         """Pass a step's outputs on as they are told: a task of its own would cost a turn of the loop each."""
-        parts: dict[Connected, list[EngineCoreOutput]] = {}
+        parts: dict[Connected, list[SegmentOutput]] = {}
         for output in batch.outputs:
             gateway = self._owners.get(RequestId(output.request_id))
             if gateway is not None:
@@ -259,7 +255,7 @@ class CoreServer:
             self._pass_on(gateway, batch, outputs)
             batch.scheduler_stats = None  # one gateway counts a step: their metrics are added up
 
-    def _pass_on(self, gateway: Connected, batch: EngineCoreOutputs, outputs: list[EngineCoreOutput]) -> None:
+    def _pass_on(self, gateway: Connected, batch: StepOutputs, outputs: list[SegmentOutput]) -> None:
         news = []
         for output in outputs:
             at = gateway.requests[RequestId(output.request_id)]
@@ -269,7 +265,7 @@ class CoreServer:
         if any(news):
             gateway.say(Kind.TICKETS, pack([n for n in news if n is not None]))
         batch.outputs = outputs
-        gateway.say(Kind.OUTPUTS, *self._encoder.encode(batch))
+        gateway.say(Kind.OUTPUTS, *self._codec.encode(batch))
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(gateway, RequestId(output.request_id))
@@ -294,7 +290,7 @@ class CoreServer:
                 name, answer = arguments
                 await self.answers.settle(name, None if answer is None else msgspec.convert(answer, Kept))
             elif verb == "adapter":
-                await self.core.add_lora_async(msgspec.convert(arguments[0], LoRARequest))
+                await self.core.add_adapter(self._codec.adapter(arguments[0]))
         except OtherBody:
             error = OtherBody.__name__
         except (BadInput, RuntimeError) as refusal:  # an engine's own words
@@ -315,7 +311,7 @@ def _news(at: OpenTicket) -> TicketNews | None:
     return TicketNews(at.number, now[0], now[1], 0 if refusal is None else refusal.retry_after_s, now[2])
 
 
-def _greeting(kind: Kind, frames: Sequence[memoryview]) -> tuple[str, str]:
+def _greeting(kind: Kind, frames: Sequence[memoryview], vllm_version: str) -> tuple[str, str]:
     """Why a gateway is not welcome, or an empty text; and its name. Raises ValueError for no greeting."""
     if kind != Kind.HELLO:
         raise ValueError("it did not greet")

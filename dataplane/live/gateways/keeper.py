@@ -26,7 +26,7 @@ from dataplane.live.engine_api.processes import Estate, Inherited, Tasks, cancel
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateways.core_server import CoreServer
-from dataplane.live.gateways.process import (
+from dataplane.live.gateways.shared import (
     MOST_GATEWAYS,
     NOT_ACCEPTING,
     PROCESS_SETTINGS,

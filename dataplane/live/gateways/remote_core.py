@@ -22,15 +22,13 @@ import msgspec
 from controlplane.errors import BadInput
 from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.http.keys import ApiKey
-from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    LoRARequest,
-    MsgpackDecoder,
-    MsgpackEncoder,
-    vllm_version,
+from dataplane.live.engine_api.messages import (
+    Adapter,
+    Codec,
+    EngineRequest,
+    Finish,
+    SegmentOutput,
+    StepOutputs,
 )
 from dataplane.live.gateway.connections import FrontEndClient
 from dataplane.live.gateway.idempotency import Kept, OtherBody
@@ -68,7 +66,7 @@ class Open:
 
     ticket: Ticket
     new: NewRequest
-    request: EngineCoreRequest
+    request: EngineRequest
     tokens: list[int] = field(default_factory=list)
     first_s: float | None = None
 
@@ -81,7 +79,7 @@ class RemoteCore(FrontEndClient):
     lost. `traffic` counts the connections that are open, and the HTTP requests in progress.
     """
 
-    def __init__(self, address: Path, name: str, ends: Ends, welcome: Welcome) -> None:
+    def __init__(self, address: Path, name: str, codec: Codec, ends: Ends, welcome: Welcome) -> None:
         super().__init__(welcome.slots)
         self._address, self._name = address, name
         self._reader, self._writer = ends
@@ -97,26 +95,23 @@ class RemoteCore(FrontEndClient):
         self._questions = itertools.count(1)
         self._answers: dict[int, tuple[asyncio.Future[Any], bytes]] = {}  # with their questions
         self._claims: dict[str, bytes] = {}  # that are ours
-        self._encoder = MsgpackEncoder()
+        self._codec = codec
         self._finish_s = 0.0
         self._closing = welcome.closing
         self._is_gone = self._has_left = self._is_lost = self._is_retiring = False
         self._listener = self._loop.create_task(self._listen())
 
     @classmethod
-    async def connect(cls, address: Path, name: str) -> RemoteCore:
+    async def connect(cls, address: Path, name: str, codec: Codec) -> RemoteCore:
         """Greet the core. Raises BadInput where it is not there, or refuses this gateway."""
-        return cls(address, name, *await _greet(address, name))
+        return cls(address, name, codec, *await _greet(address, name, codec.version))
 
-    # What AsyncLLM calls.
+    # What a front end calls.
 
-    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
-        """Take a LoRA adapter in. Raises RuntimeError with an engine's reason where it cannot be loaded."""
-        await self._ask("adapter", lora_request)
-        return True
+    async def add_adapter(self, adapter: Adapter) -> None:
+        await self._ask("adapter", adapter)
 
-    async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Send a request to the core."""
+    async def add_request_async(self, request: EngineRequest) -> None:
         ticket = CURRENT_TICKET.get() or Ticket("", "anyone", self.default_slo, 0)
         name = RequestId(request.request_id)
         self._tickets[id(ticket)] = ticket
@@ -136,12 +131,11 @@ class RemoteCore(FrontEndClient):
         if self._is_gone:
             self._fail(name, GONE)
             return
-        self._say(Kind.ADD, pack(new), *self._encoder.encode(request))
+        self._say(Kind.ADD, pack(new), *self._codec.encode(request))
         with suppress(ConnectionError):  # its successor will be told
             await self._writer.drain()
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
-        """End requests: the client left, or the front end found a stop string."""
         for name in map(RequestId, request_ids):
             if name in self._requests:
                 self._say(Kind.ABORT, pack([[name], self._requests[name].ticket.client_left]))
@@ -182,7 +176,6 @@ class RemoteCore(FrontEndClient):
     # What comes from the core.
 
     async def _listen(self) -> None:
-        outputs = MsgpackDecoder(EngineCoreOutputs)
         while not self._is_gone:
             try:
                 kind, frames = await next_message(self._reader)
@@ -191,7 +184,7 @@ class RemoteCore(FrontEndClient):
                     self._lose()
                 continue
             if kind == Kind.OUTPUTS:
-                self._deliver(outputs.decode(frames))
+                self._deliver(self._codec.outputs(frames))
                 await self.unread.until_room()
             else:
                 self._take(kind, msgspec.msgpack.decode(frames[0]))
@@ -203,7 +196,7 @@ class RemoteCore(FrontEndClient):
         until_s = time.monotonic() + SUCCESSOR_S
         while time.monotonic() < until_s:
             with suppress(BadInput):
-                ends, welcome = await _greet(self._address, self._name)
+                ends, welcome = await _greet(self._address, self._name, self._codec.version)
                 if welcome.core > self.welcome.core:
                     self._reader, self._writer = ends
                     self.welcome, self._is_lost = welcome, False
@@ -218,7 +211,7 @@ class RemoteCore(FrontEndClient):
         self._say(Kind.CLAIMED, pack(self._claims))
         for at in self._requests.values():
             again = msgspec.structs.replace(at.new, tokens=at.tokens, first_s=at.first_s)
-            self._say(Kind.ADD, pack(again), *self._encoder.encode(at.request))
+            self._say(Kind.ADD, pack(again), *self._codec.encode(at.request))
             if at.ticket.client_left:
                 self._say(Kind.ABANDON, pack(id(at.ticket)))
         for _, question in self._answers.values():
@@ -251,7 +244,7 @@ class RemoteCore(FrontEndClient):
             if news.refused is not None:
                 ticket.rejection = Rejection(news.refused, news.retry_after_s)
 
-    def _deliver(self, batch: EngineCoreOutputs) -> None:
+    def _deliver(self, batch: StepOutputs) -> None:
         # One that was aborted while these were on their way is none of the front end's any more.
         batch.outputs = [o for o in batch.outputs if RequestId(o.request_id) in self._requests]
         for output in batch.outputs:
@@ -292,8 +285,8 @@ class RemoteCore(FrontEndClient):
     def _fail(self, name: RequestId, why: str) -> None:
         self._requests[name].ticket.failure = why
         self._forget(name)
-        output = EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR)
-        self.unread.tell(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
+        output = SegmentOutput(name, [], finish_reason=Finish.ERROR)
+        self.unread.tell(StepOutputs(outputs=[output], timestamp=time.monotonic()))
 
     async def _close(self, timeout_s: float) -> None:
         """Accept no connection, serve what is open and what still comes on it, then end the rest."""
@@ -336,7 +329,7 @@ class RemoteCore(FrontEndClient):
             self._writer.writelines(message(kind, *frames))
 
 
-async def _greet(address: Path, name: str) -> tuple[Ends, Welcome]:
+async def _greet(address: Path, name: str, vllm_version: str) -> tuple[Ends, Welcome]:
     """Greet the core at an address. Raises BadInput where it is not there, or refuses this gateway."""
     try:
         reader, writer = await asyncio.open_unix_connection(address, limit=1 << 20)
@@ -346,5 +339,6 @@ async def _greet(address: Path, name: str) -> tuple[Ends, Welcome]:
         raise BadInput(f"gateway {name}: {GONE}") from error
     welcome = msgspec.msgpack.decode(frames[0], type=Welcome)
     if welcome.refused:
+        writer.close()
         raise BadInput(f"gateway {name}: {welcome.refused}")
     return (reader, writer), welcome

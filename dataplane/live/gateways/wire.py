@@ -7,7 +7,7 @@ successor listens where it did: gateways greet it, claim again what they had cla
 there, with its tokens so far, and ask again what was not answered.
 
     gateway → core   hello    [wire version, vllm version, name]
-                     add      NewRequest, EngineCoreRequest (vLLM's frames)
+                     add      NewRequest, EngineRequest (vLLM's frames)
                      abort    [[request, …], whether its client has left]
                      abandon  ticket: its client has left
                      give up  why: all its requests end in an error that says so
@@ -15,7 +15,7 @@ there, with its tokens so far, and ask again what was not answered.
                      claimed  {name: digest}, first of all to a core's successor: what it has claimed
     core → gateway   welcome  Welcome
                      tickets  [TicketNews, …]: what the fleet has written on tickets, before the outputs
-                     outputs  EngineCoreOutputs (vLLM's frames)
+                     outputs  StepOutputs (vLLM's frames)
                      closing  why no request is let in any more
                      retire   seconds: accept no connection, and end once what is open has ended
                      answer   [number, value, error]

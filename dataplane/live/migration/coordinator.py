@@ -44,13 +44,13 @@ from dataplane.live.engine_api.kv_messages import (
     loaded_tokens,
 )
 from dataplane.live.engine_api.link import EngineLink, WorkerInfo
+from dataplane.live.engine_api.messages import EngineRequest, Finish, SegmentOutput
 from dataplane.live.engine_api.segment import (
     control_request,
     keeper_request,
     loader_request,
     obstacle_to_move,
 )
-from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreRequest, FinishReason
 from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Migrations:
         self._handover_slots: defaultdict[WorkerId, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(budget.handovers)
         )
-        self._answers: dict[str, asyncio.Future[EngineCoreOutput]] = {}
+        self._answers: dict[str, asyncio.Future[SegmentOutput]] = {}
         # What finished moves have shown, of any two workers and of each pair (source, target).
         self.usual = Pace()
         self.pairs: dict[tuple[WorkerId, WorkerId], Pace] = {}
@@ -138,7 +138,7 @@ class Migrations:
             self._close(move)
         return move
 
-    async def bring(self, text: EngineCoreRequest, tokens: int, source: WorkerId, target: WorkerId) -> int:
+    async def bring(self, text: EngineRequest, tokens: int, source: WorkerId, target: WorkerId) -> int:
         """Copy the KV of a text's first `tokens` from one worker's cache to another's; how many were sent.
 
         Raises CopyFailed; nothing is held anywhere then.
@@ -154,13 +154,13 @@ class Migrations:
             info = self._info(source)
             try:
                 kept = await self._answered(check, source, keeper, keeper_request(text, keeper, tokens))
-                if kept.finish_reason != FinishReason.LENGTH:
+                if kept.finish_reason != Finish.LENGTH:
                     raise CopyFailed(f"{source} could not keep a text")
                 pace = self._budget.pace(tokens * info.kv_bytes_per_token)
                 load = KvLoad(info.kv_addresses, keeper, tokens, pace=pace, secret=info.kv_secret)
                 request = loader_request(text, (), loader, load, ())
                 answer = await self._answered(check, target, loader, request)
-                if answer.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+                if answer.finish_reason not in (Finish.LENGTH, Finish.STOP):
                     raise CopyFailed(f"{target} could not load a text")
                 return _taken(answer, tokens)
             except BaseException:
@@ -171,7 +171,7 @@ class Migrations:
                 await self._release(name, text, target, loader)
                 await self._release(name, text, source, keeper)
 
-    def claim(self, output: EngineCoreOutput) -> None:
+    def claim(self, output: SegmentOutput) -> None:
         """Take an output whose segment begins with `LOADER_PREFIX`."""
         arrival = self._answers.get(output.request_id)
         if arrival is not None and output.finish_reason is not None and not arrival.done():
@@ -353,7 +353,7 @@ class Migrations:
         request = loader_request(running.request, running.output_token_ids, name, load, drop)
         try:
             answer = await self._ask(move, running, move.target, name, request)
-            if answer.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+            if answer.finish_reason not in (Finish.LENGTH, Finish.STOP):
                 raise CopyFailed(f"{move.target} could not load the KV of {running.segment}")
         except BaseException:
             # Whatever went wrong, this loader and what it was to take over from must go.
@@ -364,8 +364,8 @@ class Migrations:
         return name, _taken(answer, tokens - copied)
 
     async def _ask(
-        self, move: Move, running: Running, worker: WorkerId, name: str, request: EngineCoreRequest
-    ) -> EngineCoreOutput:
+        self, move: Move, running: Running, worker: WorkerId, name: str, request: EngineRequest
+    ) -> SegmentOutput:
         """Send a request of the move's own and return its last output.
 
         Raises RequestEnded or CopyFailed as soon as there is nothing left to wait for.
@@ -378,13 +378,13 @@ class Migrations:
         return await self._answered(check, worker, name, request)
 
     async def _answered(
-        self, check: Callable[[], bool], worker: WorkerId, name: str, request: EngineCoreRequest
-    ) -> EngineCoreOutput:
+        self, check: Callable[[], bool], worker: WorkerId, name: str, request: EngineRequest
+    ) -> SegmentOutput:
         """The last output of a request of ours; `check` raises what ends the wait, or says to be patient."""
         check()
         link = self._fleet.link(worker)
         assert link is not None  # just checked
-        arrival = asyncio.get_running_loop().create_future()
+        arrival: asyncio.Future[SegmentOutput] = asyncio.get_running_loop().create_future()
         self._answers[name] = arrival
         deadline_s = time.monotonic() + self._budget.stage_s
         try:
@@ -405,7 +405,7 @@ class Migrations:
         name = f"{move.id}-begin-{running.segment}"
         request = control_request(running.request, name, Control("begin", running.segment))
         answer = await self._ask(move, running, running.worker, name, request)
-        if answer.finish_reason == FinishReason.ERROR:
+        if answer.finish_reason == Finish.ERROR:
             raise RequestEnded
 
     def _check(self, move: Move, running: Running) -> None:
@@ -425,7 +425,7 @@ class Migrations:
             raise CopyFailed(f"{worker} is gone")
         return link.info
 
-    async def _release(self, move: str, of: EngineCoreRequest, worker: WorkerId, segment: str) -> None:
+    async def _release(self, move: str, of: EngineRequest, worker: WorkerId, segment: str) -> None:
         link = self._fleet.link(worker)
         if link is not None:
             name = f"{move}-release-{segment}"
@@ -437,9 +437,9 @@ class Migrations:
             await link.abort([segment])
 
 
-def _taken(answer: EngineCoreOutput, most: int) -> int:
+def _taken(answer: SegmentOutput, most: int) -> int:
     """The tokens that a loader took from its source, of `most`: all, where its engine does not say."""
-    if answer.finish_reason == FinishReason.LENGTH:
+    if answer.finish_reason == Finish.LENGTH:
         return 0
     told = loaded_tokens(answer)
     return most if told is None else told

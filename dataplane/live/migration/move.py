@@ -10,7 +10,7 @@ from typing import Literal
 from controlplane.migration.move import CLOSED, Happened, Stage, step
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.kv_messages import Pace
-from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+from dataplane.live.engine_api.messages import EngineRequest
 
 Mode = Literal["live", "hand-over", "stop-and-copy", "recompute"]
 
@@ -19,7 +19,7 @@ Mode = Literal["live", "hand-over", "stop-and-copy", "recompute"]
 class Running:
     """A request as FleetCore holds it; `output_token_ids` is the live list, which grows."""
 
-    request: EngineCoreRequest
+    request: EngineRequest
     segment: str
     worker: WorkerId
     output_token_ids: Sequence[int]

@@ -31,9 +31,9 @@ from controlplane.perfmodel.samples import Burst, EngineRoom, StepSamples, by_po
 from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.live.engine_api.link import EngineLink, Executed, Lost, Outputs, SegmentRefused, Telemetry
-from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreRequest
+from dataplane.live.engine_api.messages import EngineRequest, SegmentOutput
 from dataplane.live.gateway.events import EventLog
-from dataplane.live.worker.profiling import EngineDied, Measured, run_burst
+from dataplane.live.worker.bursts import EngineDied, Measured, run_burst
 
 log = logging.getLogger(__name__)
 MEASURE_S = 20.0  # from the first worker of a kind that is warm; with the fit it is within 30 s
@@ -256,14 +256,14 @@ class _Linked(Measured):
     def vocabulary(self) -> int:
         return self._vocabulary
 
-    async def begin(self, request: EngineCoreRequest) -> None:
+    async def begin(self, request: EngineRequest) -> None:
         if not self._open:
             self._begun_at = self.steps
         self._is_idle = False
         self._open.add(request.request_id)
         await self._link.add(request)
 
-    async def news(self) -> tuple[Sequence[Executed], Sequence[EngineCoreOutput]]:
+    async def news(self) -> tuple[Sequence[Executed], Sequence[SegmentOutput]]:
         event = await self._link.receive()
         if isinstance(event, Telemetry):
             executed, self.steps = event.since(self.steps), event.steps

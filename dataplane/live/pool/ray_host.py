@@ -28,7 +28,7 @@ from controlplane.worker_type import WorkerType
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import Notice
 from dataplane.live.engine_api.processes import free_memory_bytes, replace_text, resident_bytes
-from dataplane.live.engine_api.vllm_surface import current_platform
+from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.pool.fleet_types import FleetTypes, Market, Site, accelerator, market_of
 from dataplane.live.pool.member import Adopted, Revision
@@ -90,7 +90,7 @@ class RayHost:
         key = public_key(self._key)
         started = await launch_worker(worker, engine_settings, key, place, say, self._core)
         self._workers[worker] = started
-        return await WorkerLink.connect(started.info, self._key, self._context)
+        return await WorkerLink.connect(started.info, self._key, self._context, VllmCodec())
 
     def room(self, kind: str) -> str | None:
         if current_platform.is_cpu():
@@ -153,7 +153,7 @@ class RayHost:
             return None
         self._workers[worker], segments = left
         try:
-            link = await WorkerLink.connect(self._workers[worker].info, self._key, self._context)
+            link = await WorkerLink.connect(self._workers[worker].info, self._key, self._context, VllmCodec())
         except BadInput as error:
             log.warning("%s is not adopted: %s", worker, error)
             await self.stop(worker)

@@ -41,11 +41,10 @@ from dataplane.live.engine_api.step_trace import Step, StepTrace, step_stats
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
     EngineCoreOutputs,
-    EngineCoreRequest,
     EngineDeadError,
     FinishReason,
     LoRARequest,
-    MsgpackDecoder,
+    VllmCodec,
     vllm_version,
 )
 from dataplane.live.kv.nixl import Asked
@@ -124,7 +123,7 @@ class Worker:
         self._door = Door(host, self._gateways)
         self._socket = self._door.socket
         self._info = worker_info(self._worker, self._core, kv, self._door, kv_door, os.getpid())
-        self._peers = GatewayPeers(self._socket, self._core.abort_requests_async)
+        self._peers = GatewayPeers(self._socket, self._core.abort_requests_async, VllmCodec())
         self._trace = StepTrace(self._worker, self._info.kv_blocks)
         tells = kv["groups"] == 1 and tells_cached(self._core)
         self._cached = CachedBlocks(self._info.block_tokens) if tells else None
@@ -217,7 +216,7 @@ class Worker:
             unlink(self._shared)  # killed processes leave it behind
 
     async def _listen(self) -> None:
-        decoder = MsgpackDecoder(EngineCoreRequest)
+        codec = VllmCodec()
         while True:
             identity, kind, *frames = await self._socket.recv_multipart(copy=False)
             name = identity.bytes
@@ -230,7 +229,7 @@ class Worker:
                 continue  # never greeted, or dropped; it has been told
             peer.heard_s = time.monotonic()
             if kind == wire.ADD:
-                await self._add(peer, decoder, frames)
+                await self._add(peer, codec, frames)
             elif kind == wire.ADAPTER:
                 await self._load_adapter(wire.noun_from(frames[0].bytes, LoRARequest))
             elif kind == wire.CACHED and self._cached is not None:
@@ -256,10 +255,10 @@ class Worker:
             return
         await self._socket.send_multipart([name, wire.LOST, wire.pack(refusal)])
 
-    async def _add(self, peer: GatewayPeer, decoder: MsgpackDecoder, frames: Sequence[Any]) -> None:
+    async def _add(self, peer: GatewayPeer, codec: VllmCodec, frames: Sequence[Any]) -> None:
         segment = wire.unpack(frames[0].bytes)
         try:
-            request = decoder.decode(frames[1:])
+            request = codec.request(frames[1:])
         except Exception as error:  # whatever a codec may raise on a frame that is not a request
             peer.offer([wire.REFUSED, wire.pack([segment, f"it cannot be read: {error}"])])
             return

@@ -16,7 +16,7 @@ from zmq.constants import Flag
 from zmq.error import Again, ZMQError
 
 from dataplane.live.engine_api import wire
-from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs, MsgpackEncoder
+from dataplane.live.engine_api.messages import Codec, StepOutputs
 
 log = logging.getLogger(__name__)
 Frames = Sequence[Any]
@@ -64,13 +64,13 @@ class GatewayPeer:
 class GatewayPeers:
     """All connected gateways of one worker."""
 
-    def __init__(self, socket: Any, abort: Callable[[list[str]], Awaitable[None]]) -> None:
+    def __init__(self, socket: Any, abort: Callable[[list[str]], Awaitable[None]], codec: Codec) -> None:
         self._socket = socket
         self._abort = abort
         self._peers: dict[bytes, GatewayPeer] = {}
         self._owner: dict[str, GatewayPeer] = {}
         self._left: list[str] = []
-        self._encoder = MsgpackEncoder()
+        self._codec = codec
 
     def __len__(self) -> int:
         """Segments under way."""
@@ -107,7 +107,7 @@ class GatewayPeers:
         if mine:
             await self._abort(mine)
 
-    async def deliver(self, batch: EngineCoreOutputs) -> None:
+    async def deliver(self, batch: StepOutputs) -> None:
         """Queue a step's outputs for the gateways of their segments, and its statistics for all."""
         outputs: dict[GatewayPeer, list[Any]] = {}
         for output in batch.outputs:
@@ -120,7 +120,7 @@ class GatewayPeers:
         for peer in tuple(self._peers.values()):
             batch.outputs = outputs.get(peer, [])
             if batch.outputs or batch.scheduler_stats is not None:
-                peer.offer([wire.OUTPUTS, *self._encoder.encode(batch)])
+                peer.offer([wire.OUTPUTS, *self._codec.encode(batch)])
             if peer.overrun:
                 await self.drop(peer, "it did not take its outputs in time")
 

@@ -26,15 +26,12 @@ from dataplane.live.engine_api.link import (
     Telemetry,
     WorkerInfo,
 )
-from dataplane.live.engine_api.processes import cancel_all
-from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    LoRARequest,
-    MsgpackDecoder,
-    MsgpackEncoder,
-    vllm_version,
+from dataplane.live.engine_api.messages import (
+    Adapter,
+    Codec,
+    EngineRequest,
 )
+from dataplane.live.engine_api.processes import cancel_all
 from dataplane.live.worker.door import knock
 
 OUTGOING_MESSAGES = 1024
@@ -52,7 +49,7 @@ def link_context() -> zmq.asyncio.Context:
 class WorkerLink:
     """An `EngineLink` to a `Worker`; make one with `connect`."""
 
-    def __init__(self, worker: WorkerInfo, key: str, context: zmq.asyncio.Context) -> None:
+    def __init__(self, worker: WorkerInfo, key: str, context: zmq.asyncio.Context, codec: Codec) -> None:
         self._endpoint = worker.endpoint
         self._socket: Any = context.socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.SNDHWM, OUTGOING_MESSAGES)
@@ -60,8 +57,7 @@ class WorkerLink:
         self._monitor: Any = self._socket.get_monitor_socket(SocketEvent.DISCONNECTED)
         knock(self._socket, key, worker.link_key)
         self._socket.connect(worker.endpoint)
-        self._encoder = MsgpackEncoder()
-        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._codec = codec
         self._info: WorkerInfo | None = None
         self._lost: Lost | None = None
         # A gateway that does not read stops here, then its socket fills, then the worker drops it.
@@ -72,13 +68,13 @@ class WorkerLink:
 
     @classmethod
     async def connect(
-        cls, worker: WorkerInfo, key: str, context: zmq.asyncio.Context, timeout_s: float = 30.0
+        cls, worker: WorkerInfo, key: str, context: zmq.asyncio.Context, codec: Codec, timeout_s: float = 30.0
     ) -> WorkerLink:
         """Greet a worker, as its launch has it, and wait for its welcome; `key` is the gateways'.
 
         Raises BadInput if it refuses or does not answer, as it does where a key is wrong.
         """
-        link = cls(worker, key, context)
+        link = cls(worker, key, context, codec)
         try:
             link._info = await asyncio.wait_for(link._greet(), timeout_s)
         except BaseException as error:
@@ -95,9 +91,9 @@ class WorkerLink:
         assert self._info is not None
         return self._info
 
-    async def add(self, request: EngineCoreRequest) -> None:
+    async def add(self, request: EngineRequest) -> None:
         if self._lost is None:
-            frames = self._encoder.encode(request)
+            frames = self._codec.encode(request)
             segment = wire.pack(request.request_id)
             await self._socket.send_multipart([wire.ADD, segment, *frames], copy=False)
 
@@ -105,7 +101,7 @@ class WorkerLink:
         if self._lost is None:
             await self._socket.send_multipart([wire.ABORT, wire.pack(list(segments))])
 
-    async def load_adapter(self, adapter: LoRARequest) -> None:
+    async def load_adapter(self, adapter: Adapter) -> None:
         if self._lost is None:
             await self._socket.send_multipart([wire.ADAPTER, wire.pack(adapter)])
 
@@ -129,7 +125,7 @@ class WorkerLink:
         self._socket.close(linger=GOODBYE_MS)
 
     async def _greet(self) -> WorkerInfo:
-        await self._socket.send_multipart(wire.hello(vllm_version))
+        await self._socket.send_multipart(wire.hello(self._codec.version))
         while True:
             kind, *frames = await self._socket.recv_multipart()
             if kind == wire.LOST:
@@ -155,7 +151,7 @@ class WorkerLink:
 
     def _event(self, kind: bytes, frames: Sequence[Any]) -> Event | None:
         if kind == wire.OUTPUTS:
-            return Outputs(self._decoder.decode(frames))
+            return Outputs(self._codec.outputs(frames))
         if kind == wire.LOAD:
             return wire.noun_from(frames[0].bytes, Telemetry)
         if kind == wire.CACHED:

@@ -7,8 +7,7 @@ clocks:
   cpu    processor time that the engine's processes used meanwhile: about what the step takes with a core to
          itself, for CPU hosts that are busy with other work too
 
-`run_burst` runs a burst on any engine. A fleet measures its workers by it, over their links
-(pool/learning.py).
+A fleet measures its workers over their links (pool/learning.py).
 """
 
 from __future__ import annotations
@@ -18,55 +17,29 @@ import hashlib
 import os
 import platform
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.samples import DECODE_STEPS, Burst, EngineRoom
-from dataplane.live.engine_api.link import Executed
+from controlplane.perfmodel.samples import Burst, EngineRoom
+from dataplane.live.engine_api.messages import EngineRequest, SegmentOutput
 from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
-from dataplane.live.engine_api.segment import plain_request
 from dataplane.live.engine_api.step_trace import COLUMNS, Step
 from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreOutput,
-    EngineCoreRequest,
     EngineDeadError,
-    SamplingParams,
     current_platform,
     vllm_version,
 )
 from dataplane.live.kv.transport import reserve_addresses
+from dataplane.live.worker.bursts import EngineDied, run_burst
 from dataplane.live.worker.engine import KvDoor, device_name, engine_args, start_engine, warm_up
 
 Clock = Literal["wall", "cpu"]
 BURST_S = 600.0  # a burst that takes longer is stuck
 SHUTDOWN_S = 10.0
-FIRST_TOKEN_ID = 3  # below are special ones
-PLAIN_TOKENS = 30_000  # and placeholders of images at the end
-
-
-class Measured(Protocol):
-    """An engine that runs bursts."""
-
-    @property
-    def room(self) -> EngineRoom: ...
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    async def begin(self, request: EngineCoreRequest) -> None:
-        """Give it a request."""
-
-    async def news(self) -> tuple[Sequence[Step | Executed], Sequence[EngineCoreOutput]]:
-        """Wait for the steps it has executed, and for what they made; either may be empty."""
-
-
-class EngineDied(BadInput):
-    """The engine under measurement ended, or went silent."""
 
 
 class ProfiledEngine:
@@ -164,10 +137,10 @@ class ProfiledEngine:
         """How many tokens the model knows."""
         return int(self._core.vllm_config.model_config.get_vocab_size())
 
-    async def begin(self, request: EngineCoreRequest) -> None:
+    async def begin(self, request: EngineRequest) -> None:
         await self._core.add_request_async(request)
 
-    async def news(self) -> tuple[Sequence[Step], Sequence[EngineCoreOutput]]:
+    async def news(self) -> tuple[Sequence[Step], Sequence[SegmentOutput]]:
         batch = await self._core.get_output_async()
         step = self._step(batch)
         return [] if step is None else [step], batch.outputs
@@ -203,46 +176,3 @@ def fingerprint(config: Any) -> str:
     """A digest of a model's configuration, which tells apart models in folders of the same name."""
     plain = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
     return hashlib.sha256(repr(sorted(plain.items(), key=lambda kv: kv[0])).encode()).hexdigest()[:16]
-
-
-async def run_burst(
-    engine: Measured, burst: Burst, name: str, rng: np.random.Generator, steps: list[Any]
-) -> None:
-    """Run a burst to its end, and add its steps to `steps` as they are told; `name` begins requests' ids."""
-    chunks = -(-burst.prefills * burst.prefill_tokens // engine.room.max_batched_tokens)
-    joins = burst.prefills > 0
-    lasts = DECODE_STEPS + (2 * chunks + 2 if joins else 0)
-    decoding = [
-        _request(f"{name}-d{i}", burst.context_tokens, 1 + lasts, engine.vocabulary, rng)
-        for i in range(burst.decoding)
-    ]
-    joining = [
-        _request(f"{name}-p{i}", burst.prefill_tokens, 1, engine.vocabulary, rng)
-        for i in range(burst.prefills)
-    ]
-    for request in decoding:
-        await engine.begin(request)
-    silent = {request.request_id for request in decoding}
-    unfinished = set(silent)
-    while unfinished or joins:
-        if joins and not silent:
-            joins = False
-            unfinished |= {request.request_id for request in joining}
-            for request in joining:
-                await engine.begin(request)
-        executed, outputs = await engine.news()
-        steps += executed
-        for output in outputs:
-            if output.new_token_ids:
-                silent.discard(output.request_id)
-            if output.finish_reason is not None:
-                unfinished.discard(output.request_id)
-
-
-def _request(
-    name: str, tokens: int, output_tokens: int, vocabulary: int, rng: np.random.Generator
-) -> EngineCoreRequest:
-    """A request of random tokens: no two share a prefix that the engine could have cached."""
-    prompt = rng.integers(FIRST_TOKEN_ID, min(vocabulary, PLAIN_TOKENS), tokens).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
-    return plain_request(name, prompt, params, time.time())

@@ -23,7 +23,7 @@ from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare
-from experiments.lib.elastic import ElasticSettings, simulate_elastic
+from harness.elastic import ElasticSettings, simulate_elastic
 
 SLO = Slo(1.0, 0.05)
 STEP = StepModel(0.02, 1e-4, 1e-3, 0.0)

@@ -22,7 +22,7 @@ from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.control_loop import ControlSettings
 from dataplane.simulated.simulate import WorkerSpec, simulate
-from experiments.lib.elastic import ElasticSettings, simulate_elastic
+from harness.elastic import ElasticSettings, simulate_elastic
 
 CASES = 300
 

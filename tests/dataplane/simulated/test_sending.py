@@ -19,7 +19,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.control_loop import ControlSettings
 from dataplane.simulated.simulate import Outcome, WorkerSpec, prepare, simulate
-from experiments.lib.elastic import ElasticSettings, simulate_elastic
+from harness.elastic import ElasticSettings, simulate_elastic
 
 SLO = Slo(0.6, 0.03)
 

@@ -17,7 +17,7 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
-from experiments.lib.measured_profiles import log_errors
+from harness.log_errors import log_errors
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.fit_log import fit_log, replay
 from tokenfleet.profiles.library import read_profile

@@ -13,8 +13,8 @@ from kubernetes_models import checked_object
 from test_export import documents, fleet, plan
 
 from controlplane.errors import BadInput
-from experiments.lib.crd_schemas import Schemas, faults, read_schemas
-from tokenfleet.cli.main import VERBS, _command
+from harness.crd_schemas import Schemas, faults, read_schemas
+from tokenfleet.cli.main import VERBS, command_of
 from tokenfleet.export.deployment import deployment
 from tokenfleet.export.files import ExportSettings, export_files
 from tokenfleet.planning.plan_file import parse_plan
@@ -119,7 +119,7 @@ def test_the_gateway_s_command_is_one_that_a_shell_and_serve_take() -> None:
     shell, _, script = of_kind(made(), "Deployment")["spec"]["template"]["spec"]["containers"][0]["command"]
     subprocess.run([shell, "-n", "-c", script], check=True)
     words = script.partition("exec tokenfleet serve ")[2].split()
-    found = _command(VERBS["serve"]).make_context("serve", words, resilient_parsing=False).params
+    found = command_of(VERBS["serve"]).make_context("serve", words, resilient_parsing=False).params
     assert (found["plan"], found["nodes_wait"]) == (Path("/etc/tokenfleet/plan.json"), "30m")
     assert "key" not in script.lower()  # secrets come by the environment
 
@@ -168,7 +168,7 @@ def test_a_pod_s_end_leaves_time_for_its_workers_evacuation() -> None:
     assert words[4:7] == ["evacuate", "--node", '"$POD_IP"']
     assert pod["spec"]["terminationGracePeriodSeconds"] > int(words[8].removesuffix("s"))
     assert variables(pod)["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
-    (order_of,) = [c for c in _command(VERBS["fleet"]).commands.values() if c.name == "evacuate"]
+    (order_of,) = [c for c in command_of(VERBS["fleet"]).commands.values() if c.name == "evacuate"]
     taken = order_of.make_context("evacuate", ["--node", "10.0.0.7", *words[7:]]).params
     assert (taken["node"], taken["worker"]) == ("10.0.0.7", "")
 

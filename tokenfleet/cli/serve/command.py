@@ -262,7 +262,7 @@ def _settings(
     from controlplane.placement.queue import QueueSettings
     from dataplane.history.files import HistoryLimits
     from dataplane.live.control.fleet import FleetSettings
-    from dataplane.live.gateway.server import GatewaySettings
+    from dataplane.live.gateway.settings import GatewaySettings
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch", reason="torch is not installed (requirements/live-cpu.txt)")
+
 from dataplane.live.kv import direct as kv_direct
 
 

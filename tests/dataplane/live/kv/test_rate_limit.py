@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_clock import Clock
 
+pytest.importorskip("torch", reason="torch is not installed (requirements/live-cpu.txt)")
+
 from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.kv import direct as kv_pace
 from dataplane.live.kv.direct import Pacer, Share

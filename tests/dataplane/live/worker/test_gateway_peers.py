@@ -2,21 +2,17 @@
 
 import asyncio
 
-import pytest
-import quiet_vllm  # noqa: F401  # first
+from plain_codec import PlainCodec
 from zmq.error import Again, ZMQError
 
 from dataplane.live.engine_api import wire
-from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    FinishReason,
-    MsgpackDecoder,
-    SchedulerStats,
+from dataplane.live.engine_api.messages import (
+    EngineLoad,
+    Finish,
+    SegmentOutput,
+    StepOutputs,
 )
 from dataplane.live.worker.gateway_peers import GatewayPeers
-
-pytestmark = pytest.mark.live
 
 
 class Socket:
@@ -34,9 +30,8 @@ class Socket:
         self.sent.setdefault(name, []).append(rest)
 
     def outputs(self, name):
-        decoder = MsgpackDecoder(EngineCoreOutputs)
         batches = [
-            decoder.decode(frames) for kind, *frames in self.sent.get(name, ()) if kind == wire.OUTPUTS
+            PlainCodec().outputs(frames) for kind, *frames in self.sent.get(name, ()) if kind == wire.OUTPUTS
         ]
         return [output.request_id for batch in batches for output in batch.outputs]
 
@@ -48,7 +43,7 @@ def run(story):
         async def abort(segments):
             aborted.extend(segments)
 
-        peers = GatewayPeers(socket, abort)
+        peers = GatewayPeers(socket, abort, PlainCodec())
         await peers.welcome(b"g", b"info")
         await peers.welcome(b"h", b"info")
         await story(peers, socket, aborted)
@@ -58,9 +53,9 @@ def run(story):
 
 
 def batch(*names, finish=None):
-    return EngineCoreOutputs(
-        outputs=[EngineCoreOutput(name, [7], finish_reason=finish) for name in names],
-        scheduler_stats=SchedulerStats(),
+    return StepOutputs(
+        outputs=[SegmentOutput(name, [7], finish_reason=finish) for name in names],
+        scheduler_stats=EngineLoad(),
     )
 
 
@@ -83,7 +78,7 @@ def test_each_gateway_gets_the_outputs_of_its_own_segments():
 def test_an_ended_segment_is_forgotten():
     async def story(peers, socket, aborted):
         peers.admit(peers.get(b"g"), "mine")
-        await peers.deliver(batch("mine", finish=FinishReason.LENGTH))
+        await peers.deliver(batch("mine", finish=Finish.LENGTH))
         assert len(peers) == 0
 
     run(story)

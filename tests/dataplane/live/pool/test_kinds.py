@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ FAST, SLOW = "h100-sxm TP2", "a100-sxm TP1"
 
 
 @pytest.fixture
-def play(live_extra, monkeypatch):
+def play(monkeypatch):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.engine_api import processes
@@ -144,21 +143,3 @@ def test_placement_goes_by_the_step_times_of_each_kind(play):
         await front.ended(*(f"r{i}" for i in range(6)))
 
     play(story, by_profile=True)
-
-
-def test_a_worker_reserves_gpus_of_its_type(live_extra):
-    from dataplane.live.worker.launch import Place
-
-    assert Place(gpus=2, accelerator="H100").bundle == {"GPU": 2.0, "accelerator_type:H100": 0.001}
-    assert Place(gpus=2).bundle == {"GPU": 2.0}
-
-
-@pytest.mark.parametrize(("root", "is_sent"), [("/work/checkout", True), ("/lib/site-packages", False)])
-def test_a_checkout_is_named_to_workers_and_an_installed_package_is_not(
-    live_extra, monkeypatch, root, is_sent
-):
-    from dataplane.live.worker import launch
-
-    monkeypatch.setattr(launch, "ROOT", Path(root))
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert ("PYTHONPATH" in launch._environment(launch.Place())) is is_sent

@@ -12,7 +12,7 @@ W0 = WorkerId("w0")
 
 
 @pytest.fixture
-def play(live_extra):
+def play():
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.pool.fleet_types import FleetTypes
@@ -192,7 +192,7 @@ def test_a_drain_copies_what_is_cached_and_a_copy_that_fails_costs_that_text_alo
     from controlplane.migration.room import Text
     from controlplane.snapshot import Cached
     from dataplane.live.migration.coordinator import CopyFailed
-    from experiments.lib.bare_fleet import token_request
+    from harness.bare_fleet import token_request
 
     class Ended:
         def __init__(self, number):

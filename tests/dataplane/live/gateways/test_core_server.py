@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import quiet_vllm  # noqa: F401  # first
 from front import SLO, A, B, Front, alone, profile
+from plain_codec import PlainCodec
 
 from controlplane.errors import BadInput
 from controlplane.placement.queue import QueueSettings
@@ -17,9 +17,8 @@ from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 from dataplane.live.gateways.core_server import CoreServer
 from dataplane.live.gateways.remote_core import CoreGone, RemoteCore
 from dataplane.live.gateways.wire import Kind, message, next_message, pack
-from experiments.lib.bare_fleet import token_request
+from harness.bare_fleet import token_request
 
-pytestmark = pytest.mark.live
 STORY_S = 60.0
 
 
@@ -75,12 +74,12 @@ class World:
         self.fronts.append(self.front)
         self.front.pump.cancel()
         self.core = self.front.core
-        self.server = CoreServer(self.core, 64, lambda key: self.limits.get(key, 0.0), number)
+        self.server = CoreServer(self.core, PlainCodec(), 64, lambda key: self.limits.get(key, 0.0), number)
         self.server.await_gateways(awaited)
         await self.server.start(self.address)
 
     async def gateway(self, name):
-        self.gateways.append(Gateway(await RemoteCore.connect(self.address, name)))
+        self.gateways.append(Gateway(await RemoteCore.connect(self.address, name, PlainCodec())))
         return self.gateways[-1]
 
     async def until(self, holds):
@@ -412,7 +411,7 @@ def test_what_a_gateway_counts_is_in_the_file_that_all_share_once_it_is_written(
     from prometheus_client.multiprocess import MultiProcessCollector
     from prometheus_client.values import MultiProcessValue
 
-    from dataplane.live.gateways.process import Unwritten
+    from dataplane.live.gateways.shared import Unwritten
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     unwritten = Unwritten(MultiProcessValue())

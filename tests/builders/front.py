@@ -11,6 +11,7 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 
 SLO = Slo(10.0, 1.0)
+LONGEST_WAIT_S = 25.0  # of a story: none takes a tenth of it on free cores
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 
 
@@ -76,7 +77,7 @@ class Front:
 
     async def send(self, name, prompt=(1, 2, 3), ticket=None, **params):
         from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
-        from experiments.lib.bare_fleet import token_request
+        from harness.bare_fleet import token_request
 
         request = token_request(name, prompt, {"max_tokens": 100} | params)
         ticket = ticket or Ticket(name, "test", SLO, 0)
@@ -86,8 +87,7 @@ class Front:
         return ticket
 
     async def until(self, name, tokens):
-        while len(self.tokens.get(name, ())) < tokens:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(self.tokens.get(name, ())) >= tokens, every_s=0.001)
 
     async def ended(self, *names):
         await asyncio.gather(*(self.ends[name].wait() for name in names))
@@ -155,9 +155,11 @@ class FrontHost:
         pass
 
 
-async def until(holds):
-    while not holds():
-        await asyncio.sleep(0.005)
+async def until(holds, every_s=0.005):
+    """Wait until `holds()`. Raises TimeoutError after LONGEST_WAIT_S."""
+    async with asyncio.timeout(LONGEST_WAIT_S):
+        while not holds():
+            await asyncio.sleep(every_s)
 
 
 class Deaths:

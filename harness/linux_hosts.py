@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.lib.served import Server, cleaning_up, fleet
+from harness.served import Server, cleaning_up, fleet
 
 RAY_PORT = 6379
 START_S = 180.0

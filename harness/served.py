@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import signal
@@ -20,8 +22,9 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
+import numpy as np
 
-from experiments.lib.public_data import ROOT
+from harness import ROOT
 
 MODEL = "tiny-llama"
 # The same engine for a plain server and for a worker of the fleet.
@@ -278,3 +281,18 @@ def _answers(url: str) -> bool:
             return bool(reply.status == 200)
     except OSError:
         return False
+
+
+def about_image(i: int, question: str) -> list[dict[str, Any]]:
+    """A question about an image, of noise of its own."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(i).integers(0, 256, (48, 64, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    asked = [
+        {"type": "text", "text": question},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    return [{"role": "user", "content": asked}]

@@ -59,7 +59,7 @@ class Story:
 
 
 @pytest.fixture
-def play(live_extra, monkeypatch):
+def play(monkeypatch):
     from dataplane.live.engine_api import processes
 
     monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)  # else a replacement waits a second
@@ -371,7 +371,7 @@ class Reign:
 
 
 @pytest.fixture
-def reigns(live_extra, monkeypatch, tmp_path):
+def reigns(monkeypatch, tmp_path):
     """A fleet of two, whose first core dies at a note of it; how its rollout ends under the next."""
     from dataplane.live.control import operations
     from dataplane.live.engine_api import processes
@@ -437,7 +437,7 @@ def test_what_a_new_core_cannot_go_on_with_leaves_the_fleet_as_it_is_and_says_wh
 
 @pytest.mark.parametrize("dies_too", [False, True])
 def test_a_stream_goes_on_with_its_own_model_or_not_at_all_where_a_core_dies_in_an_update(
-    live_extra, monkeypatch, tmp_path, dies_too
+    monkeypatch, tmp_path, dies_too
 ):
     from dataplane.live.control import operations
     from dataplane.live.gateway.request import CURRENT_TICKET

@@ -5,18 +5,16 @@ import time
 
 import numpy as np
 import pytest
-import quiet_vllm  # noqa: F401  # first
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
 from controlplane.snapshot import Pace
 from controlplane.types import WorkerId
 from dataplane.live.emulated.engine import EmulatedEngine, Fabric
-from dataplane.live.engine_api.vllm_surface import FinishReason
+from dataplane.live.engine_api.messages import Finish
 from dataplane.live.migration.move import MoveBudget
-from experiments.lib.bare_fleet import BareFleet
+from harness.bare_fleet import BareFleet
 
-pytestmark = pytest.mark.live
 A, B = WorkerId("a"), WorkerId("b")
 
 
@@ -79,7 +77,7 @@ def test_a_stream_is_repeatable_and_ends_at_max_tokens():
     async def story(fleet, a, b):
         first = await unmoved(fleet, prompt(100), max_tokens=50)
         second = await fleet.start(B, prompt(100), {"max_tokens": 50})
-        assert await second.ended() == FinishReason.LENGTH
+        assert await second.ended() == Finish.LENGTH
         assert second.tokens == first
         assert len(first) == 50
 
@@ -188,7 +186,7 @@ def test_a_waiting_request_moves_without_kv():
         move = await fleet.move(waiting, B)
         assert move.moved
         assert move.bytes == 0
-        assert await waiting.ended() == FinishReason.LENGTH
+        assert await waiting.ended() == Finish.LENGTH
         assert not running[0].finish
         await asyncio.gather(*(s.ended() for s in running))
 
@@ -219,7 +217,7 @@ def test_a_request_that_ends_while_it_is_copied_ends_once():
         stream = await fleet.start(A, prompt(600), {"max_tokens": 12})
         await stream.until(11)
         move = await fleet.move(stream, B)
-        assert await stream.ended() == FinishReason.LENGTH
+        assert await stream.ended() == Finish.LENGTH
         assert len(stream.tokens) == 12
         assert move.outcome in ("aborted", "done")
 
@@ -250,7 +248,7 @@ def test_when_a_side_dies_in_the_copy_the_move_is_aborted_and_the_other_side_is_
         (a if victim == "a" else b).kill()
         move = await moving
         assert move.outcome == "aborted"
-        assert await stream.ended() == (FinishReason.ERROR if victim == "a" else FinishReason.LENGTH)
+        assert await stream.ended() == (Finish.ERROR if victim == "a" else Finish.LENGTH)
 
     run(story, speed=1.0, bytes_per_s=1e6)  # a copy of over a second, of which a few steps pass
 
@@ -266,7 +264,7 @@ def test_a_load_from_a_segment_that_is_gone_ends_in_an_error():
         fleet._listening["orphan"] = stream
         stream.finish = None
         await b.add(segment_request(stream.request, prompt(80), "orphan", Transfer(load)))
-        assert await stream.ended() == FinishReason.ERROR
+        assert await stream.ended() == Finish.ERROR
 
     run(story)
 

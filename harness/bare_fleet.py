@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
 from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, SegmentRefused, Telemetry
-from dataplane.live.engine_api.segment import segment_request
-from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, FinishReason, SamplingParams
+from dataplane.live.engine_api.messages import EngineRequest, Finish, Sampling
+from dataplane.live.engine_api.segment import plain_request, segment_request
 from dataplane.live.migration.coordinator import Migrations
 from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
 
@@ -26,7 +26,7 @@ from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
 class Stream:
     """One request and what its client has received."""
 
-    request: EngineCoreRequest
+    request: EngineRequest
     worker: WorkerId
     segment: str
     tokens: list[int] = field(default_factory=list)
@@ -57,26 +57,27 @@ class Stream:
         return self.finish
 
 
-def token_request(name: str, prompt: Sequence[int], params: Mapping[str, Any]) -> EngineCoreRequest:
-    """A request for token ids; greedy, and not ended by a token, unless `params` say so."""
+def token_request(
+    name: str, prompt: Sequence[int], params: Mapping[str, Any], sampling: Callable[..., Any] = Sampling
+) -> EngineRequest:
+    """A request for token ids; greedy, and not ended by a token, unless `params` say so.
+
+    `sampling`: vLLM's own class for what `Sampling` does not have.
+    """
     settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | dict(params)
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=list(prompt),
-        mm_features=None,
-        sampling_params=SamplingParams(**settings),
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    return plain_request(name, list(prompt), sampling(**settings), time.time())
 
 
 class BareFleet:
     """Streams over links, with a `Migrations` of its own."""
 
-    def __init__(self, links: Sequence[EngineLink], budget: MoveBudget | None = None) -> None:
+    def __init__(
+        self,
+        links: Sequence[EngineLink],
+        budget: MoveBudget | None = None,
+        sampling: Callable[..., Any] = Sampling,
+    ) -> None:
+        self.sampling = sampling
         self.links = {link.info.worker: link for link in links}
         self.telemetry: dict[WorkerId, Telemetry] = {}
         self.lost: dict[WorkerId, str] = {}
@@ -96,7 +97,7 @@ class BareFleet:
     async def start(self, worker: WorkerId, prompt: Sequence[int], params: Mapping[str, Any]) -> Stream:
         """Begin a request on a worker."""
         name = f"request-{id(self):x}-{next(self._ids)}"
-        request = token_request(name, prompt, params)
+        request = token_request(name, prompt, params, self.sampling)
         stream = Stream(request, worker, name)
         self._streams[stream.id] = self._listening[name] = stream
         await self.links[worker].add(segment_request(request, [], name, Transfer()))
@@ -104,7 +105,7 @@ class BareFleet:
 
     async def abort(self, stream: Stream) -> None:
         """End a request as if its client had left."""
-        self._end(stream, FinishReason.ABORT)
+        self._end(stream, Finish.ABORT)
         await self.links[stream.worker].abort([stream.segment])
 
     async def move(self, stream: Stream, target: WorkerId, mode: Mode = "live") -> Move:
@@ -151,7 +152,7 @@ class BareFleet:
                 self.lost[link.info.worker] = event.reason
                 for stream in list(self._streams.values()):
                     if stream.worker == link.info.worker:
-                        self._end(stream, FinishReason.ERROR)
+                        self._end(stream, Finish.ERROR)
                 return
 
     def _take(self, output: Any) -> None:

@@ -9,7 +9,7 @@ from controlplane.placement.queue import QueueSettings
 
 
 @pytest.fixture
-def play(live_extra):
+def play():
     from front import profile
 
     def run(story, workers=(A, B)):
@@ -26,15 +26,15 @@ def play(live_extra):
 
 
 def adapter(named=1, **more):
-    from dataplane.live.engine_api.vllm_surface import LoRARequest
+    from dataplane.live.engine_api.messages import Adapter
 
-    return LoRARequest(f"a{named}", named, "/somewhere", **more)
+    return Adapter(f"a{named}", named, "/somewhere", **more)
 
 
 async def ask(front, name, lora):
     """Begin a long request of an adapter and return where it went."""
     from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
-    from experiments.lib.bare_fleet import token_request
+    from harness.bare_fleet import token_request
 
     request = token_request(name, [len(name), 2, 3], {"max_tokens": 3000})
     request.lora_request = lora
@@ -49,7 +49,7 @@ def test_requests_go_to_a_holder_of_their_adapter_until_it_is_much_busier(play):
     from dataplane.live.gateway.placement import LEAN
 
     async def story(front):
-        await front.core.add_lora_async(adapter())
+        await front.core.add_adapter(adapter())
         (holder,) = front.core.adapters.holders(1)
         went = [await ask(front, f"r{i}", adapter()) for i in range(LEAN + 2)]
         assert went[:LEAN] == [holder] * LEAN
@@ -62,9 +62,9 @@ def test_requests_go_to_a_holder_of_their_adapter_until_it_is_much_busier(play):
 def test_another_adapter_is_loaded_where_fewest_are(play):
     async def story(front):
         for named in (1, 2):
-            await front.core.add_lora_async(adapter(named))
+            await front.core.add_adapter(adapter(named))
         assert front.core.adapters.holders(1) != front.core.adapters.holders(2)
-        await front.core.add_lora_async(adapter(1, load_inplace=True))
+        await front.core.add_adapter(adapter(1, load_inplace=True))
         assert len(front.core.adapters.holders(1)) == 1  # replaced where it is, not spread
 
     play(story)
@@ -79,9 +79,9 @@ def test_a_lost_worker_holds_nothing_and_its_loads_fail(play):
 
         engine.load_adapter = never
         with pytest.raises(RuntimeError, match="a is gone"):
-            await front.core.add_lora_async(adapter())
+            await front.core.add_adapter(adapter())
         with pytest.raises(RuntimeError, match="no worker"):
-            await front.core.add_lora_async(adapter())
+            await front.core.add_adapter(adapter())
 
     play(story, workers=(A,))
 

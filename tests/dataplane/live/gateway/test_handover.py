@@ -14,7 +14,7 @@ LONG = [1 + i % 250 for i in range(6001)]  # three chunks
 
 
 @pytest.fixture
-def play(live_extra):
+def play():
     from controlplane.placement.queue import QueueSettings
 
     def run(story, prefill=(A,), decode=(B, C), sizes=None):
@@ -164,7 +164,7 @@ def test_requests_wait_for_no_decode_worker_and_leave_once_there_is_one(play):
 
 
 @pytest.fixture
-def pool(live_extra):
+def pool():
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.pool.fleet_types import FleetTypes

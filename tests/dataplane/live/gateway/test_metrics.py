@@ -11,7 +11,7 @@ from controlplane.types import Slo, WorkerId
 
 
 @pytest.fixture
-def metrics(live_extra):
+def metrics():
     from dataplane.live.gateway.metrics import Metrics
 
     return Metrics()

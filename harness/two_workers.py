@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controlplane.types import WorkerId
-from experiments.lib.public_data import ROOT
+from harness import ROOT
 
 A, B = WorkerId("a"), WorkerId("b")
 
@@ -30,10 +30,12 @@ class Pair:
     async def budgeted(self, **budget: Any) -> Pair:
         """The same workers under another budget of moves; this pair must not be used any more."""
         from dataplane.live.migration.move import MoveBudget
-        from experiments.lib.bare_fleet import BareFleet
+        from harness.bare_fleet import BareFleet
 
         await self.fleet.close()
-        return Pair(BareFleet(list(self.fleet.links.values()), MoveBudget(**budget)), self.actors)
+        return Pair(
+            BareFleet(list(self.fleet.links.values()), MoveBudget(**budget), self.fleet.sampling), self.actors
+        )
 
     async def forget(self, worker: WorkerId) -> None:
         """Empty a worker's prefix cache, once nothing uses it any more."""
@@ -71,10 +73,11 @@ def on_two_workers(
     import ray
     import zmq.asyncio
 
+    from dataplane.live.engine_api.vllm_surface import SamplingParams, VllmCodec
     from dataplane.live.worker.door import new_key, public_key
     from dataplane.live.worker.launch import Place, launch_worker
     from dataplane.live.worker.link import WorkerLink
-    from experiments.lib.bare_fleet import BareFleet
+    from harness.bare_fleet import BareFleet
 
     async def run(folder: str) -> Any:
         key = new_key()
@@ -84,8 +87,8 @@ def on_two_workers(
         places = {name: Place(cores=str(cores[i % len(cores)])) for i, name in enumerate((A, B))}
         started = await asyncio.gather(*(launch_worker(n, asked, known, p) for n, p in places.items()))
         context = zmq.asyncio.Context()
-        links = [await WorkerLink.connect(w.info, key, context) for w in started]
-        pair = Pair(BareFleet(links), {w.info.worker: w.actor for w in started})
+        links = [await WorkerLink.connect(w.info, key, context, VllmCodec()) for w in started]
+        pair = Pair(BareFleet(links, sampling=SamplingParams), {w.info.worker: w.actor for w in started})
         try:
             return await story(pair)
         finally:

@@ -12,7 +12,6 @@ from controlplane.types import Slo
 
 KIND = "TP1"
 SERVED = np.array([[0, 1, 300, 0], [0, 20, 8000, 0], [200, 12, 5000, 200**2], [1500, 40, 20_000, 1500**2]])
-pytestmark = pytest.mark.live
 
 
 class Kept:
@@ -45,7 +44,7 @@ def tells_exact_times(link):
 
 
 @pytest.fixture
-def play(live_extra, monkeypatch):
+def play(monkeypatch):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.control.step_times import StepTimes
@@ -166,22 +165,6 @@ def test_a_worker_that_dies_leaves_its_part_to_the_others(play):
         assert learnt == pytest.approx(profile().step.step_s(*SERVED.T), rel=0.02)
 
     play(story, workers=2, spoil=spoil)
-
-
-def test_targets_that_nobody_named_are_eased_to_what_the_fastest_kind_can_meet(live_extra):
-    from dataplane.live.control.fleet import DEFAULT_SLO, EASE, LONE_TOKENS, _targets
-    from dataplane.live.gateway.events import EventLog
-
-    events, fast = EventLog(), profile()
-    slow = replace(fast, step=replace(fast.step, base_s=2.0))
-    assert _targets(None, (), events) == DEFAULT_SLO
-    assert _targets(None, (slow, fast), events) == DEFAULT_SLO
-    eased = _targets(None, (slow,), events)
-    assert eased.tpot_s == pytest.approx(EASE * slow.alone_tpot_s(LONE_TOKENS))
-    assert eased.ttft_s == pytest.approx(EASE * slow.alone_ttft_s(LONE_TOKENS))
-    assert not list(events)
-    assert _targets(Slo(5.0, 0.05), (slow,), events) == Slo(5.0, 0.05)  # an operator's stay, and it is said
-    assert "no worker meets the targets" in next(iter(events)).reason
 
 
 @pytest.mark.parametrize("how", ["no time", "every engine refuses", "the fit fails"])

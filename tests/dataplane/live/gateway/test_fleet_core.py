@@ -52,7 +52,7 @@ def play(story, workers=(A, B), waiting=None, ledger=False, policy=Policy.SPREAD
     asyncio.run(run())
 
 
-def test_requests_are_spread_and_every_stream_is_whole(live_extra):
+def test_requests_are_spread_and_every_stream_is_whole():
     async def story(front):
         names = [f"r{i}" for i in range(20)]
         for i, name in enumerate(names):
@@ -66,7 +66,7 @@ def test_requests_are_spread_and_every_stream_is_whole(live_extra):
     play(story)
 
 
-def test_the_requests_of_a_killed_worker_go_on_elsewhere_without_a_gap_or_a_repeat(live_extra):
+def test_the_requests_of_a_killed_worker_go_on_elsewhere_without_a_gap_or_a_repeat():
     async def story(front):
         names = [f"r{i}" for i in range(12)]
         for i, name in enumerate(names):
@@ -80,7 +80,7 @@ def test_the_requests_of_a_killed_worker_go_on_elsewhere_without_a_gap_or_a_repe
     play(story)
 
 
-def test_requests_outlive_the_loss_of_every_worker_if_another_comes_in_time(live_extra):
+def test_requests_outlive_the_loss_of_every_worker_if_another_comes_in_time():
     async def story(front):
         await front.send("r", [5, 6])
         await front.until("r", 20)
@@ -95,7 +95,7 @@ def test_requests_outlive_the_loss_of_every_worker_if_another_comes_in_time(live
     play(story)
 
 
-def test_with_no_worker_in_time_the_client_is_told_in_an_error(live_extra):
+def test_with_no_worker_in_time_the_client_is_told_in_an_error():
     from controlplane.placement.queue import QueueSettings
 
     async def story(front):
@@ -113,7 +113,7 @@ def test_with_no_worker_in_time_the_client_is_told_in_an_error(live_extra):
     play(story, waiting=QueueSettings(max_wait_s=0.3))
 
 
-def test_who_has_waited_for_the_first_worker_is_placed_on_it_and_not_turned_away(live_extra):
+def test_who_has_waited_for_the_first_worker_is_placed_on_it_and_not_turned_away():
     from controlplane.placement.queue import QueueSettings
 
     async def story(front):
@@ -133,7 +133,7 @@ def test_who_has_waited_for_the_first_worker_is_placed_on_it_and_not_turned_away
     play(story, workers=(), max_seqs=2, waiting=QueueSettings(max_wait_s=30.0))
 
 
-def test_what_cannot_be_replayed_ends_in_an_error_and_never_wrongly(live_extra):
+def test_what_cannot_be_replayed_ends_in_an_error_and_never_wrongly():
     async def story(front):
         ticket = await front.send("g", thinking_token_budget=50)
         await front.until("g", 5)
@@ -147,7 +147,7 @@ def test_what_cannot_be_replayed_ends_in_an_error_and_never_wrongly(live_extra):
 
 @pytest.mark.parametrize("ledger", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_streams_are_whole_whatever_moves_and_dies(live_extra, seed, ledger):
+def test_streams_are_whole_whatever_moves_and_dies(seed, ledger):
     rng = np.random.default_rng(seed)
 
     async def story(front):
@@ -178,7 +178,7 @@ def test_streams_are_whole_whatever_moves_and_dies(live_extra, seed, ledger):
     play(story, workers=(A, B, C), ledger=ledger)
 
 
-def test_a_fleet_closes_in_the_middle_of_a_move(live_extra):
+def test_a_fleet_closes_in_the_middle_of_a_move():
     async def story():
         front = Front((A, B), profile(), QueueSettings())
         await front.send("r", [1] * 200, max_tokens=1000)
@@ -194,7 +194,7 @@ def test_a_fleet_closes_in_the_middle_of_a_move(live_extra):
     asyncio.run(story())
 
 
-def test_a_client_that_leaves_while_its_stream_is_cut_over_leaves_no_kv_behind(live_extra):
+def test_a_client_that_leaves_while_its_stream_is_cut_over_leaves_no_kv_behind():
     async def story(front):
         for turn in range(20):  # whether the target has admitted it by then is a race
             name = f"r{turn}"
@@ -213,7 +213,7 @@ def test_a_client_that_leaves_while_its_stream_is_cut_over_leaves_no_kv_behind(l
     play(story)
 
 
-def test_an_abort_ends_a_request_in_the_engine_and_nothing_more_is_said_of_it(live_extra):
+def test_an_abort_ends_a_request_in_the_engine_and_nothing_more_is_said_of_it():
     async def story(front):
         await front.send("r", max_tokens=5000)
         await front.until("r", 10)
@@ -226,7 +226,7 @@ def test_an_abort_ends_a_request_in_the_engine_and_nothing_more_is_said_of_it(li
     play(story)
 
 
-def test_a_client_that_leaves_ends_all_requests_of_its_ticket(live_extra):
+def test_a_client_that_leaves_ends_all_requests_of_its_ticket():
     async def story(front):
         ticket = await front.send("one", max_tokens=5000)
         await front.send("two", ticket=ticket, max_tokens=5000)
@@ -238,7 +238,7 @@ def test_a_client_that_leaves_ends_all_requests_of_its_ticket(live_extra):
     play(story)
 
 
-def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away(live_extra):
+def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away():
     from controlplane.placement.queue import QueueSettings
 
     async def story(front):
@@ -256,7 +256,7 @@ def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away(live_extra):
     play(story, max_seqs=2, waiting=QueueSettings(max_requests=1))
 
 
-def test_work_that_may_wait_is_not_turned_away_from_a_full_queue(live_extra):
+def test_work_that_may_wait_is_not_turned_away_from_a_full_queue():
     from controlplane.placement.queue import QueueSettings
     from controlplane.types import Slo
     from dataplane.live.gateway.request import Ticket
@@ -279,7 +279,7 @@ def test_work_that_may_wait_is_not_turned_away_from_a_full_queue(live_extra):
     play(story, max_seqs=2, waiting=QueueSettings(max_requests=1), slos=(tight, loose.slo))
 
 
-def test_a_high_request_goes_ahead_of_normal_ones_that_wait(live_extra):
+def test_a_high_request_goes_ahead_of_normal_ones_that_wait():
     from dataplane.live.gateway.request import Ticket
 
     async def story(front):
@@ -294,7 +294,7 @@ def test_a_high_request_goes_ahead_of_normal_ones_that_wait(live_extra):
     play(story, workers=(A,), max_seqs=1)
 
 
-def test_a_gateway_that_shuts_down_lets_finish_and_then_says_an_error(live_extra):
+def test_a_gateway_that_shuts_down_lets_finish_and_then_says_an_error():
     async def story(front):
         short, long = await front.send("short", max_tokens=20), await front.send("long", max_tokens=50_000)
         await asyncio.to_thread(front.core.shutdown, 0.4)
@@ -305,7 +305,7 @@ def test_a_gateway_that_shuts_down_lets_finish_and_then_says_an_error(live_extra
     play(story)
 
 
-def test_the_ledger_counts_the_tokens_that_passed_and_assigns_by_the_constraints(live_extra):
+def test_the_ledger_counts_the_tokens_that_passed_and_assigns_by_the_constraints():
     from dataplane.live.gateway.request import Ticket
 
     async def story(front):
@@ -326,7 +326,7 @@ def test_the_ledger_counts_the_tokens_that_passed_and_assigns_by_the_constraints
     play(story, ledger=True)
 
 
-def test_every_request_is_accounted_for(live_extra):
+def test_every_request_is_accounted_for():
     async def story(front):
         for i in range(10):
             await front.send(f"r{i}", max_tokens=20 + i)
@@ -342,7 +342,7 @@ def heartbeats(front, placed_by):
     return front.core.metrics.heartbeats.labels(placed_by)._value.get()
 
 
-def test_exact_heartbeats_put_requests_on_as_few_workers_as_keep_their_targets(live_extra):
+def test_exact_heartbeats_put_requests_on_as_few_workers_as_keep_their_targets():
     async def story(front):
         names = [f"r{i}" for i in range(12)]
         await asyncio.gather(*(front.send(name, [i + 1] * 10) for i, name in enumerate(names)))
@@ -356,7 +356,7 @@ def test_exact_heartbeats_put_requests_on_as_few_workers_as_keep_their_targets(l
     play(story, workers=(A, B, C), ledger=True, policy=Policy.EXACT, max_seqs=8)
 
 
-def test_requests_outlive_a_worker_under_the_exact_policy(live_extra):
+def test_requests_outlive_a_worker_under_the_exact_policy():
     async def story(front):
         names = [f"r{i}" for i in range(6)]
         for i, name in enumerate(names):
@@ -369,9 +369,7 @@ def test_requests_outlive_a_worker_under_the_exact_policy(live_extra):
     play(story, ledger=True, policy=Policy.EXACT)
 
 
-def test_a_solver_that_takes_its_time_holds_up_no_tokens_and_its_best_placement_holds(
-    live_extra, monkeypatch
-):
+def test_a_solver_that_takes_its_time_holds_up_no_tokens_and_its_best_placement_holds(monkeypatch):
     from controlplane.placement import exact
 
     solve, begun, may_end = exact.solve, threading.Event(), threading.Event()

@@ -14,7 +14,7 @@ HEALTH_EVERY_S = 0.01
 
 
 @pytest.fixture
-def play(live_extra, monkeypatch):
+def play(monkeypatch):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.engine_api import processes
@@ -155,7 +155,7 @@ def test_a_worker_that_does_not_start_is_tried_again(play):
     ],
 )
 def test_a_fleet_whose_first_worker_cannot_start_or_is_less_than_planned_does_not_start(
-    live_extra, failures, kv_tokens, says
+    failures, kv_tokens, says
 ):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
@@ -196,10 +196,12 @@ def test_what_cannot_be_is_refused(play):
     play(story, workers=1)
 
 
-def test_a_gateway_links_to_a_thousand_workers(live_extra):
+def test_a_gateway_links_to_a_thousand_workers():
     """Each link takes three of ZMQ's sockets, of which a context by itself allows 1,023."""
     import resource
     from types import SimpleNamespace
+
+    from plain_codec import PlainCodec
 
     from dataplane.live.worker.door import new_key, public_key
     from dataplane.live.worker.link import WorkerLink, link_context
@@ -212,7 +214,8 @@ def test_a_gateway_links_to_a_thousand_workers(live_extra):
         context, key = link_context(), new_key()
         nobody = SimpleNamespace(endpoint="tcp://127.0.0.1:1", link_key=public_key(new_key()))
         try:
-            assert len([WorkerLink(nobody, key, context) for _ in range(1000)]) == 1000
+            for link in [WorkerLink(nobody, key, context, PlainCodec()) for _ in range(1000)]:
+                await link.close()
         finally:
             context.destroy(linger=0)
 
@@ -224,7 +227,7 @@ def test_a_gateway_links_to_a_thousand_workers(live_extra):
 
 
 @pytest.fixture
-def deaths(live_extra, monkeypatch, tmp_path):
+def deaths(monkeypatch, tmp_path):
     monkeypatch.setattr("dataplane.live.gateway.fleet_core.BACK_S", 0.05)  # no gateway brings requests back
     return Deaths(tmp_path)
 

@@ -1,0 +1,5 @@
+"""What tests and experiments build alike: fleets without HTTP, served processes, hosts, elastic runs."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
