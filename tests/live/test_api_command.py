@@ -92,7 +92,7 @@ def test_what_is_wrong_with_a_portfolio_is_one_line_that_names_the_field(api):
     text, traces = PORTFOLIO["portfolio"], PORTFOLIO["traces"]
     for old, new, says in (
         ("portfolio/1", "portfolio/9", "portfolio: schema: "),
-        ("name: code", "name: chat", "portfolio: models: chat stands there twice"),
+        ("name: code", "name: chat", "portfolio: models: chat is given twice"),
         ("ttft: 1s", "ttft: soon", "portfolio: models: chat: slo: "),
         ("rate-scale", "rate-scales", "portfolio: models: code: rate-scales: no such flag"),
         ("model: llama-3.1-8b", "model: gpt-9", "portfolio: models: chat: model 'gpt-9': no profile"),

@@ -79,7 +79,7 @@ def test_what_cannot_be_compared_is_told_in_a_line(
     assert "--workers: how many" in capsys.readouterr().err
     both = ["--workers", "1", "--overhead", "3ms", "--steps", str(trace)]
     assert main([*words(trace, emulated_fleet), "--slo", "ttft=1s,tpot=1s", *both]) == 2
-    assert "--steps: learns what --overhead says" in capsys.readouterr().err
+    assert "--steps: sets the same overhead as --overhead" in capsys.readouterr().err
     assert main([*words(trace, emulated_fleet), "--slo", "ttft=1s,tpot=1s", *both[:2], *both[4:]]) == 2
     assert f"{trace}: column at_s is missing" in capsys.readouterr().err
     nowhere = [*words(trace, emulated_fleet), "--slo", "ttft=1s,tpot=1s", "--workers", "1"]

@@ -166,7 +166,7 @@ def _checked(flags: CompareFlags) -> tuple[PlanRequest, float | None]:
     )
     fixed_s = None if flags.overhead is None else parse_duration_s(flags.overhead, "--overhead")
     if fixed_s is not None and flags.steps is not None:
-        raise BadInput("--steps: learns what --overhead says; give one of them")
+        raise BadInput("--steps: sets the same overhead as --overhead; give one of them")
     return request, fixed_s
 
 

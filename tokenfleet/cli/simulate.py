@@ -318,7 +318,7 @@ def _as_asked(workload: Workload, flags: SessionFlags, request: PlanRequest) -> 
     if not flags.open_loop or sessions is None:
         return workload
     if request.agents is not None:
-        raise BadInput(f"--open-loop: contradicts --{agents}, who wait for answers")
+        raise BadInput(f"--open-loop: contradicts --{agents}; agents wait for answers")
     nothing = np.zeros(0, np.int64)
     at_once = replace(sessions, offsets=np.zeros(len(workload) + 1, np.int64), before=nothing)
     return replace(workload, sessions=at_once)
@@ -329,11 +329,11 @@ def _profile(worker: OneWorker, request: PlanRequest) -> Profile:
     from tokenfleet.planning.inputs import chosen_profiles
 
     if worker.profile is not None and (worker.gpu or worker.tp):
-        raise BadInput("--profile: says which worker to simulate; leave out --gpu and --tp")
+        raise BadInput("--profile: names the worker to simulate; leave out --gpu and --tp")
     profiles = chosen_profiles(_of(worker, request))
     if len(profiles) > 1:
         names = ", ".join(p.type_name for p in profiles)
-        raise BadInput(f"simulate: one kind of worker at a time, got {names}; choose with --gpu and --tp")
+        raise BadInput(f"simulate: one worker type at a time, got {names}; choose with --gpu and --tp")
     return profiles[0].with_engine(max_batched_tokens=worker.max_batched_tokens, max_seqs=worker.max_seqs)
 
 

@@ -284,7 +284,7 @@ def portfolio_of(text: str, path: str, find: Find) -> Portfolio:
 def _check_names(names: Sequence[str], path: str | Path) -> None:
     """Raise BadInput where two models or adapters have one name."""
     if again := next((name for i, name in enumerate(names) if name in names[:i]), None):
-        raise BadInput(f"{path}: models: {again} stands there twice")
+        raise BadInput(f"{path}: models: {again} is given twice")
 
 
 def _adapters(
@@ -315,7 +315,7 @@ def _by_type(named: Mapping[str, int], where: str) -> dict[str, int]:
     for name, most in named.items():
         (gpu, *_) = canonical_gpus(name)
         if gpu in gpus:
-            raise BadInput(f"{where}: {name}: {gpu} stands there twice")
+            raise BadInput(f"{where}: {name}: {gpu} is given twice")
         gpus[gpu] = most
     return gpus
 

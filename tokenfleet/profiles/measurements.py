@@ -235,7 +235,7 @@ class MeasurementFile:
         if self.beside.exists():
             self._resume()
         elif path.exists():
-            raise BadInput(f"{path}: is there already, without {self.beside.name}; give another --out")
+            raise BadInput(f"{path}: exists already, without {self.beside.name}; give another --out")
 
     def add(self, point: str, steps: Sequence[Step], at_s: float) -> None:
         """Append the steps of one visit to a point, which began at `at_s` (Unix time)."""
@@ -275,7 +275,7 @@ class MeasurementFile:
                 )
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < state["bytes"]:
-            raise BadInput(f"{self.path}: has {size} bytes, {self.beside.name} says {state['bytes']}")
+            raise BadInput(f"{self.path}: has {size} bytes, {self.beside.name} expects {state['bytes']}")
         if size > state["bytes"]:
             os.truncate(self.path, state["bytes"])
         self.visits, self._bytes = dict(state["visits"]), int(state["bytes"])

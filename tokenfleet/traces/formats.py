@@ -263,7 +263,7 @@ def _by_text(path: Path, lines: Sequence[bytes]) -> TableFile:
     columns = tuple(frame.collect_schema().names())
     twice = [c for c in columns if "_duplicated_" in c and c.rsplit("_duplicated_", 1)[0] in columns]
     if twice:
-        raise BadInput(f"{path}: column {twice[0].rsplit('_duplicated_', 1)[0]!r} stands twice in the header")
+        raise BadInput(f"{path}: column {twice[0].rsplit('_duplicated_', 1)[0]!r} is twice in the header")
     return TableFile(path, Kind.CSV, columns, separator)
 
 

@@ -113,7 +113,7 @@ def _block_tokens(rows: Rows) -> int:
     if rows.form.format.block_tokens:
         return rows.form.format.block_tokens
     if not rows.has("block_tokens"):
-        raise BadInput(f"{rows.where}: hash_ids: no block_tokens beside them, the tokens of a block")
+        raise BadInput(f"{rows.where}: hash_ids: expected block_tokens too, the tokens of a block")
     units = rows.whole("block_tokens")
     named = np.flatnonzero(rows.table["hash_ids"].is_not_null().to_numpy())
     odd = (
@@ -234,7 +234,7 @@ def _systems(rows: Rows, order: Ints) -> SystemPrompts | None:
     if not rows.has("system"):
         return None
     if not rows.has("system_tokens"):
-        raise BadInput(f"{rows.where}: system: no system_tokens beside it, the length of each system prompt")
+        raise BadInput(f"{rows.where}: system: expected system_tokens too, the length of each system prompt")
     names = rows.table["system"]
     known = names.unique(maintain_order=True).drop_nulls()
     of = names.replace_strict(

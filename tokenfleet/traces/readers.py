@@ -207,7 +207,7 @@ def _in_order(path: Path, form: Match, table: pl.DataFrame) -> Trace:
     if blank_rows or silent:
         table = table.filter(~pl.col("__blank") & (pl.col("output") > 0))
     if not len(table):
-        found_rows = f"{silent} requests, all of which returned nothing" if silent else "no requests"
+        found_rows = f"{silent} requests, all without output" if silent else "no requests"
         raise BadInput(f"{path}: {found_rows}; expected at least one with output tokens")
     arrival_s, clock_start_s, moved = _seconds(form, table["arrival"].to_numpy())
     if arrival_s.max() > LONGEST_S:

@@ -169,14 +169,10 @@ def _seams(traces: Sequence[Trace]) -> list[str]:
         if last is not None:
             apart_s, beside = start_s - covered_s, f"{last.name} ends"
             if apart_s < -SEAM_S:
-                text = (
-                    f"{one.name} begins {duration_text(-apart_s)} before {beside}; what overlaps is added up"
-                )
+                text = f"{one.name} begins {duration_text(-apart_s)} before {beside}; overlaps add up"
                 found.setdefault("overlap", text)
             elif apart_s > max(SEAM_S, SILENCE / max(last.workload.rate_rps, 1e-9)):
-                text = (
-                    f"{one.name} begins {duration_text(apart_s)} after {beside}; planned as a time of silence"
-                )
+                text = f"{one.name} begins {duration_text(apart_s)} after {beside}; the gap counts as idle"
                 found.setdefault("gap", text)
         if end_s > covered_s:
             covered_s, last = end_s, one

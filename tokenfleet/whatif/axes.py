@@ -113,7 +113,7 @@ def _values(vary: str) -> tuple[str, list[str]]:
     meant = [checked(key, value) for value in listed]
     if len(set(meant)) < len(meant):
         again = next(v for i, v in enumerate(listed) if meant[i] in meant[:i])
-        raise BadInput(f"--vary: {key}: {again} stands there twice")
+        raise BadInput(f"--vary: {key}: {again} is given twice")
     return key, listed
 
 

@@ -91,7 +91,7 @@ def test_another_environment_is_refused_and_nothing_is_touched(tmp_path: Path) -
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "m.csv"
     out.write_text("prefill_tokens,sequences\n")
-    with pytest.raises(BadInput, match="is there already"):
+    with pytest.raises(BadInput, match="exists already"):
         MeasurementFile(out, HERE)
     out.unlink()
     MeasurementFile(out, HERE).add("a", [step()], 0.0)

@@ -83,7 +83,7 @@ def test_the_grid_is_every_combination_in_the_order_given() -> None:
         (["rate=1", "rate=2"], "given twice"),
         (["rate=fast"], "expected a number"),
         (["rate=0"], "must be above 0"),
-        (["rate=1,1.0"], "1.0 stands there twice"),
+        (["rate=1,1.0"], "1.0 is given twice"),
         (["tp=1.5"], "whole number"),
         (["slo.tpot=30"], "no unit"),
         (["attainment=1"], "must be above 0 and below 1"),

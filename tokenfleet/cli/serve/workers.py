@@ -181,7 +181,7 @@ def check_model(plan: PlanFile, model: str, engine_flags: Sequence[str]) -> None
             names.append(str(config.get("_name_or_path", "")))
     if not any(canonical_model(name) == planned for name in names):
         raise BadInput(
-            f"--model: {model} goes by no name of the plan's {planned}; where it is that model, say so with"
+            f"--model: {model} does not match the plan's model {planned}; if it is that model, add"
             f" -- --served-model-name {planned}; elsewhere, --as-is serves it without the plan's step times"
         )
 

@@ -355,7 +355,7 @@ def test_a_model_is_known_by_its_names(tmp_path, model, engine_flags, config):
     (folder / "config.json").write_text(json.dumps(config) if config else "no JSON")
     check_model(plan, model.replace("FOLDER", str(folder)), engine_flags)
     for other, more in (("meta-llama/Llama-3.1-8B", ()), ("/models/mine", ("--dtype", "llama-3.1-70b"))):
-        with pytest.raises(BadInput, match=r"goes by no name of the plan's llama-3\.1-70b; .* --as-is"):
+        with pytest.raises(BadInput, match=r"does not match the plan's model llama-3\.1-70b; .* --as-is"):
             check_model(plan, other, more)
 
 
@@ -428,7 +428,7 @@ def test_kinds_that_cannot_be_are_refused(given, says):
         (["--workers", "3"], "--workers: the plan says which workers; give either"),
         (["--tp", "1"], "--tp: the plan says which workers; give either"),
         (["--policy", "fastest"], "--policy: one of spread"),
-        (["--model", "meta-llama/Llama-3.1-8B"], "--model: meta-llama/Llama-3.1-8B goes by no name"),
+        (["--model", "meta-llama/Llama-3.1-8B"], "--model: meta-llama/Llama-3.1-8B does not match"),
         (["--engine", "emulated", "--as-is"], "--as-is: emulated engines are what the plan says"),
         (["--host-kv", "64GB"], "--host-kv: expected memory of a worker"),
         (["--host-kv", "64GiB@25GB/s"], "--host-kv: how fast it is loaded is measured here"),

@@ -78,7 +78,7 @@ def test_adapters_are_served_by_their_models_engines(file):
         asked(path, model=models, engine="vllm")
     with pytest.raises(BadInput, match="where is sales"):
         asked(path, model=models[:3])
-    with pytest.raises(BadInput, match="code stands there twice"):
+    with pytest.raises(BadInput, match="code is given twice"):
         asked(file(with_adapters(["code"])))
 
 
@@ -238,7 +238,7 @@ for _model, _parts in zip(CUT_UNALIKE["models"], (2, 4), strict=True):
         (TWO | {"schema": "tokenfleet.portfolio-plan/9"}, "expected tokenfleet.portfolio-plan/1, got"),
         ([], "schema: expected"),
         (TWO | {"models": []}, "models"),
-        (TWO | {"models": TWO["models"] * 2}, "models: chat stands there twice"),
+        (TWO | {"models": TWO["models"] * 2}, "models: chat is given twice"),
         (CUT_UNALIKE, "workers have 0.25, 0.5 of a h100-sxm; expected the same of all that share one"),
         (TWO | {"models": [{"name": "a/b", "plan": {}}]}, "models.0.name"),
         (TWO | {"models": [{"name": "chat", "plan": plan_json(fleet=[])}]}, "models.0.plan"),
