@@ -215,13 +215,13 @@ def simulation_lines(
     """
     from rich.text import Text
 
-    from tokenfleet.report.tables import facts_table, gpus_text, share_text, usd_text
+    from tokenfleet.report.tables import asked_text, facts_table, gpus_text, share_text, usd_text
 
     asked, within = request.attainment, told["sessions"] and told["sessions"].get("within_target")
     rows, in_slo = told.get("classes", ()), float(outcome.met.mean())
     is_met = within is None or within >= asked
     is_met &= all(r["attainment"] >= r["target"] for r in rows) if rows else in_slo >= asked
-    target = "targets by class" if rows else f"target {share_text(asked)}"
+    target = "targets by class" if rows else f"target {asked_text(asked)}"
     yield Text(
         f"{fleet.label} ({gpus_text(fleet.gpus)}, {usd_text(fleet.usd_per_hour)})"
         f" {'meets' if is_met else 'misses'} the target:"
@@ -235,7 +235,7 @@ def simulation_lines(
             (
                 f"Class {one.name}",
                 f"{share_text(row['attainment'])} of {row['requests']:,} requests in SLO"
-                f" (target {share_text(row['target'])} within {limits})",
+                f" (target {asked_text(row['target'])} within {limits})",
             )
         )
     lines += [*sessions_rows(told["sessions"], asked)]
@@ -269,11 +269,11 @@ def latency_rows(outcome: Outcome, slo: Slo | None) -> Iterator[tuple[str, str]]
 
 
 def _most_text(most: MostAgents) -> str:
-    from tokenfleet.report.tables import share_text
+    from tokenfleet.report.tables import asked_text, share_text
 
     whole = ", all sessions of the trace" if most.on_trace == most.sessions else ""
     return (
-        f"{most.agents:,} concurrent sessions meet {share_text(most.target)} at"
+        f"{most.agents:,} concurrent sessions meet {asked_text(most.target)} at"
         f" {most.estimate.confidence * 100:g} % confidence ({share_text(most.estimate.expected)} expected,"
         f" {share_text(most.estimate.low)} lower bound); {most.on_trace:,} on the recorded trace{whole}"
     )
@@ -417,7 +417,7 @@ def sessions_json(outcome: Outcome, agents: int | None, usd_per_h: float | None)
 
 def sessions_rows(told: dict[str, Any] | None, asked: float) -> Iterator[tuple[str, str]]:
     """The same for a terminal; `asked`: the share of sessions that is to be in time."""
-    from tokenfleet.report.tables import share_text
+    from tokenfleet.report.tables import asked_text, share_text
 
     if told is None:
         return
@@ -425,7 +425,7 @@ def sessions_rows(told: dict[str, Any] | None, asked: float) -> Iterator[tuple[s
         limit = duration_text(told["session_target_s"])
         yield (
             "In session time",
-            f"{share_text(told['within_target'])} within {limit} (target {share_text(asked)})",
+            f"{share_text(told['within_target'])} within {limit} (target {asked_text(asked)})",
         )
     took = ""
     if told["completed"]:

@@ -13,8 +13,7 @@ from tokenfleet.portfolio.offers import Kind
 from tokenfleet.portfolio.plan import PortfolioPlan, Row, Use
 from tokenfleet.report.figures import TONES, Axis, Figure, Series
 from tokenfleet.report.page import page, section
-from tokenfleet.report.tables import share_text, table, usd_text
-from tokenfleet.whatif.pareto import fleet_text
+from tokenfleet.report.tables import fleet_text, share_text, table, usd_text
 
 SCHEMA = "tokenfleet.portfolio-plan/1"
 _MODELS = ("model", "fleet", "constant", "on schedule", "lower bound", "on other GPUs")
@@ -106,7 +105,7 @@ def _model(row: Row) -> tuple[str, ...]:
         f"{kind} {usd_text(found) if isinstance(found, float) else 'none'}"
         for kind, found in row.others.items()
     )
-    fleet = fleet_text(row.plan) + _on_spot(row)
+    fleet = fleet_text(row.plan.fleet) + _on_spot(row)
     if row.kind.workers_per_gpu > 1:
         fleet += f", each 1/{row.kind.workers_per_gpu} of a GPU"
     return (

@@ -11,9 +11,8 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from tokenfleet.planning.plan_file import PlanFile, kind_of_worker
 from tokenfleet.report.figures import TONES, Axis, Figure, Kind, Series
-from tokenfleet.report.tables import usd_text
+from tokenfleet.report.tables import fleet_text, usd_text
 from tokenfleet.whatif.axes import AXES, Scenario, checked
 
 _PLOTTED = ("slo.ttft", "slo.tpot", "attainment", "confidence")  # the first that varies is the x-axis
@@ -171,12 +170,4 @@ def _label(one: Scenario) -> str:
 
 
 def _fleet(one: Scenario) -> str:
-    return fleet_text(one.plan) if one.plan else "-"
-
-
-def fleet_text(plan: PlanFile) -> str:
-    """A plan's fleet in words, as `Fleet.label` says it."""
-    return " + ".join(
-        f"{part.workers} x {kind_of_worker(part)}" + (f" ({part.role})" if part.role != "any" else "")
-        for part in plan.fleet
-    )
+    return fleet_text(one.plan.fleet) if one.plan else "-"

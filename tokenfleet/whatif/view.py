@@ -12,10 +12,10 @@ from rich.text import Text
 from tokenfleet import __version__
 from tokenfleet.planning.plan_file import Paid, PlanFile
 from tokenfleet.report.page import page, section
-from tokenfleet.report.tables import gpus_text, share_text, table, usd_text
+from tokenfleet.report.tables import fleet_text, gpus_text, share_text, table, usd_text
 from tokenfleet.whatif.axes import Scenario, checked
 from tokenfleet.whatif.marginal import NO_CLOCK, Clock, marginal
-from tokenfleet.whatif.pareto import cost, cost_figure, fleet_text, is_priced, unbeaten
+from tokenfleet.whatif.pareto import cost, cost_figure, is_priced, unbeaten
 
 SCHEMA = "tokenfleet.whatif/1"
 _COLUMNS = ("fleet", "GPUs", "cost", "expected", "lower bound")
@@ -68,7 +68,7 @@ def verdict(scenarios: Sequence[Scenario]) -> str:
     head = f"{len(met)} of {scenarios_text(len(scenarios))} can meet the target"
     best = min(met, key=lambda one: cost(one, is_priced(scenarios)))
     assert best.plan is not None
-    fleet = f"{fleet_text(best.plan)} ({gpus_text(best.plan.gpus)}, {usd_text(best.plan.usd_per_hour)})"
+    fleet = f"{fleet_text(best.plan.fleet)} ({gpus_text(best.plan.gpus)}, {usd_text(best.plan.usd_per_hour)})"
     return f"{head}; the cheapest is {fleet} at {_changes(best.changes)}"
 
 
@@ -118,7 +118,8 @@ def cells(one: Scenario, scenarios: Sequence[Scenario]) -> tuple[str, ...]:
     attained = plan.attainment
     reached = attained.on_trace if attained.expected is None else attained.expected
     row = (
-        fleet_text(plan) + _of_which_spare(plan),
+        fleet_text(plan.fleet, {part.gpu for s in scenarios if s.plan for part in s.plan.fleet})
+        + _of_which_spare(plan),
         str(plan.gpus),
         usd_text(plan.usd_per_hour),
         "-" if reached is None else share_text(reached),

@@ -68,7 +68,7 @@ def test_the_first_line_says_whether_the_fleet_meets_its_target_and_what_it_cost
     assert simulated(folder, *priced) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     fleet = "3 x made-gpu TP1 (3 GPUs, $6.00/h)"
-    assert first == f"{fleet} meets the target: 100 % of 200 requests in SLO (target 99.00 %)"
+    assert first == f"{fleet} meets the target: 100 % of 200 requests in SLO (target 99 %)"
     assert [line.split()[0] for line in rest] == ["TTFT", "TPOT"]
     assert simulated(folder, *priced, "--verbose") == 0
     assert "Preemptions" in capsys.readouterr().out
@@ -287,7 +287,7 @@ def test_the_most_agents_hold_the_target_with_confidence_and_are_no_more_than_on
     assert told("--most-agents", "--confidence", "0.5")["most_agents"]["agents"] >= most["agents"]
     assert simulated(talks, *asked, "--most-agents") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{most['agents']} concurrent sessions meet 90.00 % at 95 % confidence (" in said
+    assert f"{most['agents']} concurrent sessions meet 90 % at 95 % confidence (" in said
     assert f"{most['on_trace']} on the recorded trace" in said
 
 
@@ -295,7 +295,7 @@ def test_the_most_agents_are_all_there_are_or_none(talks: Path, capsys: pytest.C
     asked = ("--most-agents", "--attainment", "0.8", "--confidence", "0.8")
     assert simulated(talks, *asked) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "10 concurrent sessions meet 80.00 % at 80 % confidence (" in said
+    assert "10 concurrent sessions meet 80 % at 80 % confidence (" in said
     assert "10 on the recorded trace, all sessions of the trace" in said
     assert simulated(talks, *asked, "--session-time", "1s") == 1
     assert "one agent alone attains 0.0000 on this fleet, below 0.8" in capsys.readouterr().err

@@ -208,7 +208,7 @@ def test_a_model_alone_is_on_demand_as_far_as_its_share_on_spot_asks_at_every_ti
     words = "--output-dir", str(folder / "partly")
     asked(f"{{spot-share: {most}}}", *words, defaults=defaults, file=file)
     said = (folder / "partly" / "portfolio.html").read_text()
-    assert f"{whole} x made-gpu TP1, {fewest} on demand, {whole - fewest} on spot" in said
+    assert f"{whole}x made-gpu TP1, {fewest} on demand, {whole - fewest} on spot" in said
     # Less than one worker's share, and no limit, leave it whole.
     few = within(f"{{spot-share: {0.9 / whole}}}")["models"][0]
     assert (few["spot"], few["on_demand_workers"]) == (False, few["plan"]["workers"])

@@ -302,7 +302,7 @@ def test_the_first_line_is_the_verdict_and_steps_of_no_cost_need_the_same_fleet(
     grid = ["--slo", "ttft=500ms,tpot=30ms", "--vary", "rate=1,3", "--vary", "slo.tpot=100ms,200ms"]
     assert main([*words, *grid]) == 0
     out = capsys.readouterr().out
-    head = r"4 of 4 scenarios can meet the target; the cheapest is \d x \S+ TP\d \(\d+ GPUs?, \$[\d.]+/h\) at"
+    head = r"4 of 4 scenarios can meet the target; the cheapest is \d+x \S+ TP\d \(\d+ GPUs?, \$[\d.]+/h\) at"
     assert re.match(f"{head} rate 1,", out.splitlines()[0])
     assert "* Pareto-optimal: nothing cheaper meets this target" in out
     assert "Raising traffic from 1x to 3x costs $" in out
