@@ -15,7 +15,8 @@ import numpy as np
 import pulp
 
 from controlplane.errors import Infeasible
-from controlplane.scaler.mix import MixProgram, MixQuestion, solver
+from controlplane.scaler.limits import solver
+from controlplane.scaler.mix import MixProgram, MixQuestion
 from controlplane.scaler.weights import Weights
 from controlplane.worker_type import WorkerType
 

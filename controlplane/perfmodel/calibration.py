@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.factors import Correction, Evidence, Floats, Terms
+from controlplane.perfmodel.factors import Correction, Floats, NormalEquations, Terms
 from controlplane.perfmodel.profile import FittedRange, Profile, Residuals
 from controlplane.perfmodel.step import Batch, PrefillModel, coefficients_with_hinges
 from controlplane.types import EngineMode
@@ -193,7 +193,7 @@ def _solved(equations: _Equations) -> tuple[Floats, float, Floats]:
     factors, scale, spread, robust = np.full(parts.shape[1], start), start, 0.1, np.ones(len(parts))
     for _ in range(ROUNDS):
         doubt = TERM * np.maximum(factors, start)
-        evidence = Evidence.of(parts, weight * robust / spread**2)
+        evidence = NormalEquations.of(parts, weight * robust / spread**2)
         *each, scale = evidence.with_common(doubt, start, SCALE * start, PART * start, start / PART)
         factors = np.array(each)
         residual = parts @ factors - 1.0
@@ -204,7 +204,7 @@ def _solved(equations: _Equations) -> tuple[Floats, float, Floats]:
     if len(residual) > 2 and min(residual[:-1].std(), residual[1:].std()) > 1e-12:
         together = float(np.clip(np.corrcoef(residual[:-1], residual[1:])[0, 1], 0.0, 0.9))
     apart = (1.0 - together) / (1.0 + together)
-    known = Evidence(evidence.information * apart, evidence.moment * apart)
+    known = NormalEquations(evidence.information * apart, evidence.moment * apart)
     return factors, float(scale), known.covariance(doubt, SCALE * start)
 
 

@@ -77,34 +77,36 @@ class Terms:
         return with_coefficients(self._step, values)
 
 
-class Evidence(NamedTuple):
+class NormalEquations(NamedTuple):
     """The sums of the normal equations: Σ w·row·rowᵀ and Σ w·row·target."""
 
     information: Floats
     moment: Floats
 
     @classmethod
-    def none(cls, terms: int) -> Evidence:
+    def none(cls, terms: int) -> NormalEquations:
         return cls(np.zeros((terms, terms)), np.zeros(terms))
 
     @classmethod
-    def of(cls, rows: Floats, weight: Floats) -> Evidence:
+    def of(cls, rows: Floats, weight: Floats) -> NormalEquations:
         """Of rows [measurements, terms] whose target is 1."""
         weighed = rows * weight[:, None]
         return cls(weighed.T @ rows, weighed.sum(axis=0))
 
-    def faded(self, keep: float, row: Floats, target: float) -> Evidence:
+    def faded(self, keep: float, row: Floats, target: float) -> NormalEquations:
         """With one measurement more, and those before worth less."""
-        return Evidence(keep * self.information + np.outer(row, row), keep * self.moment + row * target)
+        return NormalEquations(
+            keep * self.information + np.outer(row, row), keep * self.moment + row * target
+        )
 
-    def at(self, factors: Floats) -> Evidence:
-        """Evidence for these factors that tells nothing of the common one, only of the proportions.
+    def at(self, factors: Floats) -> NormalEquations:
+        """NormalEquations for these factors that tells nothing of the common one, only of the proportions.
 
         What it says along the common direction is taken out: the Schur complement of it.
         """
         along = self.information.sum(axis=1)
         information = self.information - np.outer(along, along) / max(float(along.sum()), 1e-300)
-        return Evidence(information, information @ factors)
+        return NormalEquations(information, information @ factors)
 
     def common(self, trust: float, believed: float) -> float:
         """The factor that all terms have, if they have the same; a believed one is worth `trust` steps."""

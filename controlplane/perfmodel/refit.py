@@ -27,7 +27,7 @@ import numpy as np
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.cusum import BLOCK, Cusum
-from controlplane.perfmodel.factors import Evidence, Floats, Terms
+from controlplane.perfmodel.factors import Floats, NormalEquations, Terms
 from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Profile
 from controlplane.perfmodel.step import Batch, StepModel
 
@@ -61,7 +61,7 @@ class Refit:
         self._factors = np.ones(len(self._terms))
         self._incumbent, self._incumbent_scale = self._factors, 1.0
         self._lead = 0.0  # by how much the learned factors' loss has lately been less than the incumbent's
-        self._evidence = Evidence.none(len(self._terms))
+        self._evidence = NormalEquations.none(len(self._terms))
         self._trust, self._trusted = float(TRUST_STEPS), 1.0  # in which scale, before steps say more
         spread = max(profile.residuals.spread, LEAST_SPREAD)
         self._mean_abs = spread * NORMAL_MEAN_ABS

@@ -11,10 +11,6 @@ s_v(n) of n workers can be counted on: all, unless they are spot workers; then o
 chosen by a binary variable each. What a launch pays in its cold start and a drained worker in its drain is
 spread over `horizon_s`, so a mix that is no cheaper than that is not changed for. A planner, who starts from
 nothing, pays no launches.
-
-Written with PuLP because it then reads as above. HiGHS solves it inside the process: the same counts as by
-CBC, which PuLP ships as a program, without a process and two files for each solve from inside a tick, in a
-third of the time or less (benchmarks/mix_solvers.py prints both).
 """
 
 from __future__ import annotations
@@ -24,9 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pulp
 
 from controlplane.errors import BadInput, Infeasible
+from controlplane.scaler.limits import keep_to, solve
 from controlplane.scaler.weights import HAIR, Weights, missing_share, most_missing
 from controlplane.worker_type import WorkerType
 
@@ -35,7 +33,6 @@ Counts = Mapping[str, int]  # workers by the name of their type
 SURVIVE = 0.99  # the probability with which at any time enough spot workers stand
 # So little that it never outweighs a cent, yet of equally dear mixes the one with fewer GPUs wins.
 _TIE = 1e-6
-_TIME_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +215,17 @@ class MixProgram:
     def _limit(self, types: Sequence[WorkerType]) -> None:
         question, counts = self._question, self.counts
         max_gpus, budget = question.settings.max_gpus, question.settings.budget_usd_per_h
+        takes: list[tuple[list[float], float]] = []
         if max_gpus is not None:
-            self.problem += pulp.lpSum(t.gpus * counts[t.name] for t in types) <= max_gpus
+            takes.append(([float(t.gpus) for t in types], max_gpus))
         if budget is not None:
             if any(t.usd_per_h is None for t in types):
                 raise BadInput("mix: a budget needs a price for every type of worker")
-            self.problem += pulp.lpSum(t.usd_per_h * counts[t.name] for t in types) <= budget + 1e-9
+            takes.append(([t.usd_per_h or 0.0 for t in types], budget))
         if question.most is not None:
-            self.problem += pulp.lpSum(counts.values()) <= question.most
+            takes.append(([1.0] * len(types), question.most))
+        for each, most in takes:
+            keep_to(self.problem, np.array(each), list(counts.values()), most)
 
     def _count(self, i: int, t: WorkerType) -> tuple[Any, Any]:
         """n_v, and how many of them can be counted on."""
@@ -252,27 +252,8 @@ class MixProgram:
         return bound if t.limit is None else min(bound, t.limit)
 
     def _solved(self) -> dict[str, int]:
-        self.problem.solve(solver())
-        status = pulp.LpStatus[self.problem.status]
-        if status != "Optimal":
-            raise Infeasible(f"no mix within the limits carries the demand ({status.lower()})")
+        solve(self.problem, "no mix within the limits carries the demand ({})")
         return present({name: round(pulp.value(n) or 0) for name, n in self.counts.items()})
-
-
-def solver() -> Any:
-    """HiGHS in this process, to the last digit, on one thread and the same way every time.
-
-    Its feasibility jump, a heuristic for large programs, takes 16 ms whatever the size.
-    """
-    return pulp.HiGHS(
-        msg=False,
-        timeLimit=_TIME_LIMIT_S,
-        gapRel=0.0,
-        gapAbs=0.0,
-        threads=1,
-        random_seed=0,
-        mip_heuristic_run_feasibility_jump=False,
-    )
 
 
 def _prices(types: Sequence[WorkerType]) -> list[float]:

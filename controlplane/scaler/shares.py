@@ -7,8 +7,8 @@ ask. What is left is divided by an integer program. With x_mk = 1 where model m 
     maximise    Σ value(m, k) · x_mk
     subject to  Σ_m takes_l(m) · (least_m + Σ_k x_mk) <= most_l      for each limit l (GPUs, dollars an hour)
 
-Workers that have a part of a GPU are on it with others of that zone, type and price, a *group*. Limits count
-whole GPUs: for each group an integer, at least the sum of its workers' parts, stands in place of them.
+Workers that have a part of a GPU are on it with others of that zone, type and price, a *group*, whose whole
+GPUs limits count (`limits.py`).
 
     value(m, k) = gpus_m · (right_m / k           where m needs it: who is least above its right comes first
                             | TRIFLE · right_m / k         where m only has not let go of it yet
@@ -25,20 +25,19 @@ shares as told and workers that are still there, keeps to the limits: in transit
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pulp
 
-from controlplane.errors import BadInput, Infeasible
-from controlplane.scaler.mix import solver
+from controlplane.errors import BadInput
+from controlplane.scaler.limits import HAIR, Takes, bought, keep_to, solve, whole_gpus
 
 TRIFLE = 1e-3
 TIE = 1e-4  # of equal claims, that of who has it
-_HAIR = 1e-9
 _BUDGET = "budget-usd-per-h"
 
 
@@ -112,8 +111,7 @@ class Limits:
 
     def used(self, pools: Sequence[Pool], workers: Sequence[int]) -> list[tuple[str, float, float]]:
         """For each limit its name, what so many workers of each pool take of it, and the most."""
-        parts = [math.ceil(sum(part) - _HAIR) for part in _parts(pools, workers)]
-        counts = [*workers, *parts]
+        counts = [*workers, *bought(_parts(pools) @ workers).tolist()]
         fixed = {_BUDGET: _fixed(pools)}
         return [
             (name, sum(takes * n for takes, n in zip(row, counts, strict=True)) + beside, most + beside)
@@ -123,7 +121,7 @@ class Limits:
 
     def hold(self, pools: Sequence[Pool], workers: Sequence[int]) -> bool:
         """Whether so many workers of each pool keep to the limits."""
-        return all(used <= most + _HAIR for _, used, most in self.used(pools, workers))
+        return all(used <= most + HAIR for _, used, most in self.used(pools, workers))
 
 
 def _fixed(pools: Sequence[Pool]) -> float:
@@ -134,10 +132,11 @@ def _groups(pools: Sequence[Pool]) -> list[tuple[str, str, float]]:
     return sorted({group for p in pools if (group := p.group) is not None})
 
 
-def _parts(pools: Sequence[Pool], workers: Sequence[Any]) -> list[list[Any]]:
-    """For each group the GPUs that so many workers of its pools have parts of."""
-    counted = list(zip(pools, workers, strict=True))
-    return [[p.gpus * n for p, n in counted if p.group == group] for group in _groups(pools)]
+def _parts(pools: Sequence[Pool]) -> Takes:
+    """The GPUs of each group that a worker of each pool has a part of, shape [groups, pools]."""
+    groups = _groups(pools)
+    parts = [p.gpus * (p.group == group) for group in groups for p in pools]
+    return np.array(parts, float).reshape(len(groups), len(pools))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,23 +203,13 @@ def divide(
             value(p, k, kept.get(p.model, 0)) * x for k, x in zip(numbers, chosen[p.model], strict=True)
         ]
     problem += pulp.lpSum(worth)
-    _keep_to(problem, limits, pools, [least[p.model] + pulp.lpSum(chosen[p.model]) for p in pools])
-    problem.solve(solver())
-    if pulp.LpStatus[problem.status] != "Optimal":
-        raise Infeasible("no division of shares keeps to the limits")
-    return {m: least[m] + sum(round(pulp.value(x) or 0) for x in xs) for m, xs in chosen.items()}
-
-
-def _keep_to(problem: Any, limits: Limits, pools: Sequence[Pool], workers: Sequence[Any]) -> None:
-    """Constrain a program whose variables are workers of each pool."""
-    counts = list(workers)
-    for number, parts in enumerate(_parts(pools, workers)):
-        whole = problem.add_variable(f"gpus{number}", lowBound=0, cat="Integer")
-        problem += pulp.lpSum(parts) <= whole
-        counts.append(whole)
+    counts = [least[p.model] + pulp.lpSum(chosen[p.model]) for p in pools]
+    for number, parts in enumerate(_parts(pools)):
+        counts += [whole for _, whole in whole_gpus(problem, parts, counts[: len(pools)], number)]
     for _, row, most in limits.rows(pools):
-        taken = [takes * n for takes, n in zip(row, counts, strict=True)]
-        problem += pulp.lpSum(taken) <= most + _HAIR
+        keep_to(problem, np.array(row), counts, most)
+    solve(problem, "no division of shares keeps to the limits")
+    return {m: least[m] + sum(round(pulp.value(x) or 0) for x in xs) for m, xs in chosen.items()}
 
 
 def value(pool: Pool, k: int, kept: int) -> float:

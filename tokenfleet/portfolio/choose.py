@@ -12,9 +12,7 @@ spot is several offers. Fleets are the planner's own, whole, so what is chosen i
 Windows tie no offers together: a model that sleeps while another is awake leaves it its GPUs.
 
 Workers that have a part of a GPU are on it with others of that pool and price. Whole GPUs are bought for each
-such *group* g: an integer for each window, which stands in limits and dollars in place of the parts,
-
-    Σ gpus_o(w) · x_o <= G_gw < 1 + Σ gpus_o(w) · x_o        over the offers of g
+such *group* (`controlplane/scaler/limits.py`).
 
 All GPUs of a pool that are shared are cut alike: with y_pn binary, Σ_n y_pn <= 1, and x_o <= y_pn for offers
 of 1/n of its GPUs. Parts that are alike always fit into so many GPUs, and no worker has more neighbours than
@@ -23,8 +21,6 @@ its plan allows for.
 How far a limit is from making the answer cheaper is another solve, with the limit's excess to be least and
 the cost to be less; integer programs have no useful duals. The least share on spot is a ratio: Dinkelbach's
 method, from any choice down.
-
-Written with PuLP and solved by HiGHS, as in controlplane/scaler/mix.py.
 """
 
 from __future__ import annotations
@@ -38,11 +34,9 @@ import pulp
 from numpy.typing import NDArray
 
 from controlplane.errors import Infeasible
-from controlplane.scaler.mix import solver
+from controlplane.scaler.limits import HAIR, bought, keep_to, solve, whole_gpus
 
 _CENT = 0.01  # a saving of less an hour is none
-_SHARE = 1e-9  # GPUs, or a share of them, that are none
-_PART = 0.01  # of a GPU: no part is as small
 _TIE = 1e-6  # dollars a GPU: of equally dear answers the one with fewer GPUs, and fewer that are shared
 
 
@@ -114,7 +108,7 @@ class Question:
         for group in sorted({offer.shared for offer in taken if offer.shared is not None}):
             parts = sum(offer.gpus[:, group.pool] for offer in taken if offer.shared == group)
             one = self.one_gpu(group)
-            count = np.ceil(parts - _SHARE)
+            count = bought(np.asarray(parts))
             whole.append(replace(one, gpus=one.gpus * count[:, None], usd_per_h=one.usd_per_h * count))
         return whole
 
@@ -163,7 +157,7 @@ def _least_share(question: Question, which: int, below_usd_per_h: float | None) 
         program = _Program(raised(question, which, share - question.limits[which].most), frozenset({which}))
         excess = program.least_excess({which: 1.0}, below_usd_per_h)[which]
         less = question.peak(question.limits[which], program.chosen())
-        if excess > -_SHARE or less >= share:
+        if excess > -HAIR or less >= share:
             return share
         share = less
 
@@ -176,7 +170,7 @@ def cheapest_relaxation(question: Question, prices: Sequence[float]) -> dict[int
     for number, limit in enumerate(question.limits):
         if limit.of == "spot":  # in GPUs until here
             excess[number] = max(0.0, question.peak(limit, program.chosen()) - limit.most)
-    return {limit: more for limit, more in excess.items() if more > _SHARE}
+    return {limit: more for limit, more in excess.items() if more > HAIR}
 
 
 def raised(question: Question, which: int, more: float) -> Question:
@@ -238,19 +232,13 @@ class _Program:
         """Whole GPUs for the offers that share those of a group, in each window."""
         offers = self._question.offers
         parts = np.stack([o.gpus[:, group.pool] * (o.shared == group) for o in offers], axis=1)
-        rows, row_of = np.unique(parts, axis=0, return_inverse=True)  # windows that are alike are one
-        for number, row in enumerate(rows):
-            taken = pulp.lpSum(float(n) * x for n, x in zip(row, self._x, strict=True) if n)
-            name = f"gpus{len(self._bought)}"
-            whole = self._problem.add_variable(name, lowBound=0, cat="Integer")
-            self._problem += taken <= whole
-            self._problem += whole <= taken + 1.0 - _PART
-            when = np.asarray(row_of.ravel() == number, np.float64)
-            self._bought.append((self._question.one_gpu(group), when, whole))
+        one = self._question.one_gpu(group)
+        for when, whole in whole_gpus(self._problem, parts, self._x, len(self._bought)):
+            self._bought.append((one, when, whole))
 
     def _limit(self, number: int, limit: Limit, is_elastic: bool, is_alone: bool) -> None:
         is_share = limit.of == "spot"
-        most: Any = (0.0 if is_share else limit.most) + 1e-9
+        most: Any = 0.0 if is_share else limit.most
         if is_elastic:
             kind = "Continuous" if limit.of in ("usd", "spot") else "Integer"
             # Alone, a share's excess may be below none: how far it can still fall.
@@ -258,9 +246,7 @@ class _Program:
             self._excess[number] = self._problem.add_variable(f"more{number}", lowBound=least, cat=kind)
             most = most + self._excess[number]
         used = np.stack([limit.used(offer) * when for offer, when, _ in self._bought], axis=1)
-        for row in np.unique(used, axis=0):  # windows that are alike are one
-            taken = [float(u) * x for u, (_, _, x) in zip(row, self._bought, strict=True)]
-            self._problem += pulp.lpSum(taken) <= most
+        keep_to(self._problem, used, [x for *_, x in self._bought], most)
 
     def cheapest(self) -> Choice:
         self._problem += self._ranked
@@ -287,6 +273,4 @@ class _Program:
         }
 
     def _solve(self) -> None:
-        self._problem.solve(solver())
-        if pulp.LpStatus[self._problem.status] != "Optimal":
-            raise Infeasible("no choice of fleets keeps to the limits")
+        solve(self._problem, "no choice of fleets keeps to the limits")
