@@ -90,7 +90,7 @@ Role = Literal["any", "prefill", "decode"]  # of a worker; the latter two hand o
 
 
 class EngineMode(StrEnum):
-    """The way in which an engine forms its batches (docs of each mode: dataplane/simulated/next_step.py)."""
+    """The way in which an engine forms its batches (docs of each mode: dataplane/simulated/step.py)."""
 
     CHUNKED = "chunked"  # vLLM V1: decode tokens and prefill chunks share a step
     PREFILL_FIRST = "prefill-first"  # legacy vLLM, the paper's: a step is prefill or decode

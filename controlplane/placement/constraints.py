@@ -56,6 +56,7 @@ from controlplane.perfmodel.coefficients import (
     prefill_s,
     window_blocks,
 )
+from controlplane.placement.batch import expect_end
 from controlplane.placement.ledger import (
     ANY_PHASE,
     DECODE_ONLY,
@@ -67,7 +68,6 @@ from controlplane.placement.ledger import (
     Ints,
     Ledger,
     cached_tokens,
-    expect_end,
     generated,
     known_cached,
     known_loads,

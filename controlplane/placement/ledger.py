@@ -23,12 +23,6 @@ from numpy.typing import NDArray
 from controlplane.compiled import by_reference, compiled
 from controlplane.perfmodel.coefficients import (
     BLOCK_TOKENS,
-    CHUNKED,
-    MAX_BATCHED,
-    MAX_SEQS,
-    MODE,
-    mixed_s,
-    prefill_s,
     run_s,
     steps_within,
 )
@@ -41,7 +35,7 @@ from controlplane.placement.caches import (
     no_caches,
     no_host_memory,
 )
-from controlplane.placement.lengths import LengthTable, expected_output
+from controlplane.placement.lengths import LengthTable
 from controlplane.placement.order import ASKED, Orders, has_more, new_orders
 from controlplane.types import Role
 
@@ -426,6 +420,15 @@ def queue_first(led: Ledger, w: int) -> int:
 
 
 @compiled
+def next_in_queue(led: Ledger, w: int, r: int) -> int:
+    """The request whose turn is next after another's, or NONE."""
+    after = led.requests[r].next
+    if after == NONE and led.requests[r].priority == 1:
+        return int(led.queue_head[0, w])
+    return int(after)
+
+
+@compiled
 def dequeue(led: Ledger, w: int, r: int) -> None:
     """Take a request out of its worker's queue, wherever it stands; its prefill is still to be done."""
     step_out(led, w, led.requests[r].priority, r)
@@ -445,111 +448,3 @@ def leave_queue(led: Ledger, w: int, r: int) -> None:
     led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
     led.requests[r].worker = NONE
     led.requests[r].phase = HELD
-
-
-@compiled
-def begin_step(led: Ledger, w: int, computed: Ints, chunks: Ints, now_s: float) -> None:
-    """A worker's engine begins a step: the prefill that it takes, and when it ends, by the engine's rules.
-
-    For a ledger whose engines are elsewhere. `computed` and `chunks`, by request: tokens of a prefill that
-    are done, and those in this step. Prefills in progress come first, then the queue, as budget and seats
-    last; an engine that does not chunk takes whole prompts, the first of any length.
-    """
-    k = led.coefficients[led.workers[w].variant]
-    whole = k[MODE] != CHUNKED
-    budget = int(k[MAX_BATCHED]) - (0 if whole else led.workers[w].decoding)
-    prefill, squares = 0, 0.0
-    i = 0
-    while budget > 0:
-        if i < led.workers[w].running_n:
-            r = led.running[w, i]
-        else:
-            r = queue_first(led, w)
-            if r == NONE or i >= k[MAX_SEQS] or (whole and prefill > 0 and to_compute(led, r) > budget):
-                break
-            dequeue(led, w, r)
-            led.requests[r].phase = PREFILLING
-            led.running[w, i] = r
-            led.workers[w].running_n += 1
-            computed[r] = 0
-        if led.requests[r].phase == PREFILLING:
-            left = to_compute(led, r) - computed[r]
-            chunks[r] = left if whole else min(left, budget)
-            start = float(led.requests[r].cached + computed[r])
-            squares += (start + chunks[r]) * (start + chunks[r]) - start * start
-            prefill += chunks[r]
-            budget -= chunks[r]
-        i += 1
-    led.workers[w].queued_tokens -= prefill
-    led.workers[w].gains = 0 if whole and prefill > 0 else 1
-    led.workers[w].boundary_s = now_s + step_lasts_s(led, w, prefill, squares)
-
-
-@compiled
-def step_lasts_s(led: Ledger, w: int, prefill: int, squares: float) -> float:
-    """Seconds of a worker's step that carries so much prefill; 0 for one that has nothing to do."""
-    k = led.coefficients[led.workers[w].variant]
-    if k[MODE] != CHUNKED and prefill > 0:
-        return prefill_s(k, prefill, squares)
-    if led.workers[w].running_n == 0:
-        return 0.0
-    return mixed_s(k, prefill, led.workers[w].decoding, led.workers[w].context, squares)
-
-
-@compiled
-def end_step(led: Ledger, w: int, computed: Ints, chunks: Ints, prefilled: int) -> None:
-    """The step is over and has computed so many tokens of prompts; less than 0: as many as was thought."""
-    more = prefilled
-    for i in range(led.workers[w].running_n):
-        r = led.running[w, i]
-        if led.requests[r].phase == PREFILLING:
-            done = min(chunks[r], more) if prefilled >= 0 else chunks[r]
-            computed[r] += done
-            led.workers[w].queued_tokens += chunks[r] - done
-            chunks[r] = 0
-            more -= done
-    for i in range(led.workers[w].running_n):  # more than was thought: the first of them are further
-        r = led.running[w, i]
-        if more > 0 and led.requests[r].phase == PREFILLING:
-            done = min(to_compute(led, r) - computed[r], more)
-            computed[r] += done
-            led.workers[w].queued_tokens -= done
-            more -= done
-
-
-@compiled
-def begin_decoding(led: Ledger, w: int, r: int, tokens: int) -> None:
-    """A queued request's prefill is done and it holds `tokens` output tokens: it decodes from here on."""
-    led.workers[w].queued -= 1
-    led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
-    led.requests[r].phase = DECODING
-    led.requests[r].key = tokens - led.workers[w].step
-    led.workers[w].decoding += 1
-    led.workers[w].context += led.requests[r].prompt + tokens
-    expect_end(led, w, r)
-
-
-@compiled
-def stop_decoding(led: Ledger, w: int, r: int, phase: int) -> None:
-    """A decoding request finished, was preempted or left: its tokens are no longer held here."""
-    tokens = generated(led, r)
-    led.requests[r].phase = phase
-    led.requests[r].key = tokens
-    led.workers[w].decoding -= 1
-    led.workers[w].context -= led.requests[r].prompt + tokens
-
-
-@compiled
-def expect_end(led: Ledger, w: int, r: int) -> None:
-    """Set when a decoding request should finish: by its prediction, or, once past it, conditionally.
-
-    Algorithm 2's re-prediction, E[output | prompt, output > generated], taken when it is needed.
-    """
-    tokens = generated(led, r)
-    total = led.requests[r].predicted
-    if total <= tokens:
-        total = expected_output(
-            led.length_edges, led.length_grid, led.length_expected, led.requests[r].prompt, tokens
-        )
-        led.requests[r].predicted = total
-    led.requests[r].ends = led.workers[w].step + max(total - tokens, 1)

@@ -13,6 +13,7 @@ from controlplane.compiled import compiled
 from controlplane.perfmodel.coefficients import KV_BLOCKS
 from controlplane.placement.assign import decide, decode_worker, refuses, tell_change
 from controlplane.placement.baselines import in_turn
+from controlplane.placement.batch import stop_decoding
 from controlplane.placement.caches import forget
 from controlplane.placement.constraints import hopeless
 from controlplane.placement.ledger import (
@@ -29,7 +30,6 @@ from controlplane.placement.ledger import (
     Ledger,
     leave_queue,
     queue_first,
-    stop_decoding,
     view,
     view_workers,
 )
@@ -58,9 +58,10 @@ from dataplane.simulated.engine import (
     step_together,
 )
 from dataplane.simulated.host_tier import forget_request, leave_loading, reset_tier
-from dataplane.simulated.next_step import drop_running, free_kv
+from dataplane.simulated.kv import give_back
 from dataplane.simulated.records import DRAIN, IDLE, READY, Cluster, Engines, Rules
 from dataplane.simulated.sending import next_send, release, send
+from dataplane.simulated.step import drop_running
 
 
 @compiled
@@ -304,7 +305,7 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
         led.workers[w].status = OFF
         while led.workers[w].running_n > 0:
             r = drop_running(led, w, led.workers[w].running_n - 1)
-            free_kv(led, eng, w, r)
+            give_back(led, eng, w, r)
             if led.requests[r].phase == DECODING:
                 stop_decoding(led, w, r, HELD)
                 put_back(led, eng, clu, r)
@@ -314,7 +315,7 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
             r = led.queue_head[ON_LINK, w]
             leave_loading(led, eng.host, w, r)
             eng.workers[w].loading -= 1
-            free_kv(led, eng, w, r)
+            give_back(led, eng, w, r)
             put_back_prefilling(led, eng, clu, w, r)
         take_queued(led, eng, clu, w)
         led.workers[w].queued_tokens = 0

@@ -31,9 +31,9 @@ from controlplane.port import Decide, Outcome, run_round
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import Cached, Migrate, Note, Pace, Reassign, Scale, Snapshot, Transport
 from controlplane.types import WorkerId
-from dataplane.simulated.cached_step import bring
 from dataplane.simulated.cluster import advance, place_held, view_all
 from dataplane.simulated.engine import arrive, count_miss
+from dataplane.simulated.kv import bring
 from dataplane.simulated.migration import Moves, look_again
 from dataplane.simulated.observe import deviations, held_requests, observe
 from dataplane.simulated.records import Cluster, Engines, Rules

@@ -10,57 +10,37 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
-from controlplane.perfmodel.coefficients import (
-    CHUNKED,
-    MODE,
-    run_s,
-)
+from controlplane.perfmodel import coefficients as speed
+from controlplane.placement import batch
+from controlplane.placement import ledger as state
 from controlplane.placement.constraints import client_s
-from controlplane.placement.ledger import (
-    DECODE_ONLY,
-    DECODING,
-    DONE,
-    HELD,
-    PREFILL_ONLY,
-    PREFILLING,
-    Ledger,
-    begin_decoding,
-    enqueue,
-    generated,
-    queue_first,
-    report,
-    stop_decoding,
-)
-from dataplane.simulated.cached_step import begin_cached, grow
-from dataplane.simulated.host_tier import note_end
-from dataplane.simulated.next_step import (
-    admit_decoding,
-    begin_chunked,
-    begin_prefill,
-    begin_run,
-    cut,
-    free_kv,
-)
+from controlplane.placement.ledger import Ledger
+from dataplane.simulated import host_tier, kv
 from dataplane.simulated.records import (
     DECODE_RUN,
     IDLE,
     LOADING,
     MIXED_STEP,
+    PREFILL_STEP,
     WAKING,
     Engines,
 )
-from dataplane.simulated.tiered_step import begin_tiered
+from dataplane.simulated.step import is_chunked, plan
 
 
 @compiled
 def arrive(led: Ledger, eng: Engines, w: int, r: int, now_s: float, at_head: bool) -> None:
     """Put a request into a worker's queue; it is considered when the step in progress ends."""
-    enqueue(led, w, r, at_head)
+    state.enqueue(led, w, r, at_head)
     led.runs[w].changed_s = now_s
     tokens = led.requests[r].prompt + led.requests[r].key
     led.workers[w].unreported += 1
     led.workers[w].unreported_context += tokens
-    if eng.workers[w].activity == DECODE_RUN and eng.workers[w].blocked > 0 and queue_first(led, w) != r:
+    if (
+        eng.workers[w].activity == DECODE_RUN
+        and eng.workers[w].blocked > 0
+        and state.queue_first(led, w) != r
+    ):
         led.workers[w].report_s = led.workers[w].boundary_s  # a short step early: the run goes on unseen
         return
     led.workers[w].unnoted += 1
@@ -108,7 +88,7 @@ def finish(led: Ledger, eng: Engines, r: int, now_s: float) -> None:
     eng.requests[r].finish_s = now_s
     end(eng, r)
     if eng.host.chunks.tokens > 0:
-        note_end(eng.host, led.requests[r].worker, r)
+        host_tier.note_end(eng.host, led.requests[r].worker, r)
     late = led.requests[r].first_s + client_s(led, r) - led.requests[r].arrival_s > led.requests[r].ttft_s
     gaps = eng.requests[r].output - 1
     slow = gaps > 0 and (now_s - led.requests[r].first_s) / gaps > eng.requests[r].tpot_s
@@ -137,20 +117,20 @@ def token_made(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> bool:
     tokens = led.requests[r].key + 1
     if np.isnan(led.requests[r].first_s):
         led.requests[r].first_s = now_s
-    if tokens >= eng.requests[r].output or led.workers[w].role == PREFILL_ONLY:
-        free_kv(led, eng, w, r)
+    if tokens >= eng.requests[r].output or led.workers[w].role == state.PREFILL_ONLY:
+        kv.give_back(led, eng, w, r)
         led.workers[w].queued -= 1
         led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
         led.requests[r].key = tokens
-        led.requests[r].phase = DONE
+        led.requests[r].phase = state.DONE
         if tokens >= eng.requests[r].output:
             finish(led, eng, r, now_s)
         else:
-            led.requests[r].phase = HELD
+            led.requests[r].phase = state.HELD
             eng.handover[eng.total[0].handover_n] = r
             eng.total[0].handover_n += 1
         return False
-    begin_decoding(led, w, r, tokens)
+    batch.begin_decoding(led, w, r, tokens)
     return True
 
 
@@ -161,14 +141,14 @@ def settle(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     for i in range(led.workers[w].running_n):
         r = led.running[w, i]
         stays = True
-        if led.requests[r].phase == PREFILLING:
+        if led.requests[r].phase == state.PREFILLING:
             eng.requests[r].computed += eng.requests[r].chunk
             eng.requests[r].chunk = 0
             if eng.requests[r].computed >= led.requests[r].prompt + led.requests[r].key:
                 stays = token_made(led, eng, w, r, now_s)
-        elif led.requests[r].phase == DECODING and generated(led, r) >= eng.requests[r].output:
-            free_kv(led, eng, w, r)
-            stop_decoding(led, w, r, DONE)
+        elif led.requests[r].phase == state.DECODING and state.generated(led, r) >= eng.requests[r].output:
+            kv.give_back(led, eng, w, r)
+            batch.stop_decoding(led, w, r, state.DONE)
             finish(led, eng, r, now_s)
             stays = False
         if stays:
@@ -184,8 +164,7 @@ def end_activity(led: Ledger, eng: Engines, w: int) -> None:
     if activity in (WAKING, LOADING):
         return
     if activity == DECODE_RUN:
-        if led.caches.tokens > 0:
-            grow(led, eng, w, led.runs[w].steps)
+        kv.grow(led, eng, w, led.runs[w].steps)
         led.workers[w].step = led.runs[w].start_step + led.runs[w].steps
         led.workers[w].context = led.runs[w].start_context + led.runs[w].steps * led.workers[w].decoding
     elif activity == MIXED_STEP:
@@ -197,28 +176,90 @@ def end_activity(led: Ledger, eng: Engines, w: int) -> None:
 
 @compiled
 def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
-    """Decide at the boundary `now_s` what the worker does next, as its mode has it."""
-    k = led.coefficients[led.workers[w].variant]
-    report(led, w)
+    """Decide at the boundary `now_s` what the worker does next, and begin it."""
+    state.report(led, w)
     led.workers[w].unnoted = 0
     led.workers[w].unnoted_context = 0
     led.runs[w].start_s = now_s
     led.runs[w].changed_s = now_s
     led.runs[w].steps = 0
     eng.workers[w].blocked = 0
-    if eng.host.chunks.tokens > 0:
-        begin_tiered(led, eng, w, now_s)
-    elif led.caches.tokens > 0:
-        begin_cached(led, eng, w, now_s)
-    elif led.workers[w].role == DECODE_ONLY:
-        admit_decoding(led, eng, w)
-        begin_run(led, eng, w, now_s)
-    elif k[MODE] == CHUNKED:
-        begin_chunked(led, eng, w, now_s)
-    elif not begin_prefill(led, eng, w, now_s):
-        begin_run(led, eng, w, now_s)
+    steps = plan(led, eng, w, now_s)
+    if eng.workers[w].prefill > 0:
+        begin_prefill(led, eng, w, now_s)
+    elif steps > 0:
+        begin_run(led, eng, w, now_s, steps)
+    else:
+        rest(led, eng, w, now_s)
+    if eng.workers[w].loading > 0:
+        look_for_loads(led, eng, w, now_s)
     if led.workers[w].unreported > 0:
         led.workers[w].report_s = led.workers[w].boundary_s
+
+
+@compiled
+def begin_prefill(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """Begin a step that carries prefill, by itself or beside the decoding requests."""
+    k, worker, engine = led.coefficients[led.workers[w].variant], led.workers[w], eng.workers[w]
+    step_s = batch.lasts_s(led, w, engine.prefill, engine.squares)
+    engine.next_s = now_s + step_s * (1.0 + engine.slowdown)
+    worker.boundary_s = engine.next_s
+    engine.activity, worker.gains = PREFILL_STEP, 0
+    if is_chunked(led, w):
+        engine.activity, worker.gains = MIXED_STEP, 1
+        engine.shared_s = k[speed.SHARED_TOKEN] * engine.prefill
+
+
+@compiled
+def begin_run(led: Ledger, eng: Engines, w: int, now_s: float, steps: int) -> None:
+    """Begin a run of that many decode steps."""
+    worker, run, engine = led.workers[w], led.runs[w], eng.workers[w]
+    if state.queue_first(led, w) != state.NONE:
+        engine.blocked = 1
+    longer = 1.0 + engine.slowdown
+    run.first_step_s = batch.lasts_s(led, w, 0, 0.0) * longer
+    run.growth_s = led.coefficients[worker.variant][speed.PER_CONTEXT] * worker.decoding * longer
+    run.steps = steps
+    run.start_step = worker.step
+    run.start_context = worker.context
+    engine.activity = DECODE_RUN
+    engine.grown = 1
+    engine.next_s = now_s + speed.run_s(run.first_step_s, run.growth_s, steps)
+    worker.boundary_s = now_s + run.first_step_s
+    worker.gains = 1
+
+
+@compiled
+def rest(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """Leave a worker idle."""
+    eng.workers[w].activity = IDLE
+    eng.workers[w].next_s = np.inf
+    led.workers[w].boundary_s = now_s
+    led.workers[w].gains = 0
+
+
+@compiled
+def look_for_loads(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """Let a worker decide anew when the next load that is under way is done."""
+    next_s = host_tier.next_load_s(led, eng.host, w, now_s)
+    if next_s < np.inf and eng.workers[w].activity == IDLE:
+        eng.workers[w].activity = LOADING
+        eng.workers[w].next_s = next_s
+    elif next_s < np.inf and eng.workers[w].activity == DECODE_RUN:
+        cut(led, eng, w, next_s)
+
+
+@compiled
+def cut(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """End a worker's decode run at its first step boundary that is not before `now_s`."""
+    run = led.runs[w]
+    done = speed.steps_within(run.first_step_s, run.growth_s, now_s - run.start_s)
+    at_s = run.start_s + speed.run_s(run.first_step_s, run.growth_s, done)
+    if at_s < now_s or done == 0:
+        done += 1
+    if done < run.steps:
+        run.steps = done
+        eng.workers[w].next_s = run.start_s + speed.run_s(run.first_step_s, run.growth_s, done)
 
 
 @compiled
@@ -249,7 +290,7 @@ def step_together(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         if eng.workers[rank].activity == IDLE:
             continue
         led.workers[rank].boundary_s = now_s + longest_s
-        eng.workers[rank].next_s = now_s + run_s(longest_s, growth_s, steps)
+        eng.workers[rank].next_s = now_s + speed.run_s(longest_s, growth_s, steps)
         if eng.workers[rank].activity == DECODE_RUN:
             led.runs[rank].first_step_s, led.runs[rank].growth_s = longest_s, growth_s
             led.runs[rank].steps = steps

@@ -12,7 +12,7 @@ stored, offered or loaded it ends: then all its blocks are used anew, the last o
 and is computed from the first step on that is planned after its blocks are there; it then goes before all
 that wait. Loads of a worker follow each other over its link. Who would load what another is loading waits,
 and those behind it go on. Memory must have room beside what prefills that have begun still need. A step is
-planned as before (`tiered_step.py`) in all else. The whole of a prompt may be loaded; its last token is
+planned as before (`step.py`) in all else. The whole of a prompt may be loaded; its last token is
 computed again.
 
 A copy (`caches.Caches`) is a block of the prefixes in host memory: in the line of those asleep by its last
@@ -146,16 +146,29 @@ def forget_request(led: Ledger, tier: HostTier, r: int) -> None:
 
 
 @compiled
-def held_in_host(tier: HostTier, w: int, r: int, start: int, end: int) -> tuple[int, bool]:
-    """How many of a request's blocks from `start` to `end` are there; whether any is being loaded."""
-    block, copy, loads = start, NOTHING, False
-    while block < end:
+def is_kept(tier: HostTier, w: int) -> bool:
+    """Whether a worker has such a tier."""
+    return tier.chunks.tokens > 0 and tier.chunks.workers[w].keeps > 0
+
+
+@compiled
+def to_load(tier: HostTier, w: int, r: int, cached: int, length: int) -> tuple[int, bool]:
+    """How many blocks a request would load behind what it hits, one whole at least; and whether it must wait.
+
+    It waits while another loads one of them.
+    """
+    unit = tier.chunks.tokens
+    start = block = cached // unit
+    copy, is_loading = NOTHING, False
+    while block < length // unit:
         copy = find_next(tier.chunks, w, copy, block_id(tier.chunks, r, block))
         if copy == NOTHING:
             break
-        loads = loads or tier.chunks.copies[w, copy].users > 0
+        is_loading = is_loading or tier.chunks.copies[w, copy].users > 0
         block += 1
-    return block - start, loads
+    if block * unit - cached < unit:
+        return 0, False
+    return block - start, is_loading
 
 
 @compiled

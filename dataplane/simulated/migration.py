@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 from controlplane.compiled import compiled
 from controlplane.migration.move import Happened, Price, Stage, step
-from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS
+from controlplane.perfmodel.coefficients import BLOCK_TOKENS, MAX_SEQS
+from controlplane.placement.batch import begin_decoding, stop_decoding
 from controlplane.placement.caches import most_hits
 from controlplane.placement.ledger import (
     DECODING,
@@ -39,21 +40,19 @@ from controlplane.placement.ledger import (
     QUEUED,
     SERVING,
     Ledger,
-    begin_decoding,
     generated,
     leave_queue,
     queue_first,
-    stop_decoding,
     view,
 )
 from controlplane.placement.memory import free_blocks, peek, pin, unpin
 from controlplane.placement.queue import readmit
 from controlplane.snapshot import Migrate, Reassign
-from dataplane.simulated.cached_step import grow, receive
-from dataplane.simulated.engine import arrive, begin_activity, end_activity
-from dataplane.simulated.next_step import blocks_after, blocks_held, cut, drop_running, free_kv
+from dataplane.simulated import kv
+from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity
 from dataplane.simulated.records import DECODE_RUN, IDLE, WAKING, Engines
 from dataplane.simulated.run import RunState
+from dataplane.simulated.step import drop_running
 
 
 class Room(NamedTuple):
@@ -335,19 +334,19 @@ def reserve(led: Ledger, eng: Engines, w: int, r: int, tokens: int, now_s: float
     k = led.coefficients[led.workers[w].variant]
     block = int(k[BLOCK_TOKENS])
     count = led.workers[w].running_n
-    used = eng.workers[w].reserved_blocks
     copies, cached, asleep = 0, 0, 0
     if led.caches.tokens > 0:
         if eng.workers[w].activity == DECODE_RUN:
-            grow(led, eng, w, led.workers[w].step - led.runs[w].start_step)
-        used += int(k[KV_BLOCKS]) - free_blocks(led.caches, w)
+            kv.grow(led, eng, w, led.workers[w].step - led.runs[w].start_step)
+        room = free_blocks(led.caches, w) - eng.workers[w].reserved_blocks
         most, most_tokens = most_hits(led.caches, tokens, block)
         copies, asleep = peek(led.caches, w, r, most)
         cached = min(copies * led.caches.tokens, most_tokens)
     else:
-        used += blocks_after(led, w, 0)
-    need = blocks_held(k, tokens + 1) - cached // block
-    if count + eng.workers[w].reserved_seats + 1 > k[MAX_SEQS] or used + need + asleep + count > k[KV_BLOCKS]:
+        kv.count(led, eng, w)
+        room = kv.room(led, eng, w)
+    need = kv.blocks_held(k, tokens + 1) - cached // block
+    if count + eng.workers[w].reserved_seats + 1 > k[MAX_SEQS] or need + asleep + count > room:
         return NONE, 0, 0
     if copies > 0:
         pin(led.caches, w, r, copies)
@@ -393,7 +392,7 @@ def take_out(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> int:
             if led.running[w, i] == r:
                 drop_running(led, w, i)
                 break
-        free_kv(led, eng, w, r)
+        kv.give_back(led, eng, w, r)
         stop_decoding(led, w, r, HELD)
         led.requests[r].worker = NONE
         tokens = led.requests[r].prompt + led.requests[r].key
@@ -412,7 +411,7 @@ def put_in(led: Ledger, eng: Engines, w: int, r: int, blocks: int, copies: int, 
     eng.workers[w].reserved_seats -= 1
     if led.caches.tokens > 0:
         unpin(led.caches, w, r, copies)
-        receive(led, w, r, tokens - 1)
+        kv.receive(led, eng, w, r, tokens - 1)
     led.requests[r].worker = w
     led.requests[r].phase = QUEUED
     led.running[w, led.workers[w].running_n] = r

@@ -119,6 +119,9 @@ ENGINE = np.dtype(
         ("reserved_blocks", np.int64),  # KV and
         ("reserved_seats", np.int64),  # places in the batch, promised to requests on their way here
         ("loading", np.int64),  # requests whose KV is loaded from host memory
+        ("taken", np.int64),  # blocks given out in the step that is planned, where nothing is cached
+        ("prefill", np.int64),  # tokens of prefill that it carries,
+        ("squares", np.float64),  # and the growth of their squared lengths
         ("slowdown", np.float64),  # by what share steps are longer: KV is being copied
         ("first_rank", np.int64),  # the first of the engines that step together with it,
         ("ranks", np.int64),  # and how many there are

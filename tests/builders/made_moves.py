@@ -8,7 +8,7 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, DONE, HELD, NONE, PREFILLING, QUEUED, SERVING, generated
 from controlplane.types import EngineMode
-from dataplane.simulated.next_step import blocks_of
+from dataplane.simulated.kv import blocks_of
 from dataplane.simulated.records import IDLE
 
 

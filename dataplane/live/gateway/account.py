@@ -30,6 +30,7 @@ from controlplane.perfmodel.coefficients import (
 )
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
+from controlplane.placement.batch import begin_decoding, begin_step, end_step, stop_decoding
 from controlplane.placement.constraints import kept_tpot_s, yields_to
 from controlplane.placement.ledger import (
     DECODING,
@@ -44,15 +45,11 @@ from controlplane.placement.ledger import (
     ROLES,
     SERVING,
     Ledger,
-    begin_decoding,
-    begin_step,
     dequeue,
-    end_step,
     enqueue,
     leave_queue,
     new_ledger,
     queue_first,
-    stop_decoding,
     to_compute,
 )
 from controlplane.placement.lengths import LengthTable

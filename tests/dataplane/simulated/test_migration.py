@@ -24,8 +24,8 @@ from controlplane.types import EngineMode, RequestId, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.control_loop import Bringing, ControlSettings, SimulatedPlane, drive
+from dataplane.simulated.kv import blocks_of
 from dataplane.simulated.migration import Moves
-from dataplane.simulated.next_step import blocks_of
 from dataplane.simulated.observe import observe
 from dataplane.simulated.simulate import WorkerSpec, prepare, simulate
 

@@ -1,0 +1,248 @@
+"""A simulated worker's KV memory, as its steps see it: room, look up, take, give back.
+
+With a prefix cache that is vLLM's block pool (`placement/memory.py`). Without one it is a count: a plan
+begins with all blocks free, and takes for each request what it holds, the block of its next token included.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from controlplane.compiled import compiled
+from controlplane.perfmodel import coefficients as speed
+from controlplane.placement import caches, memory
+from controlplane.placement import ledger as state
+from controlplane.placement.ledger import Floats, Ledger
+from dataplane.simulated.records import DECODE_RUN, Engines
+
+
+@compiled
+def blocks_of(tokens: int, block: int) -> int:
+    """KV blocks that hold `tokens`."""
+    return (tokens + block - 1) // block
+
+
+@compiled
+def blocks_held(k: Floats, tokens: int) -> int:
+    """KV blocks of a request of so many tokens, where nothing is cached."""
+    return blocks_of(tokens, int(k[speed.BLOCK_TOKENS])) + speed.window_blocks(k, tokens)
+
+
+@compiled
+def block_tokens(ledger: Ledger, w: int) -> int:
+    """Tokens in a block of a worker's KV."""
+    return int(ledger.coefficients[ledger.workers[w].variant][speed.BLOCK_TOKENS])
+
+
+@compiled
+def count(ledger: Ledger, engines: Engines, w: int) -> None:
+    """Count what running requests hold now, where nothing is cached."""
+    engines.workers[w].taken = 0
+    if ledger.caches.tokens == 0:
+        k = ledger.coefficients[ledger.workers[w].variant]
+        for i in range(ledger.workers[w].running_n):
+            r = ledger.running[w, i]
+            tokens = ledger.requests[r].prompt + state.generated(ledger, r)
+            engines.workers[w].taken += blocks_held(k, tokens)
+
+
+@compiled
+def room(ledger: Ledger, engines: Engines, w: int) -> int:
+    """Blocks that a worker can give out, those promised to requests on their way here left alone.
+
+    Of what running requests hold beyond their tokens a cache counts all from their first token on.
+    """
+    k, engine = ledger.coefficients[ledger.workers[w].variant], engines.workers[w]
+    if ledger.caches.tokens == 0:
+        return int(k[speed.KV_BLOCKS]) - engine.reserved_blocks - engine.taken
+    windows = (ledger.workers[w].running_n + engine.loading) * int(k[speed.WINDOW_BLOCKS])
+    return int(memory.free_blocks(ledger.caches, w) - engine.reserved_blocks - windows)
+
+
+@compiled
+def look_up(ledger: Ledger, w: int, r: int, tokens: int) -> tuple[int, int, int]:
+    """What a waiting request of so many tokens would hit: copies, tokens, and blocks of these asleep."""
+    if ledger.caches.tokens == 0:
+        return 0, 0, 0
+    most, most_tokens = caches.most_hits(ledger.caches, tokens, block_tokens(ledger, w))
+    copies, asleep = memory.look_up(ledger.caches, w, r, most)
+    return copies, min(copies * ledger.caches.tokens, most_tokens), asleep
+
+
+@compiled
+def wanted(ledger: Ledger, w: int, tokens: int, cached: int, asleep: int) -> int:
+    """Blocks that a waiting request takes for so many tokens behind those that it hits."""
+    k = ledger.coefficients[ledger.workers[w].variant]
+    if ledger.caches.tokens == 0:
+        return blocks_held(k, tokens)
+    block = int(k[speed.BLOCK_TOKENS])
+    return blocks_of(tokens, block) - cached // block + asleep + int(k[speed.WINDOW_BLOCKS])
+
+
+@compiled
+def step_takes(ledger: Ledger, w: int, before: int, after: int, length: int) -> int:
+    """Blocks that a running request of `length` tokens takes in a step which computes it up to `after`."""
+    k = ledger.coefficients[ledger.workers[w].variant]
+    if ledger.caches.tokens == 0:
+        return blocks_held(k, after + 1 if after == length else after)
+    block = int(k[speed.BLOCK_TOKENS])
+    return blocks_of(after, block) - blocks_of(before, block)
+
+
+@compiled
+def take(ledger: Ledger, engines: Engines, w: int, r: int, blocks: int, before: int, after: int) -> None:
+    """Give a running request the blocks for its tokens from `before` to `after`; what is full can be hit."""
+    if ledger.caches.tokens == 0:
+        engines.workers[w].taken += blocks
+    else:
+        memory.extend(ledger.caches, w, r, block_tokens(ledger, w), before, after)
+
+
+@compiled
+def use_hits(ledger: Ledger, w: int, r: int, copies: int, cached: int) -> None:
+    """A request that is admitted uses the copies that `look_up` listed."""
+    if ledger.caches.tokens > 0:
+        if ledger.caches.requests[r].cached == caches.NOTHING:
+            ledger.caches.requests[r].cached = cached
+        memory.touch(ledger.caches, w, r, copies)
+
+
+@compiled
+def receive(ledger: Ledger, engines: Engines, w: int, r: int, tokens: int) -> None:
+    """A request comes with the KV of so many tokens: what the worker has cached of it is used, not stored."""
+    copies, cached, _ = look_up(ledger, w, r, tokens + 1)
+    use_hits(ledger, w, r, copies, cached)
+    take(ledger, engines, w, r, 0, cached, tokens)
+
+
+@compiled
+def give_back(ledger: Ledger, engines: Engines, w: int, r: int) -> None:
+    """A request leaves the batch: its worker's cache, if it has one, keeps what it may."""
+    if ledger.caches.tokens > 0:
+        computed = engines.requests[r].computed
+        if ledger.requests[r].phase == state.DECODING:
+            computed = ledger.requests[r].prompt + state.generated(ledger, r) - 1
+        memory.release(ledger.caches, w, r, block_tokens(ledger, w), computed)
+
+
+@compiled
+def bring(ledger: Ledger, engines: Engines, w: int, r: int, tokens: int) -> bool:
+    """The KV of an ended request's first `tokens` comes to a worker, as if it had ended there just now.
+
+    False where the worker has no memory for what it lacks of it.
+    """
+    if engines.workers[w].activity == DECODE_RUN:
+        grow(ledger, engines, w, ledger.workers[w].step - ledger.runs[w].start_step)
+    block = block_tokens(ledger, w)
+    _, cached, asleep = look_up(ledger, w, r, tokens)
+    if blocks_of(tokens, block) - cached // block + asleep > room(ledger, engines, w):
+        return False
+    memory.begin(ledger.caches, w, r, block, tokens)
+    memory.release(ledger.caches, w, r, block, tokens)
+    return True
+
+
+@compiled
+def lacking(ledger: Ledger, w: int, r: int) -> int:
+    """Blocks that a request whose prefill has begun needs for the rest of it."""
+    holding, block = ledger.caches.requests[r], block_tokens(ledger, w)
+    held = int(holding.copies * (ledger.caches.tokens // block) + holding.own)
+    return blocks_of(ledger.requests[r].prompt + ledger.requests[r].key, block) - held
+
+
+@compiled
+def lacking_in_all(ledger: Ledger, w: int) -> int:
+    """The same of all whose prefill has begun, and of those whose KV is loaded."""
+    blocks = 0
+    for i in range(ledger.workers[w].running_n):
+        r = ledger.running[w, i]
+        if ledger.requests[r].phase != state.DECODING:
+            blocks += lacking(ledger, w, r)
+    r = ledger.queue_head[state.ON_LINK, w]
+    while r != state.NONE:
+        blocks += lacking(ledger, w, r)
+        r = ledger.requests[r].next
+    return blocks
+
+
+@compiled
+def steps_with_room(ledger: Ledger, engines: Engines, w: int, steps: int) -> int:
+    """The number of `steps` decode steps that there is room for; the first has its blocks already."""
+    k = ledger.coefficients[ledger.workers[w].variant]
+    running, free = ledger.workers[w].running_n, room(ledger, engines, w)
+    most = blocks_of(steps - 1, int(k[speed.BLOCK_TOKENS]))
+    if ledger.caches.tokens == 0:
+        most += int(k[speed.WINDOW_BLOCKS])
+    if running + engines.workers[w].loading == 1 or running * most <= free:
+        return steps
+    low, high = 1, steps
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_grown(ledger, w, middle) <= free:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@compiled
+def blocks_grown(ledger: Ledger, w: int, steps: int) -> int:
+    """Blocks that decode steps take after the first, up to the number `steps`; none of them is done yet."""
+    k, blocks = ledger.coefficients[ledger.workers[w].variant], 0
+    block = int(k[speed.BLOCK_TOKENS])
+    for i in range(ledger.workers[w].running_n):
+        r = ledger.running[w, i]
+        tokens = ledger.requests[r].prompt + state.generated(ledger, r)
+        if ledger.caches.tokens == 0:
+            blocks += blocks_held(k, tokens + steps) - blocks_held(k, tokens + 1)
+        else:
+            blocks += blocks_of(tokens + steps - 1, block) - blocks_of(tokens, block)
+    return blocks
+
+
+@compiled
+def steps_unseen(ledger: Ledger, w: int, steps: int) -> int:
+    """The number of `steps` decode steps before one that fills the next block the queue's head would hit."""
+    head = state.queue_first(ledger, w)
+    if head == state.NONE or ledger.caches.tokens == 0:
+        return steps
+    hits, _, _ = look_up(ledger, w, head, ledger.requests[head].prompt + ledger.requests[head].key)
+    key = caches.block_id(ledger.caches, head, hits)
+    for i in range(ledger.workers[w].running_n):
+        r = ledger.running[w, i]
+        if caches.block_id(ledger.caches, r, hits) == key:
+            computed = ledger.requests[r].prompt + state.generated(ledger, r) - 1
+            fills = (hits + 1) * ledger.caches.tokens - computed
+            if fills > 1:  # or it is full, or the step that is planned already fills it
+                steps = min(steps, fills - 1)
+    return steps
+
+
+@compiled
+def grow(ledger: Ledger, engines: Engines, w: int, steps: int) -> None:
+    """Book what a decode run's steps up to the number `steps` take and fill, in the order of the steps."""
+    grown = engines.workers[w].grown
+    if steps <= grown or ledger.caches.tokens == 0:
+        return
+    unit, block, running = ledger.caches.tokens, block_tokens(ledger, w), ledger.workers[w].running_n
+    fills = np.empty(running, np.int64)  # the step that fills each request's next block
+    taken, soonest = 0, steps + 1
+    for i in range(running):
+        r = ledger.running[w, i]
+        computed = ledger.requests[r].prompt + ledger.requests[r].key + ledger.runs[w].start_step - 1
+        blocks = blocks_of(computed + steps, block) - blocks_of(computed + grown, block)
+        ledger.caches.requests[r].own += blocks
+        taken += blocks
+        fills[i] = max((ledger.caches.requests[r].copies + 1) * unit - computed, grown + 1)
+        soonest = min(soonest, fills[i])
+    memory.take(ledger.caches, w, taken)
+    while soonest <= steps:
+        step, soonest = soonest, steps + 1
+        for i in range(running):
+            if fills[i] == step:
+                r = ledger.running[w, i]
+                computed = ledger.requests[r].prompt + ledger.requests[r].key + ledger.runs[w].start_step - 1
+                memory.store(ledger.caches, w, r, block, computed + step)
+                fills[i] = step + unit
+            soonest = min(soonest, fills[i])
+    engines.workers[w].grown = steps
