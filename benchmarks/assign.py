@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from controlplane.compiled import compiled
 from controlplane.placement.assign import assign
-from controlplane.placement.constraints import Knobs
+from controlplane.placement.constraints import SettingsRow
 from controlplane.placement.ledger import ANY_PHASE, NONE, Floats, Ledger
 from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy
 from controlplane.prefixes import Prefixes
@@ -44,12 +44,12 @@ BATCH = 200  # arrivals assigned on one state of the ledger
 
 @compiled
 def assign_many(
-    led: Ledger, policy: int, knobs: Knobs, first: int, last: int, now_s: float, draw: Floats
+    led: Ledger, policy: int, settings: SettingsRow, first: int, last: int, now_s: float, draw: Floats
 ) -> int:
     """Assign requests `first` to `last`; return how many found a worker."""
     placed = 0
     for r in range(first, last):
-        if assign(led, policy, knobs, r, now_s, False, ANY_PHASE, draw) != NONE:
+        if assign(led, policy, settings, r, now_s, False, ANY_PHASE, draw) != NONE:
             placed += 1
     return placed
 
@@ -88,7 +88,7 @@ def busy_fleet(
 
 def measure(run: RunState, policy: Policy, states: int) -> dict[str, float]:
     """Times in µs, over `states` instants a fifth of a second apart."""
-    knobs, code, draw = PlacementSettings().knobs(), POLICY_CODE[policy], np.array([0.3, 0.6])
+    settings, code, draw = PlacementSettings().row(), POLICY_CODE[policy], np.array([0.3, 0.6])
     wall, thread, batch, placed = [], [], 0, 0
     for _ in range(states):
         now_s = float(run.cluster.clock["now_s"][0]) + 0.2
@@ -100,11 +100,11 @@ def measure(run: RunState, policy: Policy, states: int) -> dict[str, float]:
         coming[:] = now_s  # as if they had just arrived
         for r in range(first, first + BATCH):
             began, began_thread = perf_counter_ns(), thread_time_ns()
-            assign(run.ledger, code, knobs, r, now_s, False, ANY_PHASE, draw)
+            assign(run.ledger, code, settings, r, now_s, False, ANY_PHASE, draw)
             thread.append(thread_time_ns() - began_thread)
             wall.append(perf_counter_ns() - began)
         began_thread = thread_time_ns()
-        placed += assign_many(run.ledger, code, knobs, first, first + BATCH, now_s, draw)
+        placed += assign_many(run.ledger, code, settings, first, first + BATCH, now_s, draw)
         batch += thread_time_ns() - began_thread
         coming[:] = to_come_s
     count = states * BATCH

@@ -35,7 +35,7 @@ import numpy as np
 from controlplane.compiled import compiled
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.assign import assign
-from controlplane.placement.constraints import Knobs
+from controlplane.placement.constraints import SettingsRow
 from controlplane.placement.ledger import ANY_PHASE, Floats, Ledger, copied
 from controlplane.placement.order import begin_keeping
 from controlplane.placement.policies import SPREAD, Policy
@@ -107,7 +107,7 @@ def fleet_row(workers: int, policy: Policy, requests: int, lengths: Lengths, see
 @compiled
 def place_many(
     led: Ledger,
-    knobs: Knobs,
+    settings: SettingsRow,
     first: int,
     count: int,
     now_s: float,
@@ -121,16 +121,21 @@ def place_many(
         at_s = now_s + i * apart_s
         led.requests[first + i].arrival_s = at_s
         if look_at_all:
-            w, _ = scan(led, SPREAD, knobs, first + i, at_s, False, ANY_PHASE)
+            w, _ = scan(led, SPREAD, settings, first + i, at_s, False, ANY_PHASE)
         else:
-            w = assign(led, SPREAD, knobs, first + i, at_s, False, ANY_PHASE, draw)
+            w = assign(led, SPREAD, settings, first + i, at_s, False, ANY_PHASE, draw)
         chosen += w
     return chosen
 
 
 def placement_us(run: RunState, apart_s: float) -> tuple[float, float]:
     """Thread time of one placement, in the kept order and by a look at all, without the call itself."""
-    count, knobs, draw, spent = max(round(SPAN_S / apart_s), 1), run.rules.knobs, np.zeros(2), [0.0, 0.0]
+    count, settings, draw, spent = (
+        max(round(SPAN_S / apart_s), 1),
+        run.rules.settings,
+        np.zeros(2),
+        [0.0, 0.0],
+    )
     for state in range(-1, STATES):  # the first compiles
         now_s = float(run.cluster.clock["now_s"][0]) + 0.2
         advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
@@ -140,11 +145,11 @@ def placement_us(run: RunState, apart_s: float) -> tuple[float, float]:
         for look_at_all in (False, True):
             led = copied(run.ledger)
             begin_keeping(led.orders)
-            place_many(led, knobs, first, 1, now_s, 0.0, draw, look_at_all)  # makes the order
+            place_many(led, settings, first, 1, now_s, 0.0, draw, look_at_all)  # makes the order
             began_s = thread_time()
-            place_many(led, knobs, first, 0, now_s, apart_s, draw, look_at_all)
+            place_many(led, settings, first, 0, now_s, apart_s, draw, look_at_all)
             call_s = thread_time() - began_s
-            chosen.append(place_many(led, knobs, first, count, now_s, apart_s, draw, look_at_all))
+            chosen.append(place_many(led, settings, first, count, now_s, apart_s, draw, look_at_all))
             spent[look_at_all] += (thread_time() - began_s - 2.0 * call_s) * (state >= 0)
         assert chosen[0] == chosen[1], "the order chose other workers than a look at all"
     return spent[0] / STATES / count * 1e6, spent[1] / STATES / count * 1e6

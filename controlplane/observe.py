@@ -40,8 +40,8 @@ class Place:
 class _Renamed(Listed):
     """A worker's requests by the names that their plane has for them."""
 
-    def __init__(self, led: Ledger, w: int, waiting: bool, count: int, rename: Rename) -> None:
-        super().__init__(led, w, waiting, count)
+    def __init__(self, ledger: Ledger, w: int, waiting: bool, count: int, rename: Rename) -> None:
+        super().__init__(ledger, w, waiting, count)
         self._rename = rename
 
     def _list(self) -> list[RunningRequest]:
@@ -51,7 +51,7 @@ class _Renamed(Listed):
 
 
 def observe(
-    led: Ledger, table: Table, places: Sequence[Place], now_s: float, rename: Rename | None = None
+    ledger: Ledger, table: Table, places: Sequence[Place], now_s: float, rename: Rename | None = None
 ) -> Snapshot:
     """The fleet at `now_s`, the ledger brought up to it before; `table`: its `loads`.
 
@@ -59,7 +59,11 @@ def observe(
     """
 
     def listed(w: int, waiting: bool, count: int) -> Listed:
-        return Listed(led, w, waiting, count) if rename is None else _Renamed(led, w, waiting, count, rename)
+        return (
+            Listed(ledger, w, waiting, count)
+            if rename is None
+            else _Renamed(ledger, w, waiting, count, rename)
+        )
 
     rows, workers = table.tolist(), []
     for at in places:
@@ -83,7 +87,7 @@ def observe(
 
 def deviations(
     tracker: DeviationTracker,
-    led: Ledger,
+    ledger: Ledger,
     rows: Mapping[WorkerId, int],
     numbers: NDArray[np.int64],
     has_ended: Callable[[NDArray[Any]], Mask],
@@ -93,20 +97,20 @@ def deviations(
     `rows`: of the workers. `numbers`: what each row's request is called, no two of a fleet's life alike.
     """
     at = np.array(list(rows.values()), np.int64)
-    running_n, steps = led.workers["running_n"][at], led.workers["step"][at]
-    running = led.running[at]
+    running_n, steps = ledger.workers["running_n"][at], ledger.workers["step"][at]
+    running = ledger.running[at]
     request = running[np.arange(running.shape[1]) < running_n[:, None]]
     worker = np.repeat(np.arange(len(at)), running_n)
-    decodes = led.requests["phase"][request] == DECODING
+    decodes = ledger.requests["phase"][request] == DECODING
     request, worker = request[decodes], worker[decodes]
-    made = led.requests["key"][request] + steps[worker]
-    decoding = Decoding(numbers[request], worker, made, led.requests["predicted"][request])
+    made = ledger.requests["key"][request] + steps[worker]
+    decoding = Decoding(numbers[request], worker, made, ledger.requests["predicted"][request])
     return tracker.look(dict(zip(rows, steps.tolist(), strict=True)), decoding, has_ended)
 
 
-def held_request(led: Ledger, r: int, left_s: float) -> HeldRequest:
+def held_request(ledger: Ledger, r: int, left_s: float) -> HeldRequest:
     """A request in line that has so long until it must begin."""
-    row = led.requests[r]
+    row = ledger.requests[r]
     tokens, still = int(row["prompt"] + row["key"]), max(int(row["predicted"] - row["key"]), 1)
     name, priority = RequestId(str(r)), int(row["priority"])
     return HeldRequest(

@@ -19,8 +19,9 @@ import numpy as np
 from controlplane.compiled import compiled
 from controlplane.control import State
 from controlplane.errors import BadInput
-from controlplane.placement.constraints import clients_s
-from controlplane.placement.ledger import NONE, OFF, ROLES, SERVING, Ints, Ledger, Records, queue_first
+from controlplane.placement.batch import queue_first
+from controlplane.placement.ledger import NONE, OFF, ROLES, SERVING, Ints, Ledger, Records
+from controlplane.placement.outlook import clients_s
 from controlplane.placement.policies import Policy
 from controlplane.placement.queue import Queue
 from controlplane.port import Decide
@@ -33,7 +34,7 @@ from controlplane.snapshot import Note, Scale, Snapshot
 from controlplane.types import ClassArrivals, ClassOutcomes, Slo, WorkerId
 from controlplane.worker_type import name_in_role
 from controlplane.workload import Workload
-from dataplane.simulated.cluster import change_worker, forget_kv
+from dataplane.simulated.changes import change_worker, forget_kv
 from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
 from dataplane.simulated.outcome import Outcome
 from dataplane.simulated.records import DRAIN, READY

@@ -21,24 +21,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from controlplane.errors import BadInput
+from controlplane.migration import usage
 from controlplane.migration.move import Price, cost_s, gain_s, price_of
-from controlplane.migration.usage import (
-    PAPER,
-    Reading,
-    WorkerView,
-    freeness,
-    headroom_tokens,
-    virtual_usage,
-    with_request,
-)
-from controlplane.snapshot import (
-    SERVING,
-    Migrate,
-    Move,
-    Reassign,
-    RunningRequest,
-    Transport,
-)
+from controlplane.migration.usage import Reading, WorkerView
+from controlplane.snapshot import SERVING, Migrate, Move, Reassign, RunningRequest, Transport
 from controlplane.types import RequestId, WorkerId
 
 _TRIED = 8  # requests of a source that are looked at for one target: the order puts the likely ones first
@@ -52,7 +38,7 @@ class MoveSettings:
     `rest_s`: a request that moved, or a pair turned round, waits so long.
     """
 
-    reading: Reading = PAPER
+    reading: Reading = usage.PAPER
     out_below: float = 160.0
     in_above: float = 160.0
     most: int = 64
@@ -81,12 +67,12 @@ class MoveSettings:
         self, source: WorkerView, target: WorkerView, request: RunningRequest, price: Price | None
     ) -> bool:
         """Whether the target stays freer than the source was, and the move gains more than it costs."""
-        after = with_request(target.load, request, target.id)
+        after = usage.with_request(target.load, request, target.id)
         capacity = target.worker.capacity_tokens
-        if freeness(after, capacity, False, self.reading) <= source.freeness:
+        if usage.freeness(after, capacity, False, self.reading) <= source.freeness:
             return False
-        used = virtual_usage(source.load, source.worker.capacity_tokens, False, self.reading)
-        share = virtual_usage(after, capacity, False, self.reading) / capacity
+        used = usage.virtual_usage(source.load, source.worker.capacity_tokens, False, self.reading)
+        share = usage.virtual_usage(after, capacity, False, self.reading) / capacity
         if share >= (used - request.tokens) / source.worker.capacity_tokens:
             return False
         return price is None or _pays(price, source, target, request)
@@ -186,10 +172,10 @@ def _full_for_headroom_alone(settings: MoveSettings, s: WorkerView) -> bool:
 
     To move them would carry the headroom from worker to worker, and leave the normal ones nowhere.
     """
-    if headroom_tokens(s.load, s.worker.capacity_tokens, settings.reading) == 0:
+    if usage.headroom_tokens(s.load, s.worker.capacity_tokens, settings.reading) == 0:
         return False
     bare = replace(settings.reading, headroom=0.0)
-    return freeness(s.load, s.worker.capacity_tokens, False, bare) >= settings.out_below
+    return usage.freeness(s.load, s.worker.capacity_tokens, False, bare) >= settings.out_below
 
 
 def _may_go(

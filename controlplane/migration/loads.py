@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from controlplane.compiled import compiled
 from controlplane.migration.usage import WorkerView, with_request
-from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS
+from controlplane.perfmodel import coefficients as speed
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.caches import cached_blocks, most_hits
-from controlplane.placement.constraints import kv_peak, remaining
-from controlplane.placement.ledger import DECODING, NONE, Ledger, generated, queue_first, shared_tokens
+from controlplane.placement import batch, hits
+from controlplane.placement import ledger as state
+from controlplane.placement.ledger import Ledger
+from controlplane.placement.outlook import kv_peak, remaining
+from controlplane.placement.table import cached_blocks, most_hits
 from controlplane.snapshot import NOT_CACHED, SERVING, Cached, Load, RunningRequest, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
@@ -29,101 +31,101 @@ RowOf = Callable[[WorkerId], int]  # a worker's row in the ledger
 
 
 @compiled
-def loads(led: Ledger) -> Table:
+def loads(ledger: Ledger) -> Table:
     """One row a worker: the fields of a Load. Those in prefill run, and hold all they will.
 
     Those whose KV is loaded from host memory wait.
     """
-    out = np.zeros((len(led.workers), 10))
-    for w in range(len(led.workers)):
+    out = np.zeros((len(ledger.workers), 10))
+    for w in range(len(ledger.workers)):
         out[w, TPOT] = np.inf
-        for i in range(led.workers[w].running_n):
-            r = led.running[w, i]
+        for i in range(ledger.workers[w].running_n):
+            r = ledger.running[w, i]
             out[w, RUNNING] += 1
-            out[w, HELD] += led.requests[r].prompt + generated(led, r)
-            out[w, HIGH] += led.requests[r].priority
-            out[w, GROWTH] += remaining(led, w, r)
-            out[w, TPOT] = min(out[w, TPOT], led.requests[r].tpot_s)
-        first = queue_first(led, w)
-        if first != NONE:
-            out[w, HEAD] = led.requests[first].prompt + led.requests[first].key
-        for p in range(len(led.queue_head)):
-            r = led.queue_head[p, w]
-            while r != NONE:
+            out[w, HELD] += ledger.requests[r].prompt + state.generated(ledger, r)
+            out[w, HIGH] += ledger.requests[r].priority
+            out[w, GROWTH] += remaining(ledger, w, r)
+            out[w, TPOT] = min(out[w, TPOT], ledger.requests[r].tpot_s)
+        first = batch.queue_first(ledger, w)
+        if first != state.NONE:
+            out[w, HEAD] = ledger.requests[first].prompt + ledger.requests[first].key
+        for p in range(len(ledger.queue_head)):
+            r = ledger.queue_head[p, w]
+            while r != state.NONE:
                 out[w, WAITING] += 1
-                out[w, WAITING_TOKENS] += led.requests[r].prompt + led.requests[r].key
-                out[w, GROWTH] += max(led.requests[r].predicted - led.requests[r].key, 1)
-                out[w, TPOT] = min(out[w, TPOT], led.requests[r].tpot_s)
-                r = led.requests[r].next
-        out[w, PEAK] = kv_peak(led, w, NONE)
-        out[w, SHARED] = shared_tokens(led, w)
+                out[w, WAITING_TOKENS] += ledger.requests[r].prompt + ledger.requests[r].key
+                out[w, GROWTH] += max(ledger.requests[r].predicted - ledger.requests[r].key, 1)
+                out[w, TPOT] = min(out[w, TPOT], ledger.requests[r].tpot_s)
+                r = ledger.requests[r].next
+        out[w, PEAK] = kv_peak(ledger, w, state.NONE)
+        out[w, SHARED] = hits.shared_tokens(ledger, w)
     return out
 
 
 @compiled
-def kept_at(led: Ledger, w: int, r: int) -> tuple[int, int]:
+def kept_at(ledger: Ledger, w: int, r: int) -> tuple[int, int]:
     """Tokens of a request, wherever it is, that worker `w` has cached now, and those of them in use there.
 
     As many as a move there would find: all but the last token, in whole blocks.
     """
-    if led.caches.tokens == 0 or led.caches.workers[w].keeps == 0:
+    if ledger.caches.tokens == 0 or ledger.caches.workers[w].keeps == 0:
         return 0, 0
-    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
-    most, tokens = most_hits(led.caches, led.requests[r].prompt + generated(led, r), block)
-    cached = cached_blocks(led.caches, w, r, 0, most, 0, False)
-    in_use = cached_blocks(led.caches, w, r, 0, cached, cached, True)
-    return min(cached * led.caches.tokens, tokens), min(in_use * led.caches.tokens, tokens)
+    block = int(ledger.coefficients[ledger.workers[w].variant][speed.BLOCK_TOKENS])
+    most, tokens = most_hits(ledger.caches, ledger.requests[r].prompt + state.generated(ledger, r), block)
+    cached = cached_blocks(ledger.caches, w, r, 0, most, 0, False)
+    in_use = cached_blocks(ledger.caches, w, r, 0, cached, cached, True)
+    return min(cached * ledger.caches.tokens, tokens), min(in_use * ledger.caches.tokens, tokens)
 
 
 @compiled
-def kept_everywhere(led: Ledger, r: int) -> NDArray[np.int64]:
+def kept_everywhere(ledger: Ledger, r: int) -> NDArray[np.int64]:
     """By worker, the tokens of a request that it has cached now."""
-    kept = np.zeros(len(led.workers), np.int64)
-    for w in range(len(led.workers)):
-        kept[w] = kept_at(led, w, r)[0]
+    kept = np.zeros(len(ledger.workers), np.int64)
+    for w in range(len(ledger.workers)):
+        kept[w] = kept_at(ledger, w, r)[0]
     return kept
 
 
-def cached_at(led: Ledger, r: int, row_of: RowOf, worker: WorkerId) -> Cached:
+def cached_at(ledger: Ledger, r: int, row_of: RowOf, worker: WorkerId) -> Cached:
     """What a worker has cached of a request now."""
-    if led.caches.tokens == 0:
+    if ledger.caches.tokens == 0:
         return NOT_CACHED
-    return Cached(*(int(tokens) for tokens in kept_at(led, row_of(worker), r)))
+    return Cached(*(int(tokens) for tokens in kept_at(ledger, row_of(worker), r)))
 
 
 @compiled
-def running_at(led: Ledger, w: int) -> Table:
+def running_at(ledger: Ledger, w: int) -> Table:
     """One row a running request, as admitted: number, tokens, generated (0 in prefill), remaining."""
-    out = np.empty((led.workers[w].running_n, 4))
-    for n in range(led.workers[w].running_n):
-        r = led.running[w, n]
+    out = np.empty((ledger.workers[w].running_n, 4))
+    for n in range(ledger.workers[w].running_n):
+        r = ledger.running[w, n]
         out[n, 0] = r
-        out[n, 1] = led.requests[r].prompt + generated(led, r)
-        out[n, 2] = generated(led, r) if led.requests[r].phase == DECODING else 0
-        out[n, 3] = remaining(led, w, r)
+        out[n, 1] = ledger.requests[r].prompt + state.generated(ledger, r)
+        out[n, 2] = state.generated(ledger, r) if ledger.requests[r].phase == state.DECODING else 0
+        out[n, 3] = remaining(ledger, w, r)
     return out
 
 
 @compiled
-def queue_at(led: Ledger, w: int) -> Table:
+def queue_at(ledger: Ledger, w: int) -> Table:
     """One row a request that waits at a worker, the next one first: number, tokens, generated, remaining."""
     count = 0
-    for p in range(len(led.queue_head)):
-        r = led.queue_head[p, w]
-        while r != NONE:
+    for p in range(len(ledger.queue_head)):
+        r = ledger.queue_head[p, w]
+        while r != state.NONE:
             count += 1
-            r = led.requests[r].next
+            r = ledger.requests[r].next
     out = np.empty((count, 4))
     n = 0
-    for p in range(len(led.queue_head) - 1, -1, -1):
-        r = led.queue_head[p, w]
-        while r != NONE:
+    for p in range(len(ledger.queue_head) - 1, -1, -1):
+        r = ledger.queue_head[p, w]
+        while r != state.NONE:
             out[n, 0] = r
-            out[n, 1] = led.requests[r].prompt + led.requests[r].key
-            out[n, 2] = led.requests[r].key
-            out[n, 3] = max(led.requests[r].predicted - led.requests[r].key, 1)
+            out[n, 1] = ledger.requests[r].prompt + ledger.requests[r].key
+            out[n, 2] = ledger.requests[r].key
+            out[n, 3] = max(ledger.requests[r].predicted - ledger.requests[r].key, 1)
             n += 1
-            r = led.requests[r].next
+            r = ledger.requests[r].next
     return out
 
 
@@ -150,8 +152,8 @@ class Listed(Sequence[RunningRequest]):
     `row_of`: how workers are named; by their rows, unless told otherwise.
     """
 
-    def __init__(self, led: Ledger, w: int, waiting: bool, count: int, row_of: RowOf = int) -> None:
-        self._led, self._w, self._waiting, self._count = led, w, waiting, count
+    def __init__(self, ledger: Ledger, w: int, waiting: bool, count: int, row_of: RowOf = int) -> None:
+        self._led, self._w, self._waiting, self._count = ledger, w, waiting, count
         self._row_of = row_of
         self._rows: list[RunningRequest] | None = None
 
@@ -187,32 +189,32 @@ class Listed(Sequence[RunningRequest]):
         return self._rows
 
 
-def request_at(led: Ledger, r: int, row_of: RowOf = int) -> RunningRequest:
+def request_at(ledger: Ledger, r: int, row_of: RowOf = int) -> RunningRequest:
     """A request that is on a worker."""
-    row = led.requests[r]
-    made, still = int(generated(led, r)), int(remaining(led, row["worker"], r))
+    row = ledger.requests[r]
+    made, still = int(state.generated(ledger, r)), int(remaining(ledger, row["worker"], r))
     tokens, tpot_s = int(row["prompt"]) + made, float(row["tpot_s"])
-    cached = partial(cached_at, led, r, row_of)
+    cached = partial(cached_at, ledger, r, row_of)
     return RunningRequest(RequestId(str(r)), tokens, int(row["priority"]), made, still, tpot_s, cached)
 
 
 def views_of(
-    led: Ledger,
+    ledger: Ledger,
     workers: Mapping[int, tuple[WorkerId, str, StepModel | None]],
     coming: Iterable[tuple[int, int]],
 ) -> list[WorkerView]:
     """These serving workers of the ledger, by name, kind and speed; `coming`: requests (row, worker) on their
     way to them."""
-    table, views = loads(led), []
+    table, views = loads(ledger), []
     rows = {name: w for w, (name, _, _) in workers.items()}
     for w, (name, kind, step) in workers.items():
-        load, k = load_of(table[w].tolist()), led.coefficients[led.workers[w]["variant"]]
-        running: Sequence[RunningRequest] = Listed(led, w, False, load.running, rows.__getitem__)
+        load, k = load_of(table[w].tolist()), ledger.coefficients[ledger.workers[w]["variant"]]
+        running: Sequence[RunningRequest] = Listed(ledger, w, False, load.running, rows.__getitem__)
         for r in (r for r, to in coming if to == w):
-            request = request_at(led, r, rows.__getitem__)
+            request = request_at(ledger, r, rows.__getitem__)
             load, running = with_request(load, request, name), (*running, request)
-        queue = Listed(led, w, True, load.waiting, rows.__getitem__)
-        tokens = int(k[KV_BLOCKS] * k[BLOCK_TOKENS])
-        worker = WorkerLoad(name, SERVING, tokens, running, queue, step, int(k[MAX_SEQS]), load, kind)
+        queue = Listed(ledger, w, True, load.waiting, rows.__getitem__)
+        tokens = int(k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS])
+        worker = WorkerLoad(name, SERVING, tokens, running, queue, step, int(k[speed.MAX_SEQS]), load, kind)
         views.append(WorkerView(worker, load, 0.0))
     return views

@@ -31,15 +31,7 @@ from controlplane.migration.balance import Pairs, decoding
 from controlplane.migration.move import Price, price_of, tenths_to_send
 from controlplane.migration.overload import ShedSettings, forecast, forecast_of
 from controlplane.migration.usage import WorkerView
-from controlplane.snapshot import (
-    SERVING,
-    Cached,
-    HeldRequest,
-    Migrate,
-    RunningRequest,
-    Transport,
-    WorkerLoad,
-)
+from controlplane.snapshot import SERVING, Cached, HeldRequest, Migrate, RunningRequest, Transport, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
 DRAIN_LOOK_S = 0.25

@@ -20,99 +20,101 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.compiled import compiled
-from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS
-from controlplane.placement.constraints import prefill_lasts_s
-from controlplane.placement.ledger import DECODE_ONLY, NONE, SERVING, Ledger, cached_tokens, empty_blocks
+from controlplane.perfmodel import coefficients as speed
+from controlplane.placement import hits
+from controlplane.placement import ledger as state
+from controlplane.placement.ledger import Ledger
 from controlplane.placement.memory import free_blocks
+from controlplane.placement.outlook import prefill_lasts_s
 
 PREFIX_WEIGHT, QUEUE_WEIGHT, FREE_WEIGHT = 3.0, 2.0, 2.0
 MATCH, MORE, TIMES_MORE = 0.3, 64, 1.5
 
 
 @compiled
-def serves(led: Ledger, w: int, phase_role: int) -> bool:
+def serves(ledger: Ledger, w: int, phase_role: int) -> bool:
     """Whether a worker takes requests, and belongs to the pool that is asked for."""
-    is_decode_only = led.workers[w].role == DECODE_ONLY
-    return led.workers[w].status == SERVING and is_decode_only == (phase_role == DECODE_ONLY)
+    is_decode_only = ledger.workers[w].role == state.DECODE_ONLY
+    return ledger.workers[w].status == state.SERVING and is_decode_only == (phase_role == state.DECODE_ONLY)
 
 
 @compiled
-def requests_at(led: Ledger, w: int) -> int:
+def requests_at(ledger: Ledger, w: int) -> int:
     """Requests that a worker has, whatever their phase."""
-    return led.workers[w].decoding + led.workers[w].queued
+    return ledger.workers[w].decoding + ledger.workers[w].queued
 
 
 @compiled
-def two_choices(led: Ledger, phase_role: int, draw: NDArray[np.float64]) -> int:
+def two_choices(ledger: Ledger, phase_role: int, draw: NDArray[np.float64]) -> int:
     """The less loaded of two workers drawn at random: by requests, then tokens held, then the first drawn."""
     count = 0
-    for w in range(len(led.workers)):
-        if serves(led, w, phase_role):
+    for w in range(len(ledger.workers)):
+        if serves(ledger, w, phase_role):
             count += 1
     if count == 0:
-        return NONE
+        return state.NONE
     first = int(draw[0] * count)
     second = int(draw[1] * max(count - 1, 1))
     if count > 1 and second >= first:
         second += 1
-    one, other, at = NONE, NONE, 0
-    for w in range(len(led.workers)):
-        if serves(led, w, phase_role):
+    one, other, at = state.NONE, state.NONE, 0
+    for w in range(len(ledger.workers)):
+        if serves(ledger, w, phase_role):
             if at == first:
                 one = w
             elif at == second:
                 other = w
             at += 1
-    return one if other == NONE or not is_less_loaded(led, other, one) else other
+    return one if other == state.NONE or not is_less_loaded(ledger, other, one) else other
 
 
 @compiled
-def is_less_loaded(led: Ledger, a: int, b: int) -> bool:
+def is_less_loaded(ledger: Ledger, a: int, b: int) -> bool:
     """Whether worker `a` has fewer requests than `b`, or as many that hold fewer tokens."""
-    more = led.workers[b].decoding + led.workers[b].queued - led.workers[a].decoding - led.workers[a].queued
+    more = requests_at(ledger, b) - requests_at(ledger, a)
     if more != 0:
         return more > 0
     return (
-        led.workers[a].context + led.workers[a].queued_context
-        < led.workers[b].context + led.workers[b].queued_context
+        ledger.workers[a].context + ledger.workers[a].queued_context
+        < ledger.workers[b].context + ledger.workers[b].queued_context
     )
 
 
 @compiled
-def in_turn(led: Ledger, r: int, phase_role: int) -> int:
+def in_turn(ledger: Ledger, r: int, phase_role: int) -> int:
     """Round-robin by the request's number."""
     count = 0
-    for w in range(len(led.workers)):
-        if serves(led, w, phase_role):
+    for w in range(len(ledger.workers)):
+        if serves(ledger, w, phase_role):
             count += 1
     if count == 0:
-        return NONE
+        return state.NONE
     turn = r % count
-    for w in range(len(led.workers)):
-        if serves(led, w, phase_role):
+    for w in range(len(ledger.workers)):
+        if serves(ledger, w, phase_role):
             if turn == 0:
                 return w
             turn -= 1
-    return NONE
+    return state.NONE
 
 
 @compiled
-def least_prefill(led: Ledger, now_s: float, phase_role: int) -> int:
+def least_prefill(ledger: Ledger, now_s: float, phase_role: int) -> int:
     """The worker with least prefill left to do, in seconds; of several the one with the fewest requests."""
-    best, least_s = NONE, np.inf
-    for w in range(len(led.workers)):
-        if serves(led, w, phase_role):
-            left_s = prefill_left_s(led, w, now_s)
-            if left_s < least_s or (left_s == least_s and requests_at(led, w) < requests_at(led, best)):
+    best, least_s = state.NONE, np.inf
+    for w in range(len(ledger.workers)):
+        if serves(ledger, w, phase_role):
+            left_s = prefill_left_s(ledger, w, now_s)
+            if left_s < least_s or (left_s == least_s and requests_at(ledger, w) < requests_at(ledger, best)):
                 best, least_s = w, left_s
     return best
 
 
 @compiled
-def prefill_left_s(led: Ledger, w: int, now_s: float) -> float:
+def prefill_left_s(ledger: Ledger, w: int, now_s: float) -> float:
     """Seconds of prefill that a worker has still to do."""
-    worker = led.workers[w]
-    k = led.coefficients[worker.variant]
+    worker = ledger.workers[w]
+    k = ledger.coefficients[worker.variant]
     work = float(worker.queued_tokens)
     left_s = 0.0
     if work > 0:
@@ -121,69 +123,69 @@ def prefill_left_s(led: Ledger, w: int, now_s: float) -> float:
 
 
 @compiled
-def longest_prefix(led: Ledger, r: int, phase_role: int) -> int:
+def longest_prefix(ledger: Ledger, r: int, phase_role: int) -> int:
     """The worker that has most of a request cached, of several the one with the fewest requests."""
-    best, most, cached = NONE, -1, 0
-    for w in range(len(led.workers)):
-        if serves(led, w, phase_role):
-            cached = cached_tokens(led, w, r, cached, False)
-            if cached > most or (cached == most and requests_at(led, w) < requests_at(led, best)):
+    best, most, cached = state.NONE, -1, 0
+    for w in range(len(ledger.workers)):
+        if serves(ledger, w, phase_role):
+            cached = hits.cached_tokens(ledger, w, r, cached, False)
+            if cached > most or (cached == most and requests_at(ledger, w) < requests_at(ledger, best)):
                 best, most = w, cached
     return best
 
 
 @compiled
-def highest_score(led: Ledger, r: int, phase_role: int, draw: NDArray[np.float64]) -> int:
+def highest_score(ledger: Ledger, r: int, phase_role: int, draw: NDArray[np.float64]) -> int:
     """The worker with the highest weighted score of prefix, queue and free memory."""
-    tokens = led.requests[r].prompt + led.requests[r].key
+    tokens = ledger.requests[r].prompt + ledger.requests[r].key
     shortest, longest = 1 << 60, -1
-    for w in range(len(led.workers)):
-        if serves(led, w, phase_role):
-            waiting = requests_at(led, w) - led.workers[w].running_n
+    for w in range(len(ledger.workers)):
+        if serves(ledger, w, phase_role):
+            waiting = requests_at(ledger, w) - ledger.workers[w].running_n
             shortest, longest = min(shortest, waiting), max(longest, waiting)
-    best, highest, cached = NONE, -1.0, 0
-    first = int(draw[0] * len(led.workers))
-    for i in range(len(led.workers)):
-        w = (first + i) % len(led.workers)
-        if not serves(led, w, phase_role):
+    best, highest, cached = state.NONE, -1.0, 0
+    first = int(draw[0] * len(ledger.workers))
+    for i in range(len(ledger.workers)):
+        w = (first + i) % len(ledger.workers)
+        if not serves(ledger, w, phase_role):
             continue
-        cached = cached_tokens(led, w, r, cached, False)
-        waiting = requests_at(led, w) - led.workers[w].running_n
+        cached = hits.cached_tokens(ledger, w, r, cached, False)
+        waiting = requests_at(ledger, w) - ledger.workers[w].running_n
         short = (longest - waiting) / (longest - shortest) if longest > shortest else 1.0
-        score = PREFIX_WEIGHT * cached / tokens + QUEUE_WEIGHT * short + FREE_WEIGHT * share_free(led, w)
+        score = PREFIX_WEIGHT * cached / tokens + QUEUE_WEIGHT * short + FREE_WEIGHT * share_free(ledger, w)
         if score > highest:
             best, highest = w, score
     return best
 
 
 @compiled
-def share_free(led: Ledger, w: int) -> float:
+def share_free(ledger: Ledger, w: int) -> float:
     """The share of a worker's KV memory that no request uses."""
-    k = led.coefficients[led.workers[w].variant]
-    if led.caches.tokens > 0:
-        return free_blocks(led.caches, w) / k[KV_BLOCKS]
-    return 1.0 - led.workers[w].context / (k[KV_BLOCKS] * k[BLOCK_TOKENS])
+    k = ledger.coefficients[ledger.workers[w].variant]
+    if ledger.caches.tokens > 0:
+        return free_blocks(ledger.caches, w) / k[speed.KV_BLOCKS]
+    return 1.0 - ledger.workers[w].context / (k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS])
 
 
 @compiled
-def prefix_unless_unbalanced(led: Ledger, r: int, phase_role: int) -> int:
+def prefix_unless_unbalanced(ledger: Ledger, r: int, phase_role: int) -> int:
     """The idlest worker of an unbalanced fleet; else the best match, or that with the least on record."""
-    idlest, matching, emptiest = NONE, NONE, NONE
+    idlest, matching, emptiest = state.NONE, state.NONE, state.NONE
     least, most, longest, emptiness, cached = 1 << 60, -1, -1, -1, 0
-    for w in range(len(led.workers)):
-        if not serves(led, w, phase_role):
+    for w in range(len(ledger.workers)):
+        if not serves(ledger, w, phase_role):
             continue
-        here = requests_at(led, w)
+        here = requests_at(ledger, w)
         most = max(most, here)
         if here < least:
             idlest, least = w, here
-        cached = cached_tokens(led, w, r, cached, False)
+        cached = hits.cached_tokens(ledger, w, r, cached, False)
         if cached > longest:
             matching, longest = w, cached
-        empty = empty_blocks(led, w)
-        if emptiest == NONE or empty > emptiness:
+        empty = hits.empty_blocks(ledger, w)
+        if emptiest == state.NONE or empty > emptiness:
             emptiest, emptiness = w, empty
     if most - least > MORE and most > TIMES_MORE * least:
         return idlest
-    tokens = led.requests[r].prompt + led.requests[r].key
+    tokens = ledger.requests[r].prompt + ledger.requests[r].key
     return matching if longest > MATCH * tokens else emptiest

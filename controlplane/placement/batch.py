@@ -1,4 +1,4 @@
-"""A worker's batch: what its steps may carry, how long they last, who is in it.
+"""A worker's queue and its batch: who waits, who is in it, what a step may carry and how long it lasts.
 
 The rules of an engine's step that simulated engines and the ledger of a live fleet share. A live engine plans
 by itself; `begin_step` says what its ledger should expect of the step that begins.
@@ -8,9 +8,108 @@ from __future__ import annotations
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel import coefficients as speed
+from controlplane.placement import hits
 from controlplane.placement import ledger as state
 from controlplane.placement.ledger import Floats, Ints, Ledger
 from controlplane.placement.lengths import expected_output
+from controlplane.placement.order import has_more
+
+
+@compiled
+def enqueue(ledger: Ledger, w: int, r: int, at_head: bool) -> None:
+    """Put a request into a worker's queue of its priority; `at_head` is for one that was preempted."""
+    p = ledger.requests[r].priority
+    ledger.requests[r].cached = hits.known_cached(ledger, w, r, 0)
+    ledger.requests[r].shared = hits.cached_tokens(ledger, w, r, ledger.requests[r].cached, True)
+    if ledger.host.chunks.tokens > 0:
+        ledger.host.loads[r] = hits.known_loads(ledger, w, r)
+        ledger.host.links[w].waiting += ledger.host.loads[r]
+    if at_head and ledger.queue_head[p, w] != state.NONE:
+        ledger.requests[r].next = ledger.queue_head[p, w]
+        ledger.queue_head[p, w] = r
+    else:
+        line_up(ledger, w, p, r)
+    ledger.requests[r].worker = w
+    ledger.requests[r].phase = state.QUEUED
+    ledger.workers[w].queued += 1
+    ledger.workers[w].queued_tokens += to_compute(ledger, r)
+    ledger.workers[w].queued_context += ledger.requests[r].prompt + ledger.requests[r].key
+    ledger.workers[w].queued_shared += ledger.requests[r].shared
+    ledger.orders.changes[0] += 1
+    has_more(ledger.orders, w)
+
+
+@compiled
+def line_up(ledger: Ledger, w: int, p: int, r: int) -> None:
+    """Put a request at the end of one of a worker's queues."""
+    tail = ledger.queue_tail[p, w]
+    if tail == state.NONE:
+        ledger.queue_head[p, w] = r
+    else:
+        ledger.requests[tail].next = r
+    ledger.queue_tail[p, w] = r
+    ledger.requests[r].next = state.NONE
+
+
+@compiled
+def step_out(ledger: Ledger, w: int, p: int, r: int) -> None:
+    """Take a request out of one of a worker's queues, wherever it stands."""
+    before = state.NONE
+    at = ledger.queue_head[p, w]
+    while at != r:
+        before = at
+        at = ledger.requests[at].next
+    if before == state.NONE:
+        ledger.queue_head[p, w] = ledger.requests[r].next
+    else:
+        ledger.requests[before].next = ledger.requests[r].next
+    if ledger.queue_tail[p, w] == r:
+        ledger.queue_tail[p, w] = before
+    ledger.requests[r].next = state.NONE
+
+
+@compiled
+def to_compute(ledger: Ledger, r: int) -> int:
+    """Tokens that the prefill of a request at its worker computes."""
+    return ledger.requests[r].prompt + ledger.requests[r].key - ledger.requests[r].cached
+
+
+@compiled
+def queue_first(ledger: Ledger, w: int) -> int:
+    """The request whose turn is next at a worker, high priority before normal, or NONE."""
+    high = ledger.queue_head[1, w]
+    return high if high != state.NONE else ledger.queue_head[0, w]
+
+
+@compiled
+def next_in_queue(ledger: Ledger, w: int, r: int) -> int:
+    """The request whose turn is next after another's, or NONE."""
+    after = ledger.requests[r].next
+    if after == state.NONE and ledger.requests[r].priority == 1:
+        return int(ledger.queue_head[0, w])
+    return int(after)
+
+
+@compiled
+def dequeue(ledger: Ledger, w: int, r: int) -> None:
+    """Take a request out of its worker's queue, wherever it stands; its prefill is still to be done."""
+    step_out(ledger, w, ledger.requests[r].priority, r)
+    if ledger.host.chunks.tokens > 0:
+        ledger.host.links[w].waiting -= ledger.host.loads[r]
+        ledger.host.loads[r] = 0
+    ledger.workers[w].queued_shared -= ledger.requests[r].shared
+    ledger.requests[r].shared = 0
+
+
+@compiled
+def leave_queue(ledger: Ledger, w: int, r: int) -> None:
+    """Take a request that waits at a worker away from it altogether: it is HELD again."""
+    dequeue(ledger, w, r)
+    ledger.workers[w].queued -= 1
+    ledger.workers[w].queued_tokens -= to_compute(ledger, r)
+    ledger.workers[w].queued_context -= ledger.requests[r].prompt + ledger.requests[r].key
+    ledger.requests[r].worker = state.NONE
+    ledger.requests[r].phase = state.HELD
 
 
 @compiled
@@ -39,113 +138,123 @@ def squares(before: int, chunk: int) -> float:
 
 
 @compiled
-def lasts_s(led: Ledger, w: int, prefill: int, sum_sq: float) -> float:
+def lasts_s(ledger: Ledger, w: int, prefill: int, sum_sq: float) -> float:
     """Seconds of a worker's step that carries so much prefill; 0 for one that has nothing to do."""
-    k = led.coefficients[led.workers[w].variant]
+    k = ledger.coefficients[ledger.workers[w].variant]
     if k[speed.MODE] != speed.CHUNKED and prefill > 0:
         return speed.prefill_s(k, prefill, sum_sq)
-    if led.workers[w].running_n == 0:
+    if ledger.workers[w].running_n == 0:
         return 0.0
-    return speed.mixed_s(k, prefill, led.workers[w].decoding, led.workers[w].context, sum_sq)
+    return speed.mixed_s(k, prefill, ledger.workers[w].decoding, ledger.workers[w].context, sum_sq)
 
 
 @compiled
-def join(led: Ledger, w: int, r: int) -> None:
+def join(ledger: Ledger, w: int, r: int) -> None:
     """A waiting request is in the batch from now on, to be prefilled."""
-    state.dequeue(led, w, r)
-    led.requests[r].phase = state.PREFILLING
-    led.running[w, led.workers[w].running_n] = r
-    led.workers[w].running_n += 1
+    dequeue(ledger, w, r)
+    ledger.requests[r].phase = state.PREFILLING
+    ledger.running[w, ledger.workers[w].running_n] = r
+    ledger.workers[w].running_n += 1
 
 
 @compiled
-def begin_step(led: Ledger, w: int, computed: Ints, chunks: Ints, now_s: float) -> None:
+def drop_running(ledger: Ledger, w: int, i: int) -> int:
+    """Take the i-th admitted request off a worker's list and return it; the order of the others stays."""
+    r = ledger.running[w, i]
+    for j in range(i, ledger.workers[w].running_n - 1):
+        ledger.running[w, j] = ledger.running[w, j + 1]
+    ledger.workers[w].running_n -= 1
+    return r
+
+
+@compiled
+def begin_step(ledger: Ledger, w: int, computed: Ints, chunks: Ints, now_s: float) -> None:
     """A worker's engine begins a step: the prefill that it takes, and when it ends, by the engine's rules.
 
     For a ledger whose engines are elsewhere. `computed` and `chunks`, by request: tokens of a prefill that
     are done, and those in this step. Prefills in progress come first, then the queue, as budget and seats
     last; memory is the engine's affair.
     """
-    k = led.coefficients[led.workers[w].variant]
+    k = ledger.coefficients[ledger.workers[w].variant]
     whole = k[speed.MODE] != speed.CHUNKED
-    budget = int(k[speed.MAX_BATCHED]) - (0 if whole else led.workers[w].decoding)
+    budget = int(k[speed.MAX_BATCHED]) - (0 if whole else ledger.workers[w].decoding)
     prefill, sum_sq = 0, 0.0
     i = 0
     while budget > 0:
-        if i == led.workers[w].running_n:
-            r = state.queue_first(led, w)
+        if i == ledger.workers[w].running_n:
+            r = queue_first(ledger, w)
             if r == state.NONE or is_full(k, i, budget):
                 break
-            if is_too_long(k, prefill, state.to_compute(led, r), budget):
+            if is_too_long(k, prefill, to_compute(ledger, r), budget):
                 break
-            join(led, w, r)
+            join(ledger, w, r)
             computed[r] = 0
-        r = led.running[w, i]
-        if led.requests[r].phase == state.PREFILLING:
-            chunks[r] = chunk_of(k, state.to_compute(led, r) - computed[r], budget)
-            sum_sq += squares(led.requests[r].cached + computed[r], chunks[r])
+        r = ledger.running[w, i]
+        if ledger.requests[r].phase == state.PREFILLING:
+            chunks[r] = chunk_of(k, to_compute(ledger, r) - computed[r], budget)
+            sum_sq += squares(ledger.requests[r].cached + computed[r], chunks[r])
             prefill += chunks[r]
             budget -= chunks[r]
         i += 1
-    led.workers[w].queued_tokens -= prefill
-    led.workers[w].gains = 0 if whole and prefill > 0 else 1
-    led.workers[w].boundary_s = now_s + lasts_s(led, w, prefill, sum_sq)
+    ledger.workers[w].queued_tokens -= prefill
+    ledger.workers[w].gains = 0 if whole and prefill > 0 else 1
+    ledger.workers[w].boundary_s = now_s + lasts_s(ledger, w, prefill, sum_sq)
 
 
 @compiled
-def end_step(led: Ledger, w: int, computed: Ints, chunks: Ints, prefilled: int) -> None:
+def end_step(ledger: Ledger, w: int, computed: Ints, chunks: Ints, prefilled: int) -> None:
     """The step is over and has computed so many tokens of prompts; less than 0: as many as was thought."""
     more = prefilled
-    for i in range(led.workers[w].running_n):
-        r = led.running[w, i]
-        if led.requests[r].phase == state.PREFILLING:
+    for i in range(ledger.workers[w].running_n):
+        r = ledger.running[w, i]
+        if ledger.requests[r].phase == state.PREFILLING:
             done = min(chunks[r], more) if prefilled >= 0 else chunks[r]
             computed[r] += done
-            led.workers[w].queued_tokens += chunks[r] - done
+            ledger.workers[w].queued_tokens += chunks[r] - done
             chunks[r] = 0
             more -= done
-    for i in range(led.workers[w].running_n):  # more than was thought: the first of them are further
-        r = led.running[w, i]
-        if more > 0 and led.requests[r].phase == state.PREFILLING:
-            done = min(state.to_compute(led, r) - computed[r], more)
+    for i in range(ledger.workers[w].running_n):  # more than was thought: the first of them are further
+        r = ledger.running[w, i]
+        if more > 0 and ledger.requests[r].phase == state.PREFILLING:
+            done = min(to_compute(ledger, r) - computed[r], more)
             computed[r] += done
-            led.workers[w].queued_tokens -= done
+            ledger.workers[w].queued_tokens -= done
             more -= done
 
 
 @compiled
-def begin_decoding(led: Ledger, w: int, r: int, tokens: int) -> None:
+def begin_decoding(ledger: Ledger, w: int, r: int, tokens: int) -> None:
     """A queued request's prefill is done and it holds `tokens` output tokens: it decodes from here on."""
-    led.workers[w].queued -= 1
-    led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
-    led.requests[r].phase = state.DECODING
-    led.requests[r].key = tokens - led.workers[w].step
-    led.workers[w].decoding += 1
-    led.workers[w].context += led.requests[r].prompt + tokens
-    expect_end(led, w, r)
+    ledger.workers[w].queued -= 1
+    ledger.workers[w].queued_context -= ledger.requests[r].prompt + ledger.requests[r].key
+    ledger.requests[r].phase = state.DECODING
+    ledger.requests[r].key = tokens - ledger.workers[w].step
+    ledger.workers[w].decoding += 1
+    ledger.workers[w].context += ledger.requests[r].prompt + tokens
+    expect_end(ledger, w, r)
 
 
 @compiled
-def stop_decoding(led: Ledger, w: int, r: int, phase: int) -> None:
+def stop_decoding(ledger: Ledger, w: int, r: int, phase: int) -> None:
     """A decoding request finished, was preempted or left: its tokens are no longer held here."""
-    tokens = state.generated(led, r)
-    led.requests[r].phase = phase
-    led.requests[r].key = tokens
-    led.workers[w].decoding -= 1
-    led.workers[w].context -= led.requests[r].prompt + tokens
+    tokens = state.generated(ledger, r)
+    ledger.requests[r].phase = phase
+    ledger.requests[r].key = tokens
+    ledger.workers[w].decoding -= 1
+    ledger.workers[w].context -= ledger.requests[r].prompt + tokens
 
 
 @compiled
-def expect_end(led: Ledger, w: int, r: int) -> None:
+def expect_end(ledger: Ledger, w: int, r: int) -> None:
     """Set when a decoding request should finish: by its prediction, or, once past it, conditionally.
 
     Algorithm 2's re-prediction, E[output | prompt, output > generated], taken when it is needed.
     """
-    tokens = state.generated(led, r)
-    total = led.requests[r].predicted
+    tokens = state.generated(ledger, r)
+    total = ledger.requests[r].predicted
     if total <= tokens:
         total = expected_output(
-            led.length_edges, led.length_grid, led.length_expected, led.requests[r].prompt, tokens
+            ledger.length_edges, ledger.length_grid, ledger.length_expected, ledger.requests[r].prompt, tokens
         )
-        led.requests[r].predicted = total
-    led.requests[r].ends = led.workers[w].step + max(total - tokens, 1)
+        ledger.requests[r].predicted = total
+    ledger.requests[r].ends = ledger.workers[w].step + max(total - tokens, 1)

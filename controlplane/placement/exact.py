@@ -21,16 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.heartbeat import (
-    MOST_REQUESTS,
-    Heartbeat,
-    Placement,
-    Rows,
-    best_fit,
-    cost_of,
-    heartbeat_of,
-    worker_rows,
-)
+from controlplane.placement import heartbeat
+from controlplane.placement.heartbeat import Heartbeat, Placement, Rows
 from controlplane.placement.ledger import Ints, Ledger
 from controlplane.placement.policies import PlacementSettings
 from controlplane.placement.queue import Queue, line_up
@@ -43,15 +35,15 @@ HEARTBEAT_S = 0.05  # between two heartbeats, at least
 SOLVE_LIMIT_S = 0.25  # for one heartbeat
 
 
-def waiting_line(led: Ledger, queue: Queue, now_s: float) -> tuple[Ints, Ints]:
+def waiting_line(ledger: Ledger, queue: Queue, now_s: float) -> tuple[Ints, Ints]:
     """The requests of a heartbeat, in order, and those found to have lost their TTFT."""
-    line, lost = np.empty(MOST_REQUESTS, np.int64), np.empty(queue.waiting, np.int64)
-    n, m = line_up(led, queue, now_s, line, lost)
+    line, lost = np.empty(heartbeat.MOST_REQUESTS, np.int64), np.empty(queue.waiting, np.int64)
+    n, m = line_up(ledger, queue, now_s, line, lost)
     return line[:n], lost[:m]
 
 
 def place_together(
-    led: Ledger, line: Ints, workers: Ints, profile: Profile, settings: PlacementSettings, now_s: float
+    ledger: Ledger, line: Ints, workers: Ints, profile: Profile, settings: PlacementSettings, now_s: float
 ) -> tuple[list[tuple[int, int]], bool]:
     """(request, worker) for those of `line` that find a place among `workers`; whether it is proven best.
 
@@ -60,7 +52,7 @@ def place_together(
     """
     if not len(line) or not len(workers):
         return [], True
-    found = solve(heartbeat_of(led, line, workers, profile, settings, now_s), SOLVE_LIMIT_S)
+    found = solve(heartbeat.heartbeat_of(ledger, line, workers, profile, settings, now_s), SOLVE_LIMIT_S)
     placed = zip(line.tolist(), found.worker, strict=True)
     return [(r, int(workers[j])) for r, j in placed if j is not None], found.proven
 
@@ -74,9 +66,9 @@ def solve(beat: Heartbeat, time_limit_s: float = SOLVE_LIMIT_S) -> Placement:
     shared: dict[object, Rows] = {}
     for state in beat.workers:
         if state not in shared:
-            shared[state] = worker_rows(beat, state)
+            shared[state] = heartbeat.worker_rows(beat, state)
     rows = [shared[state] for state in beat.workers]
-    start = best_fit(beat, rows)
+    start = heartbeat.best_fit(beat, rows)
     if start.proven:
         return start
     from ortools.sat.python import cp_model  # here, since it takes long to import and few heartbeats need it
@@ -97,7 +89,7 @@ def solve(beat: Heartbeat, time_limit_s: float = SOLVE_LIMIT_S) -> Placement:
     for (i, j), x in put.items():
         if solver.boolean_value(x):
             chosen[i] = j
-    workers_used, cost = cost_of(beat, chosen)
+    workers_used, cost = heartbeat.cost_of(beat, chosen)
     if cost >= start.cost:
         chosen, workers_used, cost = list(start.worker), start.workers_used, start.cost
     return Placement(tuple(chosen), workers_used, cost, min(bound, cost), cost <= bound)

@@ -27,8 +27,8 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
-from controlplane.placement.constraints import prefill_lasts_s, remaining
 from controlplane.placement.ledger import DECODING, NONE, Ledger, generated
+from controlplane.placement.outlook import prefill_lasts_s, remaining
 from controlplane.placement.policies import PlacementSettings
 from controlplane.types import EngineMode, Slo
 
@@ -138,14 +138,14 @@ class Placement:
 
 
 def heartbeat_of(
-    led: Ledger, rows: Ints, workers: Ints, profile: Profile, settings: PlacementSettings, now_s: float
+    ledger: Ledger, rows: Ints, workers: Ints, profile: Profile, settings: PlacementSettings, now_s: float
 ) -> Heartbeat:
     """The heartbeat that places requests `rows` of a ledger on `workers` of it, all of one profile.
 
     One SLO holds for all, the tightest: what is left of the TTFT to the request that needs its first token
     soonest, and the least TPOT.
     """
-    requests, k = led.requests[rows], led.coefficients[led.workers["variant"][workers]]
+    requests, k = ledger.requests[rows], ledger.coefficients[ledger.workers["variant"][workers]]
     left_s = requests["ttft_s"] - (now_s - requests["arrival_s"])
     left_s -= profile.frontend.seconds(requests["prompt"])
     due_s = min(left_s[np.isnan(requests["first_s"])].tolist(), default=_NO_TTFT_S)
@@ -156,7 +156,7 @@ def heartbeat_of(
         requests=tuple(
             NewRequest(int(r["prompt"] + r["key"]), max(int(r["predicted"] - r["key"]), 1)) for r in requests
         ),
-        workers=tuple(worker_state(led, int(w), now_s) for w in workers),
+        workers=tuple(worker_state(ledger, int(w), now_s) for w in workers),
         step=profile.step,
         prefill=prefill,
         slo=Slo(max(due_s, 1e-6), float(requests["tpot_s"].min())),
@@ -167,27 +167,27 @@ def heartbeat_of(
     )
 
 
-def worker_state(led: Ledger, w: int, now_s: float) -> WorkerState:
+def worker_state(ledger: Ledger, w: int, now_s: float) -> WorkerState:
     """What worker `w` of a ledger carries at `now_s`."""
-    worker = led.workers[w]
-    k = led.coefficients[worker["variant"]]
+    worker = ledger.workers[w]
+    k = ledger.coefficients[worker["variant"]]
     start_s = max(float(worker["boundary_s"]), now_s)
     held, still, slack_s = [], [], inf
     for i in range(int(worker["running_n"])):
-        r = int(led.running[w, i])
-        request = led.requests[r]
-        held.append(int(request["prompt"]) + int(generated(led, r)))
-        still.append(int(remaining(led, w, r)))
+        r = int(ledger.running[w, i])
+        request = ledger.requests[r]
+        held.append(int(request["prompt"]) + int(generated(ledger, r)))
+        still.append(int(remaining(ledger, w, r)))
         after_first = held[-1] - int(request["prompt"]) + int(worker["gains"]) - 1
         saved_s = 0.0  # its first token comes at the boundary
         if request["phase"] == DECODING:
             saved_s = float(request["tpot_s"]) * after_first - (start_s - float(request["first_s"]))
         slack_s = min(slack_s, saved_s)
     queued_s = 0.0
-    for p in range(len(led.queue_head) - 1, -1, -1):
-        r = int(led.queue_head[p, w])
+    for p in range(len(ledger.queue_head) - 1, -1, -1):
+        r = int(ledger.queue_head[p, w])
         while r != NONE:
-            request = led.requests[r]
+            request = ledger.requests[r]
             held.append(int(request["prompt"] + request["key"]))
             still.append(max(int(request["predicted"] - request["key"]), 1))
             r = int(request["next"])

@@ -21,22 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.compiled import by_reference, compiled
-from controlplane.perfmodel.coefficients import (
-    BLOCK_TOKENS,
-    run_s,
-    steps_within,
-)
-from controlplane.placement.caches import (
-    Caches,
-    HostMemory,
-    cached_blocks,
-    common_blocks,
-    most_hits,
-    no_caches,
-    no_host_memory,
-)
+from controlplane.perfmodel.coefficients import run_s, steps_within
+from controlplane.placement.caches import Caches, HostMemory, no_caches, no_host_memory
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.order import ASKED, Orders, has_more, new_orders
+from controlplane.placement.order import Orders, new_orders
 from controlplane.types import Role
 
 Ints = NDArray[np.int64]
@@ -174,19 +162,19 @@ def new_ledger(
     )
 
 
-def copied(led: Ledger) -> Ledger:
+def copied(ledger: Ledger) -> Ledger:
     """A ledger that goes its own way; the caches stay those of the first."""
     shared = ("caches", "host", "orders")
-    own = {name: getattr(led, name).copy() for name in led._fields if name not in shared}
-    return led._replace(orders=new_orders(len(led.workers)), **own)
+    own = {name: getattr(ledger, name).copy() for name in ledger._fields if name not in shared}
+    return ledger._replace(orders=new_orders(len(ledger.workers)), **own)
 
 
 @compiled
-def view(led: Ledger, w: int, now_s: float) -> None:
+def view(ledger: Ledger, w: int, now_s: float) -> None:
     """Bring a worker that is in a run up to the steps that ended by `now_s`."""
-    worker, run = led.workers[w], led.runs[w]
+    worker, run = ledger.workers[w], ledger.runs[w]
     if now_s >= worker.report_s:
-        report(led, w)
+        report(ledger, w)
     if run.steps == 0 or now_s < worker.boundary_s:
         return  # no step ended since
     done = min(steps_within(run.first_step_s, run.growth_s, now_s - run.start_s), run.steps)
@@ -197,254 +185,23 @@ def view(led: Ledger, w: int, now_s: float) -> None:
 
 
 @compiled
-def view_workers(led: Ledger, now_s: float) -> None:
+def view_workers(ledger: Ledger, now_s: float) -> None:
     """The same of every worker."""
-    for w in range(len(led.workers)):
-        view(led, w, now_s)
+    for w in range(len(ledger.workers)):
+        view(ledger, w, now_s)
 
 
 @compiled
-def report(led: Ledger, w: int) -> None:
+def report(ledger: Ledger, w: int) -> None:
     """Tell dispatchers of the load that was noted as the step that ends now began."""
-    led.workers[w].unreported = led.workers[w].unnoted
-    led.workers[w].unreported_context = led.workers[w].unnoted_context
-    led.workers[w].report_s = np.inf
+    ledger.workers[w].unreported = ledger.workers[w].unnoted
+    ledger.workers[w].unreported_context = ledger.workers[w].unnoted_context
+    ledger.workers[w].report_s = np.inf
 
 
 @compiled
-def generated(led: Ledger, r: int) -> int:
+def generated(ledger: Ledger, r: int) -> int:
     """Output tokens of a request so far."""
-    if led.requests[r].phase == DECODING:
-        return led.requests[r].key + led.workers[led.requests[r].worker].step
-    return led.requests[r].key
-
-
-@compiled
-def cached_tokens(led: Ledger, w: int, r: int, guess: int, in_use: bool) -> int:
-    """Tokens of a request that worker `w` would have in its cache if the request were put there now.
-
-    What is cached as the worker's last planned step left it, and what those will store that are there already
-    and not prefilled: so a burst of one prefix finds the worker that the first of it went to. `in_use`: only
-    what others use or will use, which takes no memory. `guess`: the likely answer, which costs least.
-    """
-    if led.caches.tokens == 0 or led.caches.workers[w].keeps == 0:
-        return 0
-    unit = led.caches.tokens
-    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
-    most, tokens = most_hits(led.caches, led.requests[r].prompt + led.requests[r].key, block)
-    blocks = cached_blocks(led.caches, w, r, 0, most, (guess + unit - 1) // unit, in_use)
-    i = led.workers[w].running_n - 1
-    while i >= 0 and led.requests[led.running[w, i]].phase == PREFILLING:
-        blocks = soon_cached(led, r, led.running[w, i], blocks, most)
-        i -= 1
-    for p in range(len(led.queue_head)):
-        other = led.queue_head[p, w]
-        while other != NONE:
-            blocks = soon_cached(led, r, other, blocks, most)
-            other = led.requests[other].next
-    return min(blocks * unit, tokens)
-
-
-@compiled
-def host_copies(led: Ledger, w: int, r: int, cached: int, guess: int) -> int:
-    """Copies in its host memory that worker `w` would load for a request of which so much is cached.
-
-    At least a whole one. `guess`: the likely answer, which costs least.
-    """
-    chunks = led.host.chunks
-    if chunks.tokens == 0 or chunks.workers[w].keeps == 0:
-        return 0
-    start, most = cached // chunks.tokens, (led.requests[r].prompt + led.requests[r].key) // chunks.tokens
-    copies = cached_blocks(chunks, w, r, start, most, start + guess, False) - start
-    return copies if (start + copies) * chunks.tokens - cached >= chunks.tokens else 0
-
-
-@compiled
-def with_loads(led: Ledger, r: int, cached: int, copies: int) -> int:
-    """Tokens of a request that are not computed where it has so many cached and loads so many copies."""
-    if copies == 0:
-        return cached
-    unit = led.host.chunks.tokens
-    return min((cached // unit + copies) * unit, led.requests[r].prompt + led.requests[r].key - 1)
-
-
-@compiled
-def known_cached(led: Ledger, w: int, r: int, guess: int) -> int:
-    """Tokens that worker `w` would not compute of a request, looked up once until something changes.
-
-    Those of `cached_tokens`, in use or not, and those that it would load from host memory behind them.
-    Placing one asks that of every worker up to four times, and again at each offer while it waits: then the
-    last answer is the guess. Where changes are not told it is looked up each time.
-    """
-    if led.caches.tokens == 0:
-        return 0
-    known = led.orders
-    if not known.are_kept[0]:
-        cached = cached_tokens(led, w, r, guess, False)
-        return with_loads(led, r, cached, host_copies(led, w, r, cached, 0))
-    row = r % ASKED
-    if known.asked_of[row] != r:
-        known.asked_of[row] = r
-        known.cached_at[row, :] = 0
-    if known.cached_at[row, w] != known.changes[0]:
-        copies = 0
-        if known.cached_at[row, w] > 0:
-            guess = known.cached[row, w]
-            copies = known.loads[row, w]
-        known.cached[row, w] = cached_tokens(led, w, r, guess, False)
-        known.loads[row, w] = host_copies(led, w, r, known.cached[row, w], copies)
-        known.cached_at[row, w] = known.changes[0]
-    return int(with_loads(led, r, known.cached[row, w], known.loads[row, w]))
-
-
-@compiled
-def known_loads(led: Ledger, w: int, r: int) -> int:
-    """Copies that worker `w` would load for a request from host memory, looked up once as `known_cached`."""
-    if led.host.chunks.tokens == 0:
-        return 0
-    if not led.orders.are_kept[0]:
-        return host_copies(led, w, r, cached_tokens(led, w, r, 0, False), 0)
-    known_cached(led, w, r, 0)
-    return int(led.orders.loads[r % ASKED, w])
-
-
-@compiled
-def loads_s(led: Ledger, w: int, r: int, from_s: float) -> float:
-    """Seconds after `from_s` until worker `w` has loaded a request; 0: it would load nothing.
-
-    Loads follow each other: those that have begun, of those that wait there, its own.
-    """
-    copies = known_loads(led, w, r)
-    if copies == 0:
-        return 0.0
-    link = led.host.links[w]
-    return float(max(link.free_s - from_s, 0.0) + (link.waiting + copies) * link.copy_s)
-
-
-@compiled
-def soon_cached(led: Ledger, r: int, other: int, there: int, most: int) -> int:
-    """Of a request's first `most` blocks, how many another's prefill stores, if more than `there`."""
-    stores = (led.requests[other].prompt + led.requests[other].key) // led.caches.tokens
-    return common_blocks(led.caches, r, other, there, min(most, stores))
-
-
-@compiled
-def shared_tokens(led: Ledger, w: int) -> int:
-    """Tokens that several requests at a worker hold, or will, and that lie in its memory once."""
-    if led.caches.tokens == 0:
-        return 0
-    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
-    return int(led.caches.workers[w].shared) * block + led.workers[w].queued_shared
-
-
-@compiled
-def empty_blocks(led: Ledger, w: int) -> int:
-    """Blocks of a worker's memory that hold nothing, neither in use nor cached."""
-    return int(led.caches.workers[w].empty) if led.caches.tokens > 0 else 0
-
-
-@compiled
-def empty_everywhere(led: Ledger, w: int) -> int:
-    """The same of its memory and its host memory."""
-    blocks = empty_blocks(led, w)
-    if led.host.chunks.tokens > 0:
-        block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
-        blocks += int(led.host.chunks.workers[w].empty) * (led.host.chunks.tokens // block)
-    return blocks
-
-
-@compiled
-def enqueue(led: Ledger, w: int, r: int, at_head: bool) -> None:
-    """Put a request into a worker's queue of its priority; `at_head` is for one that was preempted."""
-    p = led.requests[r].priority
-    led.requests[r].cached = known_cached(led, w, r, 0)
-    led.requests[r].shared = cached_tokens(led, w, r, led.requests[r].cached, True)
-    if led.host.chunks.tokens > 0:
-        led.host.loads[r] = known_loads(led, w, r)
-        led.host.links[w].waiting += led.host.loads[r]
-    if at_head and led.queue_head[p, w] != NONE:
-        led.requests[r].next = led.queue_head[p, w]
-        led.queue_head[p, w] = r
-    else:
-        line_up(led, w, p, r)
-    led.requests[r].worker = w
-    led.requests[r].phase = QUEUED
-    led.workers[w].queued += 1
-    led.workers[w].queued_tokens += to_compute(led, r)
-    led.workers[w].queued_context += led.requests[r].prompt + led.requests[r].key
-    led.workers[w].queued_shared += led.requests[r].shared
-    led.orders.changes[0] += 1
-    has_more(led.orders, w)
-
-
-@compiled
-def line_up(led: Ledger, w: int, p: int, r: int) -> None:
-    """Put a request at the end of one of a worker's queues."""
-    tail = led.queue_tail[p, w]
-    if tail == NONE:
-        led.queue_head[p, w] = r
-    else:
-        led.requests[tail].next = r
-    led.queue_tail[p, w] = r
-    led.requests[r].next = NONE
-
-
-@compiled
-def step_out(led: Ledger, w: int, p: int, r: int) -> None:
-    """Take a request out of one of a worker's queues, wherever it stands."""
-    before = NONE
-    at = led.queue_head[p, w]
-    while at != r:
-        before = at
-        at = led.requests[at].next
-    if before == NONE:
-        led.queue_head[p, w] = led.requests[r].next
-    else:
-        led.requests[before].next = led.requests[r].next
-    if led.queue_tail[p, w] == r:
-        led.queue_tail[p, w] = before
-    led.requests[r].next = NONE
-
-
-@compiled
-def to_compute(led: Ledger, r: int) -> int:
-    """Tokens that the prefill of a request at its worker computes."""
-    return led.requests[r].prompt + led.requests[r].key - led.requests[r].cached
-
-
-@compiled
-def queue_first(led: Ledger, w: int) -> int:
-    """The request whose turn is next at a worker, high priority before normal, or NONE."""
-    high = led.queue_head[1, w]
-    return high if high != NONE else led.queue_head[0, w]
-
-
-@compiled
-def next_in_queue(led: Ledger, w: int, r: int) -> int:
-    """The request whose turn is next after another's, or NONE."""
-    after = led.requests[r].next
-    if after == NONE and led.requests[r].priority == 1:
-        return int(led.queue_head[0, w])
-    return int(after)
-
-
-@compiled
-def dequeue(led: Ledger, w: int, r: int) -> None:
-    """Take a request out of its worker's queue, wherever it stands; its prefill is still to be done."""
-    step_out(led, w, led.requests[r].priority, r)
-    if led.host.chunks.tokens > 0:
-        led.host.links[w].waiting -= led.host.loads[r]
-        led.host.loads[r] = 0
-    led.workers[w].queued_shared -= led.requests[r].shared
-    led.requests[r].shared = 0
-
-
-@compiled
-def leave_queue(led: Ledger, w: int, r: int) -> None:
-    """Take a request that waits at a worker away from it altogether: it is HELD again."""
-    dequeue(led, w, r)
-    led.workers[w].queued -= 1
-    led.workers[w].queued_tokens -= to_compute(led, r)
-    led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
-    led.requests[r].worker = NONE
-    led.requests[r].phase = HELD
+    if ledger.requests[r].phase == DECODING:
+        return ledger.requests[r].key + ledger.workers[ledger.requests[r].worker].step
+    return ledger.requests[r].key

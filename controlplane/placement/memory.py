@@ -9,19 +9,8 @@ it stores and removes (`learn`), only who uses what is kept account of (`hold`, 
 from __future__ import annotations
 
 from controlplane.compiled import compiled
-from controlplane.placement.caches import (
-    NOTHING,
-    UNKNOWN,
-    Caches,
-    Ints,
-    block_id,
-    drop,
-    enter,
-    find,
-    find_next,
-    most_hits,
-    new_copy,
-)
+from controlplane.placement import table
+from controlplane.placement.caches import NOTHING, UNKNOWN, Caches, Ints
 
 
 @compiled
@@ -31,11 +20,11 @@ def look_up(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
     named = min(most, caches.requests[r].listed)
     hits, asleep, copy = 0, 0, NOTHING
     while hits < most:
-        key = caches.ids[begins + hits] if hits < named else block_id(caches, r, hits)
+        key = caches.ids[begins + hits] if hits < named else table.block_id(caches, r, hits)
         known = copy if copy == NOTHING else caches.copies[w, copy].next
         # As `find_next`, whose call alone takes as long as what most blocks need.
         if known == NOTHING or caches.copies[w, known].id != key or caches.copies[w, known].older != known:
-            known = find_next(caches, w, copy, key)
+            known = table.find_next(caches, w, copy, key)
             if known == NOTHING:
                 break
         copy = known
@@ -115,7 +104,7 @@ def peek(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
     """As `look_up`, for a request that is on another worker: nothing is listed."""
     hits, asleep, copy = 0, 0, NOTHING
     while hits < most:
-        copy = find_next(caches, w, copy, block_id(caches, r, hits))
+        copy = table.find_next(caches, w, copy, table.block_id(caches, r, hits))
         if copy == NOTHING:
             break
         if caches.copies[w, copy].users == 0:
@@ -128,14 +117,14 @@ def peek(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
 def pin(caches: Caches, w: int, r: int, hits: int) -> None:
     """Keep the copies that a request on its way here will hit."""
     for i in range(hits):
-        use(caches, w, find(caches, w, block_id(caches, r, i)))
+        use(caches, w, table.find(caches, w, table.block_id(caches, r, i)))
 
 
 @compiled
 def unpin(caches: Caches, w: int, r: int, hits: int) -> None:
     """Let them go again; the oldest copy of an id stays the oldest as long as it is used."""
     for i in range(hits - 1, -1, -1):
-        disuse(caches, w, find(caches, w, block_id(caches, r, i)))
+        disuse(caches, w, table.find(caches, w, table.block_id(caches, r, i)))
 
 
 @compiled
@@ -173,7 +162,7 @@ def take(caches: Caches, w: int, blocks: int) -> None:
         wake(caches, w, copy)
         caches.workers[w].empty += caches.copies[w, copy].blocks
         caches.workers[w].evicted += caches.copies[w, copy].blocks
-        drop(caches, w, copy)
+        table.drop(caches, w, copy)
     caches.workers[w].empty -= blocks
 
 
@@ -193,10 +182,10 @@ def store(caches: Caches, w: int, r: int, block: int, after: int) -> None:
     had, at, blocks = caches.requests[r].copies, caches.requests[r].at, caches.tokens // block
     number, before = had, NOTHING if had == 0 else caches.held[at + had - 1]
     while (number + 1) * caches.tokens <= after:
-        copy = new_copy(caches, w, block_id(caches, r, number), blocks)
+        copy = table.new_copy(caches, w, table.block_id(caches, r, number), blocks)
         if copy == NOTHING:
             break
-        enter(caches, w, copy)
+        table.enter(caches, w, copy)
         if before != NOTHING:
             caches.copies[w, before].next = copy
         caches.copies[w, copy].users = 1
@@ -212,7 +201,7 @@ def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
     own, copies = caches.requests[r].own, caches.requests[r].copies
     rest = min((computed - copies * caches.tokens) // block, own)
     if rest > 0:  # full blocks, but fewer than a copy has
-        copy = new_copy(caches, w, UNKNOWN, rest)
+        copy = table.new_copy(caches, w, UNKNOWN, rest)
         if copy != NOTHING:
             fall_asleep(caches, w, copy)
             own -= rest
@@ -244,7 +233,7 @@ def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
 @compiled
 def begin(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
     """A request's first `tokens` are computed at a worker: what it has of them is used, the rest stored."""
-    most, _ = most_hits(caches, tokens, block)
+    most, _ = table.most_hits(caches, tokens, block)
     copies, _ = look_up(caches, w, r, most)
     touch(caches, w, r, copies)
     grow(caches, w, r, block, tokens)
@@ -272,7 +261,7 @@ def grow(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
 def learn(caches: Caches, w: int, stored: Ints, removed: Ints) -> None:
     """An engine has said which blocks it has stored and removed; its own memory decides what goes."""
     for key in removed:
-        copy = find(caches, w, key)
+        copy = table.find(caches, w, key)
         if copy == NOTHING:
             continue
         users, blocks = caches.copies[w, copy].users, caches.copies[w, copy].blocks
@@ -281,11 +270,11 @@ def learn(caches: Caches, w: int, stored: Ints, removed: Ints) -> None:
         else:  # of a request that was preempted, or has ended there and not yet here
             caches.workers[w].shared -= (users - 1) * blocks
         caches.workers[w].empty += blocks
-        drop(caches, w, copy)
+        table.drop(caches, w, copy)
     for key in stored:
-        copy = new_copy(caches, w, key, 1) if find(caches, w, key) == NOTHING else NOTHING
+        copy = table.new_copy(caches, w, key, 1) if table.find(caches, w, key) == NOTHING else NOTHING
         if copy != NOTHING:
-            enter(caches, w, copy)
+            table.enter(caches, w, copy)
             fall_asleep(caches, w, copy)
             caches.workers[w].empty -= 1
 
@@ -295,7 +284,7 @@ def hold(caches: Caches, w: int, r: int, most: int) -> None:
     """A request uses those of its first blocks that an engine has said to be cached."""
     at, most, copies, copy = caches.requests[r].begins, min(most, caches.requests[r].listed), 0, NOTHING
     while copies < most:
-        copy = find_next(caches, w, copy, caches.ids[at + copies])
+        copy = table.find_next(caches, w, copy, caches.ids[at + copies])
         if copy == NOTHING:
             break
         use(caches, w, copy)
@@ -309,7 +298,7 @@ def let_go(caches: Caches, w: int, r: int) -> None:
     """A request uses them no more; some may be gone by now."""
     at = caches.requests[r].begins
     for i in range(at, at + caches.requests[r].copies):
-        copy = find(caches, w, caches.ids[i])
+        copy = table.find(caches, w, caches.ids[i])
         if copy != NOTHING and caches.copies[w, copy].users > 0:
             disuse(caches, w, copy)
     caches.requests[r].copies = 0

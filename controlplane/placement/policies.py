@@ -12,17 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.placement.constraints import (
-    GAMMA,
-    HEADROOM,
-    KNOBS,
-    THETA,
-    TOLERANCE,
-    USE_B,
-    USE_C,
-    USE_D,
-    USE_E,
-)
+from controlplane.placement import constraints
 from controlplane.placement.queue import QueueSettings
 
 PATIENCE = 4.0  # TTFT targets that a request is held for at most, unless a run says otherwise
@@ -85,12 +75,16 @@ class PlacementSettings:
         if not 0.0 <= self.headroom < 1.0:
             raise BadInput(f"placement: headroom: must be at least 0 and below 1, got {self.headroom:g}")
 
-    def knobs(self) -> NDArray[np.float64]:
+    def row(self) -> NDArray[np.float64]:
         """The settings as the row that compiled code reads."""
-        row = np.zeros(KNOBS)
-        row[THETA], row[GAMMA], row[TOLERANCE] = self.theta, self.gamma, self.tolerance
-        row[HEADROOM] = self.headroom
-        row[[USE_B, USE_C, USE_D, USE_E]] = True
+        row = np.zeros(constraints.SETTINGS)
+        row[constraints.THETA], row[constraints.GAMMA], row[constraints.TOLERANCE] = (
+            self.theta,
+            self.gamma,
+            self.tolerance,
+        )
+        row[constraints.HEADROOM] = self.headroom
+        row[[constraints.USE_B, constraints.USE_C, constraints.USE_D, constraints.USE_E]] = True
         return row
 
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from controlplane.compiled import by_reference, compiled
 from controlplane.errors import BadInput
-from controlplane.placement.constraints import hopeless, time_left_s
 from controlplane.placement.ledger import HELD, NONE, Floats, Ints, Ledger
+from controlplane.placement.outlook import hopeless, time_left_s
 
 REFUSALS = 4  # held requests that may find no place before the others are left for the next round
 LATE = 2  # the lists: by priority those on time, and from here on, by priority, those late
@@ -87,112 +87,112 @@ def is_empty(queue: Queue) -> bool:
 
 
 @compiled
-def hold(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
+def hold(ledger: Ledger, queue: Queue, r: int, now_s: float) -> None:
     """Put a newcomer into the line of its priority, most often at its end; `turned_away` has made room."""
-    last = queue.tail[led.requests[r].priority]
-    if last != NONE and is_due_before(led, r, last):
-        readmit(led, queue, r, now_s)
+    last = queue.tail[ledger.requests[r].priority]
+    if last != NONE and is_due_before(ledger, r, last):
+        readmit(ledger, queue, r, now_s)
     else:
-        insert(led, queue, led.requests[r].priority, last, r)
-        begin_waiting(led, queue, r, now_s)
+        insert(ledger, queue, ledger.requests[r].priority, last, r)
+        begin_waiting(ledger, queue, r, now_s)
 
 
 @compiled
-def readmit(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
+def readmit(ledger: Ledger, queue: Queue, r: int, now_s: float) -> None:
     """Put a request, as one that lost its worker, where it is due; never turned away for want of room."""
-    before, i = NONE, queue.head[led.requests[r].priority]
-    while i != NONE and is_due_before(led, i, r):
-        before, i = i, led.requests[i].next
-    insert(led, queue, led.requests[r].priority, before, r)
-    begin_waiting(led, queue, r, now_s)
+    before, i = NONE, queue.head[ledger.requests[r].priority]
+    while i != NONE and is_due_before(ledger, i, r):
+        before, i = i, ledger.requests[i].next
+    insert(ledger, queue, ledger.requests[r].priority, before, r)
+    begin_waiting(ledger, queue, r, now_s)
 
 
 @compiled
-def is_due_before(led: Ledger, one: int, other: int) -> bool:
+def is_due_before(ledger: Ledger, one: int, other: int) -> bool:
     """Whether a request's first token is due before another's; of one class, whether it came before it."""
-    sooner_s = led.requests[one].ttft_s - led.requests[other].ttft_s
-    return led.requests[one].arrival_s + sooner_s < led.requests[other].arrival_s
+    sooner_s = ledger.requests[one].ttft_s - ledger.requests[other].ttft_s
+    return ledger.requests[one].arrival_s + sooner_s < ledger.requests[other].arrival_s
 
 
 @compiled
-def goes_first(led: Ledger, queue: Queue, r: int) -> bool:
+def goes_first(ledger: Ledger, queue: Queue, r: int) -> bool:
     """Whether a newcomer need not wait behind those that do: nobody waits, or all are due after it."""
     for at in range(len(queue.head)):
-        if queue.head[at] != NONE and not is_due_before(led, r, queue.head[at]):
+        if queue.head[at] != NONE and not is_due_before(ledger, r, queue.head[at]):
             return False
     return True
 
 
 @compiled
-def next_offer_s(led: Ledger, queue: Queue, every_s: float) -> float:
+def next_offer_s(ledger: Ledger, queue: Queue, every_s: float) -> float:
     """In how long those that wait are offered again; where all of them yield to others, not so often."""
     pause_s = SELDOM_S
     for at in range(len(queue.head)):
         r = queue.head[at]
         if r != NONE:
-            yields = led.requests[r].yields_tpot_s > 0.0
-            pause_s = min(pause_s, led.requests[r].ttft_s * OF_TTFT if yields else every_s)
+            yields = ledger.requests[r].yields_tpot_s > 0.0
+            pause_s = min(pause_s, ledger.requests[r].ttft_s * OF_TTFT if yields else every_s)
     return max(pause_s, every_s)
 
 
 @compiled
-def begin_waiting(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
+def begin_waiting(ledger: Ledger, queue: Queue, r: int, now_s: float) -> None:
     """Count a request that now waits."""
-    led.requests[r].phase = HELD
-    led.requests[r].worker = NONE
-    led.requests[r].held_s = now_s
+    ledger.requests[r].phase = HELD
+    ledger.requests[r].worker = NONE
+    ledger.requests[r].held_s = now_s
     queue.counts[_WAITING] += 1
-    queue.counts[_YIELDING] += yields(led, r)
+    queue.counts[_YIELDING] += yields(ledger, r)
 
 
 @compiled
-def yields(led: Ledger, r: int) -> bool:
+def yields(ledger: Ledger, r: int) -> bool:
     """Whether a request's class leaves room for a tighter one."""
-    return led.requests[r].yields_tpot_s != 0.0
+    return ledger.requests[r].yields_tpot_s != 0.0
 
 
 @compiled
-def insert(led: Ledger, queue: Queue, at: int, before: int, r: int) -> None:
+def insert(ledger: Ledger, queue: Queue, at: int, before: int, r: int) -> None:
     """Link a request into a list behind `before`, or at its head for NONE."""
     if before == NONE:
-        led.requests[r].next = queue.head[at]
+        ledger.requests[r].next = queue.head[at]
         queue.head[at] = r
     else:
-        led.requests[r].next = led.requests[before].next
-        led.requests[before].next = r
+        ledger.requests[r].next = ledger.requests[before].next
+        ledger.requests[before].next = r
     if queue.tail[at] == before:
         queue.tail[at] = r
 
 
 @compiled
-def leave(led: Ledger, queue: Queue, r: int) -> bool:
+def leave(ledger: Ledger, queue: Queue, r: int) -> bool:
     """Take a request out of the queue, wherever it stands; False where it does not wait."""
-    if led.requests[r].phase != HELD:
+    if ledger.requests[r].phase != HELD:
         return False
-    p = led.requests[r].priority
-    if unlink(led, queue, p, r):
-        queue.counts[_YIELDING] -= yields(led, r)
-    elif not unlink(led, queue, LATE + p, r):
+    p = ledger.requests[r].priority
+    if unlink(ledger, queue, p, r):
+        queue.counts[_YIELDING] -= yields(ledger, r)
+    elif not unlink(ledger, queue, LATE + p, r):
         return False
     queue.counts[_WAITING] -= 1
     return True
 
 
 @compiled
-def unlink(led: Ledger, queue: Queue, at: int, r: int) -> bool:
+def unlink(ledger: Ledger, queue: Queue, at: int, r: int) -> bool:
     """Take a request out of a list; False where it is not in it."""
     before, i = NONE, queue.head[at]
     while i != NONE and i != r:
-        before, i = i, led.requests[i].next
+        before, i = i, ledger.requests[i].next
     if i == NONE:
         return False
     if before == NONE:
-        queue.head[at] = led.requests[r].next
+        queue.head[at] = ledger.requests[r].next
     else:
-        led.requests[before].next = led.requests[r].next
+        ledger.requests[before].next = ledger.requests[r].next
     if queue.tail[at] == r:
         queue.tail[at] = before
-    led.requests[r].next = NONE
+    ledger.requests[r].next = NONE
     return True
 
 
@@ -210,77 +210,77 @@ def refuse(queue: Queue, r: int) -> None:
 
 
 @compiled
-def offer(led: Ledger, queue: Queue, now_s: float) -> tuple[int, bool]:
+def offer(ledger: Ledger, queue: Queue, now_s: float) -> tuple[int, bool]:
     """The request to be offered next (NONE ends the round), and whether it has lost its TTFT just now.
 
     One that has is not offered yet: it has been put among the late. Otherwise the caller places it, after
     `leave`, or calls `refuse`.
     """
-    r = first_of(led, queue, 0)
-    if r != NONE and np.isnan(led.requests[r].first_s) and hopeless(led, r, now_s, False):
-        demote(led, queue, r)
+    r = first_of(ledger, queue, 0)
+    if r != NONE and np.isnan(ledger.requests[r].first_s) and hopeless(ledger, r, now_s, False):
+        demote(ledger, queue, r)
         return r, True
-    return (first_of(led, queue, LATE) if r == NONE else r), False
+    return (first_of(ledger, queue, LATE) if r == NONE else r), False
 
 
 @compiled
-def offer_late(led: Ledger, queue: Queue) -> int:
+def offer_late(ledger: Ledger, queue: Queue) -> int:
     """The same among the late alone."""
-    return first_of(led, queue, LATE)
+    return first_of(ledger, queue, LATE)
 
 
 @compiled
-def first_of(led: Ledger, queue: Queue, late: int) -> int:
+def first_of(ledger: Ledger, queue: Queue, late: int) -> int:
     """The first in line of those on time (0) or LATE whom this round has not refused; NONE past REFUSALS."""
     if queue.counts[_REFUSED] >= REFUSALS:
         return NONE
-    normal, high = first_not_refused(led, queue, late), first_not_refused(led, queue, late + 1)
+    normal, high = first_not_refused(ledger, queue, late), first_not_refused(ledger, queue, late + 1)
     if high == NONE:
         return normal
-    return high if normal == NONE or is_ahead(led, queue, high, normal) else normal
+    return high if normal == NONE or is_ahead(ledger, queue, high, normal) else normal
 
 
 @compiled
-def first_not_refused(led: Ledger, queue: Queue, at: int) -> int:
+def first_not_refused(ledger: Ledger, queue: Queue, at: int) -> int:
     """The first of a list whom this round has not refused."""
     r = queue.head[at]
     i = 0
     while r != NONE and i < queue.counts[_REFUSED]:
         if queue.refused[i] == r:
-            r, i = led.requests[r].next, 0
+            r, i = ledger.requests[r].next, 0
         else:
             i += 1
     return r
 
 
 @compiled
-def is_ahead(led: Ledger, queue: Queue, high: int, normal: int) -> bool:
+def is_ahead(ledger: Ledger, queue: Queue, high: int, normal: int) -> bool:
     """Whether a high request's rank is not above a normal one's."""
-    sooner_s = led.requests[high].ttft_s - led.requests[normal].ttft_s
-    return led.requests[high].arrival_s - queue.limits[0] + sooner_s <= led.requests[normal].arrival_s
+    sooner_s = ledger.requests[high].ttft_s - ledger.requests[normal].ttft_s
+    return ledger.requests[high].arrival_s - queue.limits[0] + sooner_s <= ledger.requests[normal].arrival_s
 
 
 @compiled
-def demote(led: Ledger, queue: Queue, r: int) -> None:
+def demote(ledger: Ledger, queue: Queue, r: int) -> None:
     """Put a request on time behind the late ones of its priority."""
-    unlink(led, queue, led.requests[r].priority, r)
-    queue.counts[_YIELDING] -= yields(led, r)
-    late = LATE + led.requests[r].priority
-    insert(led, queue, late, queue.tail[late], r)
+    unlink(ledger, queue, ledger.requests[r].priority, r)
+    queue.counts[_YIELDING] -= yields(ledger, r)
+    late = LATE + ledger.requests[r].priority
+    insert(ledger, queue, late, queue.tail[late], r)
 
 
 @compiled
-def line_up(led: Ledger, queue: Queue, now_s: float, line: Ints, lost: Ints) -> tuple[int, int]:
+def line_up(ledger: Ledger, queue: Queue, now_s: float, line: Ints, lost: Ints) -> tuple[int, int]:
     """Fill `line` with those on time, in order, and `lost` with those demoted; return how many of each."""
     n, m = 0, 0
     normal, high = queue.head[0], queue.head[1]
     while n < len(line) and m < len(lost) and (normal != NONE or high != NONE):
-        if high != NONE and (normal == NONE or is_ahead(led, queue, high, normal)):
-            r, high = high, led.requests[high].next
+        if high != NONE and (normal == NONE or is_ahead(ledger, queue, high, normal)):
+            r, high = high, ledger.requests[high].next
         else:
-            r, normal = normal, led.requests[normal].next
-        if np.isnan(led.requests[r].first_s) and hopeless(led, r, now_s, False):
-            demote(led, queue, r)
+            r, normal = normal, ledger.requests[normal].next
+        if np.isnan(ledger.requests[r].first_s) and hopeless(ledger, r, now_s, False):
+            demote(ledger, queue, r)
             lost[m] = r
             m += 1
         else:
@@ -290,16 +290,16 @@ def line_up(led: Ledger, queue: Queue, now_s: float, line: Ints, lost: Ints) -> 
 
 
 @compiled
-def on_time(led: Ledger, queue: Queue, now_s: float, line: Ints, left_s: Floats) -> int:
+def on_time(ledger: Ledger, queue: Queue, now_s: float, line: Ints, left_s: Floats) -> int:
     """Fill `line` with the first who may be on time, in order; `left_s`: until each must begin. How many."""
     n = 0
     normal, high = queue.head[0], queue.head[1]
     while n < len(line) and (normal != NONE or high != NONE):
-        if high != NONE and (normal == NONE or is_ahead(led, queue, high, normal)):
-            r, high = high, led.requests[high].next
+        if high != NONE and (normal == NONE or is_ahead(ledger, queue, high, normal)):
+            r, high = high, ledger.requests[high].next
         else:
-            r, normal = normal, led.requests[normal].next
-        left = time_left_s(led, r, now_s)
+            r, normal = normal, ledger.requests[normal].next
+        left = time_left_s(ledger, r, now_s)
         if left >= 0.0:
             line[n], left_s[n] = r, left
             n += 1
@@ -307,37 +307,37 @@ def on_time(led: Ledger, queue: Queue, now_s: float, line: Ints, left_s: Floats)
 
 
 @compiled
-def turned_away(led: Ledger, queue: Queue, r: int) -> int:
+def turned_away(ledger: Ledger, queue: Queue, r: int) -> int:
     """The request that is turned away for newcomer `r`, which may be `r` itself; NONE while there is room.
 
     The last in line of its own priority or below, if that is not the newcomer: late ones first, then, for a
     high newcomer, the youngest normal one; none on time that yields.
     """
-    if yields(led, r) or queue.counts[_WAITING] - queue.counts[_YIELDING] < queue.max_requests:
+    if yields(ledger, r) or queue.counts[_WAITING] - queue.counts[_YIELDING] < queue.max_requests:
         return NONE
     if queue.tail[LATE] != NONE:
         return queue.tail[LATE]
-    if led.requests[r].priority > 0:
+    if ledger.requests[r].priority > 0:
         if queue.tail[LATE + 1] != NONE:
             return queue.tail[LATE + 1]
         youngest, i = NONE, queue.head[0]
         while i != NONE:
-            youngest, i = youngest if yields(led, i) else i, led.requests[i].next
+            youngest, i = youngest if yields(ledger, i) else i, ledger.requests[i].next
         if youngest != NONE:
             return youngest
     return r
 
 
 @compiled
-def overdue(led: Ledger, queue: Queue, now_s: float) -> int:
+def overdue(ledger: Ledger, queue: Queue, now_s: float) -> int:
     """A request that has waited as long as any may, or NONE; one that yields may for its TTFT target."""
     if queue.limits[1] == np.inf:
         return NONE
     for at in range(len(queue.head)):
         r = queue.head[at]
         while r != NONE:
-            own_s = led.requests[r].ttft_s if yields(led, r) else 0.0
-            if now_s - led.requests[r].held_s >= max(queue.limits[1], own_s):
+            own_s = ledger.requests[r].ttft_s if yields(ledger, r) else 0.0
+            if now_s - ledger.requests[r].held_s >= max(queue.limits[1], own_s):
                 return r
-            r = led.requests[r].next
+            r = ledger.requests[r].next
     return NONE

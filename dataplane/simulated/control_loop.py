@@ -34,7 +34,8 @@ from controlplane.types import WorkerId
 from dataplane.simulated.cluster import advance, place_held, view_all
 from dataplane.simulated.engine import arrive, count_miss
 from dataplane.simulated.kv import bring
-from dataplane.simulated.migration import Moves, look_again
+from dataplane.simulated.migration import Moves
+from dataplane.simulated.moving import look_again
 from dataplane.simulated.observe import deviations, held_requests, observe
 from dataplane.simulated.records import Cluster, Engines, Rules
 from dataplane.simulated.run import RunState
@@ -97,29 +98,29 @@ class Bringing:
 
     def act(self, now_s: float) -> None:
         """Let the copies be found that are complete at `now_s`, and begin the next."""
-        led, eng = self._run.ledger, self._run.engines
+        ledger, engines = self._run.ledger, self._run.engines
         for source in [w for w, at_s in self._at_s.items() if at_s <= now_s]:
             copy = self._left[source].popleft()
             target, r = int(copy.target), copy.text.number
-            tokens = min(copy.tokens, int(kept_at(led, source, r)[0]))
-            status = led.workers["status"]
+            tokens = min(copy.tokens, int(kept_at(ledger, source, r)[0]))
+            status = ledger.workers["status"]
             is_there = tokens > 0 and status[source] != OFF and status[target] == SERVING
-            view(led, target, now_s)
-            if is_there and bring(led, eng, target, r, tokens):
+            view(ledger, target, now_s)
+            if is_there and bring(ledger, engines, target, r, tokens):
                 self.tokens += copy.lacks
-                look_again(led, eng, target, now_s)
+                look_again(ledger, engines, target, now_s)
             self._next(source, now_s)
 
     def look(self, states: Sequence[str | None] | None, now_s: float) -> None:
         """Plan for the workers that drain, or serve, since the last look."""
-        led = self._run.ledger
-        before, now = self._status, led.workers["status"].copy()
+        ledger = self._run.ledger
+        before, now = self._status, ledger.workers["status"].copy()
         self._status = now
         leaving = np.flatnonzero((now == DRAINING) & (before == SERVING)).tolist()
         coming = np.flatnonzero((now == SERVING) & (before == OFF)).tolist()
-        if led.caches.tokens == 0 or not (leaving or coming):
+        if ledger.caches.tokens == 0 or not (leaving or coming):
             return
-        seen = observe(led, self._run.profiles, now_s, frozenset(), frozenset(), states)
+        seen = observe(ledger, self._run.profiles, now_s, frozenset(), frozenset(), states)
         views = {int(v.id): v for v in worker_views(seen.workers) if v.worker.state == SERVES}
         for w in leaving:
             targets = [views[t] for t in views if self._alike(t, w)]
@@ -131,18 +132,18 @@ class Bringing:
 
     def _texts(self) -> Iterator[Text]:
         """What has ended last, first."""
-        led, finish_s = self._run.ledger, self._run.engines.requests["finish_s"]
+        ledger, finish_s = self._run.ledger, self._run.engines.requests["finish_s"]
         ended = np.flatnonzero(np.isfinite(finish_s))
         for r in ended[np.argsort(-finish_s[ended], kind="stable")][:MOST_TEXTS].tolist():
-            row, held = led.requests[r], led.caches.requests[r]
-            blocks = min(int(held["listed"]), int(row["prompt"] + row["key"] - 1) // led.caches.tokens)
-            ids = led.caches.ids[held["begins"] : held["begins"] + blocks].tolist()
-            kept = kept_everywhere(led, r)
+            row, held = ledger.requests[r], ledger.caches.requests[r]
+            blocks = min(int(held["listed"]), int(row["prompt"] + row["key"] - 1) // ledger.caches.tokens)
+            ids = ledger.caches.ids[held["begins"] : held["begins"] + blocks].tolist()
+            kept = kept_everywhere(ledger, r)
 
             def cached(worker: WorkerId, kept: Ints = kept) -> Cached:
                 return Cached(int(kept[int(worker)]))
 
-            yield Text(r, led.caches.tokens, ids, cached)
+            yield Text(r, ledger.caches.tokens, ids, cached)
 
     def _alike(self, a: int, b: int) -> bool:
         of = self._run.ledger.workers
@@ -249,19 +250,19 @@ class SimulatedPlane:
 
     def _drain(self, now_s: float) -> None:
         """Let those leave draining workers whose turn it is."""
-        led, moves = self.run.ledger, self.moves
-        leaving = np.flatnonzero((led.workers["status"] == DRAINING) & (led.workers["decoding"] > 0))
+        ledger, moves = self.run.ledger, self.moves
+        leaving = np.flatnonzero((ledger.workers["status"] == DRAINING) & (ledger.workers["decoding"] > 0))
         if self._promises is None or not len(set(leaving.tolist()) - moves.busy()):
             return
-        view_all(led, self.run.engines, now_s)
+        view_all(ledger, self.run.engines, now_s)
         none: frozenset[int] = frozenset()
-        seen = observe(led, self.run.profiles, now_s, none, none, self.states())
+        seen = observe(ledger, self.run.profiles, now_s, none, none, self.states())
         views = {view.id: view for view in worker_views(seen.workers)}
         serving = [view for view in views.values() if view.worker.state == SERVES]
         for w in leaving.tolist():
             source = views[WorkerId(str(w))].worker
             here = {
-                r.request: r for r in source.requests if led.requests["phase"][int(r.request)] == DECODING
+                r.request: r for r in source.requests if ledger.requests["phase"][int(r.request)] == DECODING
             }
             busy = {WorkerId(str(end)) for end in moves.busy()}
             while went := next_off(self._promises, source, list(here.values()), lambda _: [serving], busy):
@@ -283,22 +284,22 @@ def drive(plane: SimulatedPlane, decide: Decide | None = None, state: State | No
     run, control = plane.run, plane.control
     state = state or State()
     decide = decide or partial(tick, settings_of(run, control))
-    led, eng, clock, moves = run.ledger, run.engines, run.cluster.clock, plane.moves
+    ledger, engines, clock, moves = run.ledger, run.engines, run.cluster.clock, plane.moves
     place_s = HEARTBEAT_S if run.rules.policy == EXACT else inf
     tick_s = control.beat_s if run.migrates or plane.follows_size else inf
     while not _is_over(run):
         now_s = min(plane.next_s, place_s, tick_s)
         if now_s == plane.next_s < inf:
             # Up to, not including: an engine must not pass the boundary at which a request leaves or joins.
-            advance(led, eng, run.cluster, run.rules, nextafter(now_s, -inf))
+            advance(ledger, engines, run.cluster, run.rules, nextafter(now_s, -inf))
             clock["now_s"] = now_s
             plane.act(now_s)
             continue
-        more = advance(led, eng, run.cluster, run.rules, now_s)
+        more = advance(ledger, engines, run.cluster, run.rules, now_s)
         clock["now_s"] = now_s
         if now_s == place_s:
             if run.cluster.queue.waiting:
-                _place_together(led, eng, run.cluster, run.rules, run.profiles[0], run.settings)
+                _place_together(ledger, engines, run.cluster, run.rules, run.profiles[0], run.settings)
             place_s = now_s + HEARTBEAT_S
         if now_s == tick_s:
             state = run_round(plane, decide, state)
@@ -331,19 +332,24 @@ def _is_over(run: RunState) -> bool:
 
 
 def _place_together(
-    led: Ledger, eng: Engines, clu: Cluster, rules: Rules, profile: Profile, settings: PlacementSettings
+    ledger: Ledger,
+    engines: Engines,
+    cluster: Cluster,
+    rules: Rules,
+    profile: Profile,
+    settings: PlacementSettings,
 ) -> None:
     """Place the requests held now; those that find no place stay held."""
-    now_s = float(clu.clock["now_s"][0])
-    view_all(led, eng, now_s)
-    line, lost = waiting_line(led, clu.queue, now_s)
+    now_s = float(cluster.clock["now_s"][0])
+    view_all(ledger, engines, now_s)
+    line, lost = waiting_line(ledger, cluster.queue, now_s)
     for r in lost.tolist():
-        count_miss(eng, r)
-    serving = np.flatnonzero(led.workers["status"] == SERVING)
-    placed, _ = place_together(led, line, serving, profile, settings, now_s)
+        count_miss(engines, r)
+    serving = np.flatnonzero(ledger.workers["status"] == SERVING)
+    placed, _ = place_together(ledger, line, serving, profile, settings, now_s)
     for r, w in placed:
-        leave(led, clu.queue, r)
-        arrive(led, eng, w, r, now_s, False)
-    begin_round(clu.queue)
-    while (r := offer_late(led, clu.queue)) != NONE:
-        place_held(led, eng, clu, rules._replace(policy=BEST_FIT), r)
+        leave(ledger, cluster.queue, r)
+        arrive(ledger, engines, w, r, now_s, False)
+    begin_round(cluster.queue)
+    while (r := offer_late(ledger, cluster.queue)) != NONE:
+        place_held(ledger, engines, cluster, rules._replace(policy=BEST_FIT), r)

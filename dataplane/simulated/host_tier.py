@@ -29,24 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.compiled import by_reference, compiled
-from controlplane.perfmodel.coefficients import BLOCK_TOKENS
+from controlplane.perfmodel import coefficients as speed
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.caches import (
-    LINK,
-    NOTHING,
-    Caches,
-    HostMemory,
-    block_id,
-    drop,
-    enter,
-    find,
-    find_next,
-    forget,
-    new_caches,
-    new_copy,
-    no_caches,
-)
-from controlplane.placement.ledger import NONE, ON_LINK, Ledger, Records, line_up, step_out
+from controlplane.placement import batch, table
+from controlplane.placement import ledger as state
+from controlplane.placement.caches import LINK, NOTHING, Caches, HostMemory, forget, new_caches, no_caches
+from controlplane.placement.ledger import Ledger, Records
 from controlplane.placement.memory import fall_asleep, take, touch, wake
 from controlplane.prefixes import Prefixes
 
@@ -62,9 +50,8 @@ TIER = np.dtype(
     ],
     align=True,
 )
-MARK = np.dtype(
-    [("plan", np.int64), ("offer", np.int64)], align=True
-)  # of a copy: who stored, who offered it last
+# Of a copy: who stored, who offered it last.
+MARK = np.dtype([("plan", np.int64), ("offer", np.int64)], align=True)
 LOAD = np.dtype(
     [
         ("next", np.int64),  # the one that has ended after it
@@ -114,35 +101,35 @@ def new_tier(
     links = np.zeros(len(variant), LINK)
     links["copy_s"] = copy_s[variant]
     workers = np.zeros(len(variant), TIER)
-    workers["ended"] = workers["last_ended"] = NONE
+    workers["ended"] = workers["last_ended"] = state.NONE
     requests = np.zeros(len(caches.requests), LOAD)
-    requests["next"] = NONE
+    requests["next"] = state.NONE
     marks, used = np.zeros(chunks.copies.shape, MARK), np.zeros(of_all, np.uint8)
     memory = HostMemory(chunks, links, np.zeros(len(requests), np.int64))
     return HostTier(chunks, workers, marks, requests, used), memory
 
 
 @compiled
-def reset_tier(led: Ledger, tier: HostTier, w: int) -> None:
+def reset_tier(ledger: Ledger, tier: HostTier, w: int) -> None:
     """A worker's process has ended, and its host memory with it; nothing may load there."""
     if tier.chunks.tokens > 0:
         worker = tier.workers[w]
         forget(tier.chunks, w, int(tier.chunks.workers[w].empty) + int(tier.chunks.workers[w].asleep))
-        led.host.links[w].free_s = 0.0
+        ledger.host.links[w].free_s = 0.0
         worker.new = worker.loaded = worker.failed = 0
-        worker.ended = worker.last_ended = NONE
+        worker.ended = worker.last_ended = state.NONE
 
 
 @compiled
-def forget_request(led: Ledger, tier: HostTier, r: int) -> None:
+def forget_request(ledger: Ledger, tier: HostTier, r: int) -> None:
     """A request goes to another worker, where it has offered nothing."""
     if tier.chunks.tokens > 0:
         at = tier.chunks.requests[r].at
-        for block in range((led.requests[r].prompt + led.requests[r].key) // tier.chunks.tokens):
+        for block in range((ledger.requests[r].prompt + ledger.requests[r].key) // tier.chunks.tokens):
             tier.used[at + block] = 0
         tier.requests[r].stored = 0
         tier.requests[r].state = AWAY
-        tier.requests[r].next = NONE
+        tier.requests[r].next = state.NONE
 
 
 @compiled
@@ -161,7 +148,7 @@ def to_load(tier: HostTier, w: int, r: int, cached: int, length: int) -> tuple[i
     start = block = cached // unit
     copy, is_loading = NOTHING, False
     while block < length // unit:
-        copy = find_next(tier.chunks, w, copy, block_id(tier.chunks, r, block))
+        copy = table.find_next(tier.chunks, w, copy, table.block_id(tier.chunks, r, block))
         if copy == NOTHING:
             break
         is_loading = is_loading or tier.chunks.copies[w, copy].users > 0
@@ -184,7 +171,7 @@ def offer(tier: HostTier, w: int, r: int, after: int) -> None:
     worker.offer += 1
     at, new, copy = chunks.requests[r].at, 0, NOTHING
     for block in range(start, end):
-        copy = find_next(chunks, w, copy, block_id(chunks, r, block))
+        copy = table.find_next(chunks, w, copy, table.block_id(chunks, r, block))
         if copy == NOTHING:
             new += 1
         else:
@@ -195,10 +182,10 @@ def offer(tier: HostTier, w: int, r: int, after: int) -> None:
         worker.failed |= int(end - start <= chunks.workers[w].empty + chunks.workers[w].asleep)
         return
     for block in range(start, end):
-        key = block_id(chunks, r, block)
-        if new > 0 and find(chunks, w, key) == NOTHING:
-            copy = new_copy(chunks, w, key, 1)
-            enter(chunks, w, copy)
+        key = table.block_id(chunks, r, block)
+        if new > 0 and table.find(chunks, w, key) == NOTHING:
+            copy = table.new_copy(chunks, w, key, 1)
+            table.enter(chunks, w, copy)
             fall_asleep(chunks, w, copy)
             chunks.workers[w].empty -= 1
             tier.marks[w, copy].plan = worker.plan
@@ -226,7 +213,7 @@ def make_room(tier: HostTier, w: int, new: int) -> bool:
         later = chunks.copies[w, copy].later
         if may_go(tier, w, copy):
             wake(chunks, w, copy)
-            drop(chunks, w, copy)
+            table.drop(chunks, w, copy)
             chunks.workers[w].empty += 1
             chunks.workers[w].evicted += 1
             need -= 1
@@ -255,8 +242,8 @@ def begin_plan(tier: HostTier, w: int) -> None:
 def note_end(tier: HostTier, w: int, r: int) -> None:
     """A request has all its tokens; its blocks are used when the next step has been planned."""
     worker = tier.workers[w]
-    tier.requests[r].next = NONE
-    if worker.ended == NONE:
+    tier.requests[r].next = state.NONE
+    if worker.ended == state.NONE:
         worker.ended = r
     else:
         tier.requests[worker.last_ended].next = r
@@ -264,42 +251,42 @@ def note_end(tier: HostTier, w: int, r: int) -> None:
 
 
 @compiled
-def use_ended(led: Ledger, tier: HostTier, w: int) -> None:
+def use_ended(ledger: Ledger, tier: HostTier, w: int) -> None:
     """What requests that have ended still had to offer is offered, and then all their blocks are used."""
     chunks, worker = tier.chunks, tier.workers[w]
     r = worker.ended
-    while r != NONE:
-        offer(tier, w, r, led.requests[r].prompt)
+    while r != state.NONE:
+        offer(tier, w, r, ledger.requests[r].prompt)
         r = tier.requests[r].next
-    while worker.ended != NONE:
+    while worker.ended != state.NONE:
         r = worker.ended
         at = chunks.requests[r].at
-        for block in range((led.requests[r].prompt + led.requests[r].key) // chunks.tokens - 1, -1, -1):
+        for block in range((ledger.requests[r].prompt + ledger.requests[r].key) // chunks.tokens - 1, -1, -1):
             if tier.used[at + block] > 0:
-                copy = find(chunks, w, block_id(chunks, r, block))
+                copy = table.find(chunks, w, table.block_id(chunks, r, block))
                 if copy != NOTHING:
                     wake(chunks, w, copy)
                     fall_asleep(chunks, w, copy)
         worker.ended = tier.requests[r].next
-        tier.requests[r].next = NONE
+        tier.requests[r].next = state.NONE
 
 
 @compiled
 def begin_load(
-    led: Ledger, tier: HostTier, w: int, r: int, hits: int, cached: int, blocks: int, now_s: float
+    ledger: Ledger, tier: HostTier, w: int, r: int, hits: int, cached: int, blocks: int, now_s: float
 ) -> None:
     """A waiting request leaves the queue and takes memory: behind what it hits it loads so many blocks."""
-    chunks, link, load = tier.chunks, led.host.links[w], tier.requests[r]
-    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
+    chunks, link, load = tier.chunks, ledger.host.links[w], tier.requests[r]
+    block = int(ledger.coefficients[ledger.workers[w].variant][speed.BLOCK_TOKENS])
     load.from_block = cached // chunks.tokens
     load.to_block = load.from_block + blocks
     tokens = load.to_block * chunks.tokens
-    touch(led.caches, w, r, hits)
+    touch(ledger.caches, w, r, hits)
     more = (tokens + block - 1) // block - (cached + block - 1) // block
-    take(led.caches, w, more)
-    led.caches.requests[r].own += more
+    take(ledger.caches, w, more)
+    ledger.caches.requests[r].own += more
     for i in range(load.from_block, load.to_block):
-        copy = find(chunks, w, block_id(chunks, r, i))
+        copy = table.find(chunks, w, table.block_id(chunks, r, i))
         tier.workers[w].loaded += int(chunks.copies[w, copy].users == 0)
         chunks.copies[w, copy].users += 1
         tier.used[chunks.requests[r].at + i] = 1
@@ -307,37 +294,37 @@ def begin_load(
     load.state = LOADS
     link.free_s = max(now_s, link.free_s) + blocks * link.copy_s
     load.ready_s = link.free_s
-    line_up(led, w, ON_LINK, r)
+    batch.line_up(ledger, w, state.ON_LINK, r)
 
 
 @compiled
-def end_loads(led: Ledger, tier: HostTier, w: int, now_s: float) -> None:
+def end_loads(ledger: Ledger, tier: HostTier, w: int, now_s: float) -> None:
     """The copies whose loads are done may be evicted again."""
-    r = led.queue_head[ON_LINK, w]
-    while r != NONE:
+    r = ledger.queue_head[state.ON_LINK, w]
+    while r != state.NONE:
         load = tier.requests[r]
         if load.state == LOADS and load.ready_s <= now_s:
             load.state = LOADED
             for i in range(load.from_block, load.to_block):
-                copy = find(tier.chunks, w, block_id(tier.chunks, r, i))
+                copy = table.find(tier.chunks, w, table.block_id(tier.chunks, r, i))
                 tier.chunks.copies[w, copy].users -= 1
                 tier.workers[w].loaded -= int(tier.chunks.copies[w, copy].users == 0)
-        r = led.requests[r].next
+        r = ledger.requests[r].next
 
 
 @compiled
-def leave_loading(led: Ledger, tier: HostTier, w: int, r: int) -> None:
+def leave_loading(ledger: Ledger, tier: HostTier, w: int, r: int) -> None:
     """A request loads no more."""
-    step_out(led, w, ON_LINK, r)
+    batch.step_out(ledger, w, state.ON_LINK, r)
     tier.requests[r].state = AWAY
 
 
 @compiled
-def next_load_s(led: Ledger, tier: HostTier, w: int, now_s: float) -> float:
+def next_load_s(ledger: Ledger, tier: HostTier, w: int, now_s: float) -> float:
     """When the next load that is under way is done; inf where none is."""
-    soonest_s, r = np.inf, led.queue_head[ON_LINK, w]
-    while r != NONE:
+    soonest_s, r = np.inf, ledger.queue_head[state.ON_LINK, w]
+    while r != state.NONE:
         if tier.requests[r].ready_s > now_s:
             soonest_s = min(soonest_s, tier.requests[r].ready_s)
-        r = led.requests[r].next
+        r = ledger.requests[r].next
     return soonest_s

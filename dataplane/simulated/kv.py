@@ -10,8 +10,9 @@ import numpy as np
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel import coefficients as speed
-from controlplane.placement import caches, memory
+from controlplane.placement import batch, memory, table
 from controlplane.placement import ledger as state
+from controlplane.placement.caches import NOTHING
 from controlplane.placement.ledger import Floats, Ledger
 from dataplane.simulated.records import DECODE_RUN, Engines
 
@@ -31,31 +32,39 @@ def blocks_held(k: Floats, tokens: int) -> int:
 @compiled
 def block_tokens(ledger: Ledger, w: int) -> int:
     """Tokens in a block of a worker's KV."""
-    return int(ledger.coefficients[ledger.workers[w].variant][speed.BLOCK_TOKENS])
+    return int(ledger.coefficients[ledger.workers[w].variant, speed.BLOCK_TOKENS])
+
+
+@compiled
+def begin(ledger: Ledger, engines: Engines, w: int) -> None:
+    """Begin to give out blocks, where nothing is cached: all but those promised to requests on their way."""
+    blocks = int(ledger.coefficients[ledger.workers[w].variant, speed.KV_BLOCKS])
+    engines.workers[w].free = blocks - engines.workers[w].reserved_blocks
 
 
 @compiled
 def count(ledger: Ledger, engines: Engines, w: int) -> None:
-    """Count what running requests hold now, where nothing is cached."""
-    engines.workers[w].taken = 0
+    """The same, when running requests have what they hold now."""
+    begin(ledger, engines, w)
     if ledger.caches.tokens == 0:
-        k = ledger.coefficients[ledger.workers[w].variant]
+        k, held = ledger.coefficients[ledger.workers[w].variant], 0
         for i in range(ledger.workers[w].running_n):
             r = ledger.running[w, i]
-            tokens = ledger.requests[r].prompt + state.generated(ledger, r)
-            engines.workers[w].taken += blocks_held(k, tokens)
+            held += blocks_held(k, ledger.requests[r].prompt + state.generated(ledger, r))
+        engines.workers[w].free -= held
 
 
 @compiled
 def room(ledger: Ledger, engines: Engines, w: int) -> int:
-    """Blocks that a worker can give out, those promised to requests on their way here left alone.
+    """Blocks that a worker can give out.
 
     Of what running requests hold beyond their tokens a cache counts all from their first token on.
     """
-    k, engine = ledger.coefficients[ledger.workers[w].variant], engines.workers[w]
+    engine = engines.workers[w]
     if ledger.caches.tokens == 0:
-        return int(k[speed.KV_BLOCKS]) - engine.reserved_blocks - engine.taken
-    windows = (ledger.workers[w].running_n + engine.loading) * int(k[speed.WINDOW_BLOCKS])
+        return int(engine.free)
+    window = int(ledger.coefficients[ledger.workers[w].variant, speed.WINDOW_BLOCKS])
+    windows = (ledger.workers[w].running_n + engine.loading) * window
     return int(memory.free_blocks(ledger.caches, w) - engine.reserved_blocks - windows)
 
 
@@ -64,7 +73,7 @@ def look_up(ledger: Ledger, w: int, r: int, tokens: int) -> tuple[int, int, int]
     """What a waiting request of so many tokens would hit: copies, tokens, and blocks of these asleep."""
     if ledger.caches.tokens == 0:
         return 0, 0, 0
-    most, most_tokens = caches.most_hits(ledger.caches, tokens, block_tokens(ledger, w))
+    most, most_tokens = table.most_hits(ledger.caches, tokens, block_tokens(ledger, w))
     copies, asleep = memory.look_up(ledger.caches, w, r, most)
     return copies, min(copies * ledger.caches.tokens, most_tokens), asleep
 
@@ -80,20 +89,19 @@ def wanted(ledger: Ledger, w: int, tokens: int, cached: int, asleep: int) -> int
 
 
 @compiled
-def step_takes(ledger: Ledger, w: int, before: int, after: int, length: int) -> int:
+def step_takes(k: Floats, is_cached: bool, before: int, after: int, length: int) -> int:
     """Blocks that a running request of `length` tokens takes in a step which computes it up to `after`."""
-    k = ledger.coefficients[ledger.workers[w].variant]
-    if ledger.caches.tokens == 0:
-        return blocks_held(k, after + 1 if after == length else after)
-    block = int(k[speed.BLOCK_TOKENS])
-    return blocks_of(after, block) - blocks_of(before, block)
+    if is_cached:
+        block = int(k[speed.BLOCK_TOKENS])
+        return blocks_of(after, block) - blocks_of(before, block)
+    return blocks_held(k, after + 1 if after == length else after)
 
 
 @compiled
 def take(ledger: Ledger, engines: Engines, w: int, r: int, blocks: int, before: int, after: int) -> None:
-    """Give a running request the blocks for its tokens from `before` to `after`; what is full can be hit."""
+    """Give a request the blocks for its tokens from `before` to `after`; what is full can be hit."""
     if ledger.caches.tokens == 0:
-        engines.workers[w].taken += blocks
+        engines.workers[w].free -= blocks
     else:
         memory.extend(ledger.caches, w, r, block_tokens(ledger, w), before, after)
 
@@ -102,7 +110,7 @@ def take(ledger: Ledger, engines: Engines, w: int, r: int, blocks: int, before: 
 def use_hits(ledger: Ledger, w: int, r: int, copies: int, cached: int) -> None:
     """A request that is admitted uses the copies that `look_up` listed."""
     if ledger.caches.tokens > 0:
-        if ledger.caches.requests[r].cached == caches.NOTHING:
+        if ledger.caches.requests[r].cached == NOTHING:
             ledger.caches.requests[r].cached = cached
         memory.touch(ledger.caches, w, r, copies)
 
@@ -203,14 +211,14 @@ def blocks_grown(ledger: Ledger, w: int, steps: int) -> int:
 @compiled
 def steps_unseen(ledger: Ledger, w: int, steps: int) -> int:
     """The number of `steps` decode steps before one that fills the next block the queue's head would hit."""
-    head = state.queue_first(ledger, w)
+    head = batch.queue_first(ledger, w)
     if head == state.NONE or ledger.caches.tokens == 0:
         return steps
     hits, _, _ = look_up(ledger, w, head, ledger.requests[head].prompt + ledger.requests[head].key)
-    key = caches.block_id(ledger.caches, head, hits)
+    key = table.block_id(ledger.caches, head, hits)
     for i in range(ledger.workers[w].running_n):
         r = ledger.running[w, i]
-        if caches.block_id(ledger.caches, r, hits) == key:
+        if table.block_id(ledger.caches, r, hits) == key:
             computed = ledger.requests[r].prompt + state.generated(ledger, r) - 1
             fills = (hits + 1) * ledger.caches.tokens - computed
             if fills > 1:  # or it is full, or the step that is planned already fills it

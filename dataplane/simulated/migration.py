@@ -26,33 +26,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from controlplane.compiled import compiled
 from controlplane.migration.move import Happened, Price, Stage, step
-from controlplane.perfmodel.coefficients import BLOCK_TOKENS, MAX_SEQS
-from controlplane.placement.batch import begin_decoding, stop_decoding
-from controlplane.placement.caches import most_hits
-from controlplane.placement.ledger import (
-    DECODING,
-    HELD,
-    NONE,
-    OFF,
-    PREFILLING,
-    QUEUED,
-    SERVING,
-    Ledger,
-    generated,
-    leave_queue,
-    queue_first,
-    view,
-)
-from controlplane.placement.memory import free_blocks, peek, pin, unpin
+from controlplane.placement import ledger as state
 from controlplane.placement.queue import readmit
 from controlplane.snapshot import Migrate, Reassign
-from dataplane.simulated import kv
-from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity
-from dataplane.simulated.records import DECODE_RUN, IDLE, WAKING, Engines
+from dataplane.simulated import moving
+from dataplane.simulated.engine import arrive, cut
+from dataplane.simulated.records import DECODE_RUN, IDLE
 from dataplane.simulated.run import RunState
-from dataplane.simulated.step import drop_running
 
 
 class Room(NamedTuple):
@@ -107,27 +88,27 @@ class Moves:
         """Workers at either end of a copy, and those with a request off them that is being computed anew."""
         rows = self._run.ledger.requests
         for source, (r, target) in tuple(self._computing.items()):
-            if rows["worker"][r] != target or rows["phase"][r] not in (QUEUED, PREFILLING):
+            if rows["worker"][r] != target or rows["phase"][r] not in (state.QUEUED, state.PREFILLING):
                 del self._computing[source]
-        ends = (w for move in self.open for w in (move.source, NONE if move.anew else move.target))
-        return frozenset((*ends, *self._computing)) - {NONE}
+        ends = (w for move in self.open for w in (move.source, state.NONE if move.anew else move.target))
+        return frozenset((*ends, *self._computing)) - {state.NONE}
 
     def reassign(self, move: Reassign, now_s: float) -> str | None:
         """Take a waiting request to the target's queue, or say why that is no longer possible."""
-        led, eng = self._run.ledger, self._run.engines
+        ledger, engines = self._run.ledger, self._run.engines
         r, source, target, why = self._asked(move)
-        if why is None and not requeue(led, eng, source, target, r, now_s):
+        if why is None and not moving.requeue(ledger, engines, source, target, r, now_s):
             why = "it does not wait any more"
         self.requeued += why is None
         return why
 
     def migrate(self, move: Migrate, now_s: float) -> str | None:
         """Begin to copy a running request, or say why that is not possible."""
-        led, eng = self._run.ledger, self._run.engines
+        ledger, engines = self._run.ledger, self._run.engines
         r, source, target, why = self._asked(move)
         if why is not None:
             return why
-        tokens = int(tokens_of(led, eng, source, r, now_s))
+        tokens = int(moving.tokens_of(ledger, engines, source, r, now_s))
         if tokens == 0:
             return "it does not decode"
         if {source, target} & self.busy():
@@ -137,7 +118,7 @@ class Moves:
             self.outcomes[step(Stage.PENDING, Happened.REFUSED)] += 1
             return "the target has no room"
         price = self._price(source)
-        block = self._run.profiles[int(led.workers["variant"][source])].kv.block_tokens
+        block = self._run.profiles[int(ledger.workers["variant"][source])].kv.block_tokens
         copied = (tokens - 1) // block * block
         self._slow((source, target), price.slowdown, now_s)
         self.open.append(
@@ -149,16 +130,16 @@ class Moves:
                 now_s + price.copy_s(max(copied - room.cached, 0)),
                 max(copied, room.cached),
                 room,
-                int(eng.requests["preemptions"][r]),
+                int(engines.requests["preemptions"][r]),
             )
         )
         return None
 
     def compute_anew(self, move: Migrate, now_s: float) -> str | None:
         """Let the target compute a running request's KV from its next boundary on, or say why it cannot."""
-        led, eng = self._run.ledger, self._run.engines
+        ledger, engines = self._run.ledger, self._run.engines
         r, source, target, why = self._asked(move)
-        if why is None and int(tokens_of(led, eng, source, r, now_s)) == 0:
+        if why is None and int(moving.tokens_of(ledger, engines, source, r, now_s)) == 0:
             why = "it does not decode"
         if why is None:
             stage, at_s = step(Stage.PENDING, Happened.ACCEPTED), self._boundary_s(source, now_s)
@@ -167,14 +148,14 @@ class Moves:
 
     def _leave(self, move: Move, now_s: float) -> None:
         """What is computed anew stops at its source's boundary, and waits at its target."""
-        led, eng, r = self._run.ledger, self._run.engines, move.request
-        move.at_s, serves = inf, led.workers["status"][move.target] == SERVING
-        at_boundary = serves and eng.workers["next_s"][move.source] == now_s
-        if not at_boundary or take_out(led, eng, move.source, r, now_s) == 0:
+        ledger, engines, r = self._run.ledger, self._run.engines, move.request
+        move.at_s, serves = inf, ledger.workers["status"][move.target] == state.SERVING
+        at_boundary = serves and engines.workers["next_s"][move.source] == now_s
+        if not at_boundary or moving.take_out(ledger, engines, move.source, r, now_s) == 0:
             self.outcomes[step(move.stage, Happened.ENDED)] += 1
             return
-        arrive(led, eng, move.target, r, now_s, False)
-        eng.requests["migrations"][r] += 1
+        arrive(ledger, engines, move.target, r, now_s, False)
+        engines.requests["migrations"][r] += 1
         self._computing[move.source] = r, move.target
         self.outcomes[step(step(move.stage, Happened.SWITCHED), Happened.RESUMED)] += 1
 
@@ -182,9 +163,9 @@ class Moves:
         """The request, the worker it is on, the target, and what hinders it."""
         r, target, why = int(move.request), int(move.target), None
         source = int(self._run.ledger.requests["worker"][r])
-        if source in (NONE, target):
-            why = "it is on no worker" if source == NONE else "it is there already"
-        elif self._run.ledger.workers["status"][target] != SERVING:
+        if source in (state.NONE, target):
+            why = "it is on no worker" if source == state.NONE else "it is there already"
+        elif self._run.ledger.workers["status"][target] != state.SERVING:
             why = "the target does not serve"
         return r, source, target, why
 
@@ -211,18 +192,18 @@ class Moves:
         move.at_s = self._boundary_s(move.source, now_s)
 
     def _stop(self, move: Move, now_s: float) -> None:
-        led, eng = self._run.ledger, self._run.engines
-        if eng.workers["next_s"][move.source] != now_s or not self._decodes(move, now_s):
+        ledger, engines = self._run.ledger, self._run.engines
+        if engines.workers["next_s"][move.source] != now_s or not self._decodes(move, now_s):
             self._close(move, Happened.ENDED, now_s)
             return
         # With the token that this boundary gives it.
-        tokens = int(tokens_of(led, eng, move.source, move.request, now_s)) + 1
+        tokens = int(moving.tokens_of(ledger, engines, move.source, move.request, now_s)) + 1
         self._release(move)
         move.room = self._reserve(move.target, move.request, tokens, now_s)
         if move.room is None:
             self._close(move, Happened.COPY_FAILED, now_s)
             return
-        left = int(take_out(led, eng, move.source, move.request, now_s))
+        left = int(moving.take_out(ledger, engines, move.source, move.request, now_s))
         if left == 0:
             self._close(move, Happened.ENDED, now_s)
             return
@@ -243,65 +224,69 @@ class Moves:
             move.at_s = self._boundary_s(move.target, now_s)
 
     def _land(self, move: Move, now_s: float) -> None:
-        led, eng = self._run.ledger, self._run.engines
-        if led.workers["status"][move.target] == OFF:
+        ledger, engines = self._run.ledger, self._run.engines
+        if ledger.workers["status"][move.target] == state.OFF:
             self._close(move, Happened.RESUME_FAILED, now_s)
             return
-        idle = eng.workers["activity"][move.target] == IDLE
-        if not idle and eng.workers["next_s"][move.target] != now_s:
+        idle = engines.workers["activity"][move.target] == IDLE
+        if not idle and engines.workers["next_s"][move.target] != now_s:
             self._arrived(move, now_s)  # it failed and came back meanwhile: another boundary
             return
         assert move.room is not None  # since it was stopped
         copies = self._kept(move.target, move.room)
-        put_in(led, eng, move.target, move.request, move.room.blocks, copies, now_s)
+        moving.put_in(ledger, engines, move.target, move.request, move.room.blocks, copies, now_s)
         self.pauses_s.append(now_s - move.stopped_s)
         self.outcomes[step(move.stage, Happened.RESUMED)] += 1
         move.at_s = inf
 
     def _close(self, move: Move, happened: Happened, now_s: float) -> None:
         """Give the move up, and give back what is held for it."""
-        led, clu = self._run.ledger, self._run.cluster
+        ledger, cluster = self._run.ledger, self._run.cluster
         self._release(move)
         self.outcomes[step(move.stage, happened)] += 1
         if happened is Happened.RESUME_FAILED:
-            readmit(led, clu.queue, move.request, now_s)
-            clu.clock["offer_s"] = min(float(clu.clock["offer_s"][0]), now_s + self._run.rules.offer_every_s)
+            readmit(ledger, cluster.queue, move.request, now_s)
+            cluster.clock["offer_s"] = min(
+                float(cluster.clock["offer_s"][0]), now_s + self._run.rules.offer_every_s
+            )
         self._slow((move.source, move.target), 0.0, now_s)
         move.at_s = inf
 
     def _decodes(self, move: Move, now_s: float) -> bool:
         """Whether the request still decodes on its source, its KV that of the first stage."""
-        led, eng = self._run.ledger, self._run.engines
+        ledger, engines = self._run.ledger, self._run.engines
         return (
-            led.workers["status"][move.target] == SERVING
-            and int(eng.requests["preemptions"][move.request]) == move.preemptions
-            and int(tokens_of(led, eng, move.source, move.request, now_s)) > 0
+            ledger.workers["status"][move.target] == state.SERVING
+            and int(engines.requests["preemptions"][move.request]) == move.preemptions
+            and int(moving.tokens_of(ledger, engines, move.source, move.request, now_s)) > 0
         )
 
     def _boundary_s(self, w: int, now_s: float) -> float:
         """The worker's first step boundary from now on, at which its run is cut short."""
-        led, eng = self._run.ledger, self._run.engines
-        if eng.workers["activity"][w] == DECODE_RUN:
-            cut(led, eng, w, now_s)
-        return float(eng.workers["next_s"][w])
+        ledger, engines = self._run.ledger, self._run.engines
+        if engines.workers["activity"][w] == DECODE_RUN:
+            cut(ledger, engines, w, now_s)
+        return float(engines.workers["next_s"][w])
 
     def _slow(self, workers: tuple[int, ...], slowdown: float, now_s: float) -> None:
-        led, eng = self._run.ledger, self._run.engines
+        ledger, engines = self._run.ledger, self._run.engines
         for w in workers:
-            eng.workers["slowdown"][w] = slowdown
-            look_again(led, eng, w, now_s)
+            engines.workers["slowdown"][w] = slowdown
+            moving.look_again(ledger, engines, w, now_s)
 
     def _reserve(self, w: int, r: int, tokens: int, now_s: float) -> Room | None:
-        led = self._run.ledger
-        blocks, copies, cached = reserve(led, self._run.engines, w, r, tokens, now_s)
-        life = int(led.caches.workers["lives"][w]) if led.caches.tokens else 0
-        return None if blocks == NONE else Room(tokens, int(blocks), int(copies), int(cached), life)
+        ledger = self._run.ledger
+        blocks, copies, cached = moving.reserve(ledger, self._run.engines, w, r, tokens, now_s)
+        life = int(ledger.caches.workers["lives"][w]) if ledger.caches.tokens else 0
+        return None if blocks == state.NONE else Room(tokens, int(blocks), int(copies), int(cached), life)
 
     def _release(self, move: Move) -> None:
-        led, room = self._run.ledger, move.room
+        ledger, room = self._run.ledger, move.room
         if room is not None:
             copies = self._kept(move.target, room)
-            release(led, self._run.engines, move.target, move.request, room.tokens, room.blocks, copies)
+            moving.release(
+                ledger, self._run.engines, move.target, move.request, room.tokens, room.blocks, copies
+            )
             move.room = None
 
     def _kept(self, w: int, room: Room) -> int:
@@ -310,130 +295,3 @@ class Moves:
 
     def _price(self, w: int) -> Price:
         return self._prices[int(self._run.ledger.workers["variant"][w])]
-
-
-@compiled
-def tokens_of(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> int:
-    """KV tokens that a request decoding at a worker holds now; 0 when it does not decode there."""
-    view(led, w, now_s)
-    if led.requests[r].worker != w or led.requests[r].phase != DECODING:
-        return 0
-    return int(led.requests[r].prompt) + generated(led, r)
-
-
-@compiled
-def reserve(led: Ledger, eng: Engines, w: int, r: int, tokens: int, now_s: float) -> tuple[int, int, int]:
-    """Promise a worker's memory and a seat to a request of `tokens`; NONE where it lacks either.
-
-    What is cached there of the request is kept for it: copies, and tokens. A block for each sequence that
-    runs there is left for its next token.
-    """
-    if led.workers[w].status != SERVING:
-        return NONE, 0, 0
-    view(led, w, now_s)
-    k = led.coefficients[led.workers[w].variant]
-    block = int(k[BLOCK_TOKENS])
-    count = led.workers[w].running_n
-    copies, cached, asleep = 0, 0, 0
-    if led.caches.tokens > 0:
-        if eng.workers[w].activity == DECODE_RUN:
-            kv.grow(led, eng, w, led.workers[w].step - led.runs[w].start_step)
-        room = free_blocks(led.caches, w) - eng.workers[w].reserved_blocks
-        most, most_tokens = most_hits(led.caches, tokens, block)
-        copies, asleep = peek(led.caches, w, r, most)
-        cached = min(copies * led.caches.tokens, most_tokens)
-    else:
-        kv.count(led, eng, w)
-        room = kv.room(led, eng, w)
-    need = kv.blocks_held(k, tokens + 1) - cached // block
-    if count + eng.workers[w].reserved_seats + 1 > k[MAX_SEQS] or need + asleep + count > room:
-        return NONE, 0, 0
-    if copies > 0:
-        pin(led.caches, w, r, copies)
-    eng.workers[w].reserved_blocks += need
-    eng.workers[w].reserved_seats += 1
-    led.workers[w].queued += 1  # placement sees it as one that is coming
-    led.workers[w].queued_context += tokens
-    return need, copies, cached
-
-
-@compiled
-def release(led: Ledger, eng: Engines, w: int, r: int, tokens: int, blocks: int, copies: int) -> None:
-    """Take the promise back."""
-    if copies > 0:
-        unpin(led.caches, w, r, copies)
-    eng.workers[w].reserved_blocks -= blocks
-    eng.workers[w].reserved_seats -= 1
-    led.workers[w].queued -= 1
-    led.workers[w].queued_context -= tokens
-
-
-@compiled
-def look_again(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
-    """Something changed for a worker: it decides anew at its next boundary, and wakes if a request waits."""
-    if eng.workers[w].activity == DECODE_RUN:
-        eng.workers[w].blocked = 0
-        cut(led, eng, w, now_s)
-    elif eng.workers[w].activity == IDLE and queue_first(led, w) != NONE:
-        eng.workers[w].activity = WAKING
-        eng.workers[w].next_s = now_s
-
-
-@compiled
-def take_out(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> int:
-    """At the boundary `now_s` of worker `w`: the request leaves; return its tokens, 0 if it has ended there.
-
-    It is HELD, without a worker, until it lands.
-    """
-    end_activity(led, eng, w)
-    tokens = 0
-    if led.requests[r].worker == w and led.requests[r].phase == DECODING:
-        for i in range(led.workers[w].running_n):
-            if led.running[w, i] == r:
-                drop_running(led, w, i)
-                break
-        kv.give_back(led, eng, w, r)
-        stop_decoding(led, w, r, HELD)
-        led.requests[r].worker = NONE
-        tokens = led.requests[r].prompt + led.requests[r].key
-    eng.workers[w].slowdown = 0.0
-    begin_activity(led, eng, w, now_s)
-    return tokens
-
-
-@compiled
-def put_in(led: Ledger, eng: Engines, w: int, r: int, blocks: int, copies: int, now_s: float) -> None:
-    """At a boundary of worker `w`, or while it idles: the request joins its batch, on what was reserved."""
-    if eng.workers[w].activity != IDLE:
-        end_activity(led, eng, w)
-    tokens = led.requests[r].prompt + led.requests[r].key
-    eng.workers[w].reserved_blocks -= blocks
-    eng.workers[w].reserved_seats -= 1
-    if led.caches.tokens > 0:
-        unpin(led.caches, w, r, copies)
-        kv.receive(led, eng, w, r, tokens - 1)
-    led.requests[r].worker = w
-    led.requests[r].phase = QUEUED
-    led.running[w, led.workers[w].running_n] = r
-    led.workers[w].running_n += 1
-    begin_decoding(led, w, r, led.requests[r].key)  # `reserve` had counted it as queued
-    eng.requests[r].migrations += 1
-    eng.workers[w].slowdown = 0.0
-    begin_activity(led, eng, w, now_s)
-
-
-@compiled
-def requeue(led: Ledger, eng: Engines, source: int, target: int, r: int, now_s: float) -> bool:
-    """Take a request that waits at `source` to the queue of `target`, ahead of those that came after it.
-
-    False when it does not wait there any more.
-    """
-    if led.requests[r].worker != source or led.requests[r].phase != QUEUED:
-        return False
-    leave_queue(led, source, r)
-    first = led.queue_head[led.requests[r].priority, target]
-    ahead = first != NONE and led.requests[r].arrival_s < led.requests[first].arrival_s
-    arrive(led, eng, target, r, now_s, ahead)
-    eng.requests[r].migrations += 1
-    look_again(led, eng, source, now_s)
-    return True

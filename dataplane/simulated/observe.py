@@ -24,21 +24,21 @@ from controlplane.worker_type import name_in_role
 _STATES = {OFF: STARTS, DRAINING: DRAINS}
 
 
-def deviations(tracker: DeviationTracker, led: Ledger) -> dict[WorkerId, Error]:
+def deviations(tracker: DeviationTracker, ledger: Ledger) -> dict[WorkerId, Error]:
     """Algorithm 2's errors now, the ledger and its predictions being up to date (`observe` renews them)."""
-    rows, phase = {WorkerId(str(w)): w for w in range(len(led.workers))}, led.requests["phase"]
-    return fleet.deviations(tracker, led, rows, np.arange(len(phase)), lambda gone: phase[gone] == DONE)
+    rows, phase = {WorkerId(str(w)): w for w in range(len(ledger.workers))}, ledger.requests["phase"]
+    return fleet.deviations(tracker, ledger, rows, np.arange(len(phase)), lambda gone: phase[gone] == DONE)
 
 
-def held_requests(led: Ledger, queue: Queue, now_s: float) -> tuple[HeldRequest, ...]:
+def held_requests(ledger: Ledger, queue: Queue, now_s: float) -> tuple[HeldRequest, ...]:
     """The first in the cluster's line that may still be on time."""
     line, left_s = np.empty(REFUSALS, np.int64), np.empty(REFUSALS)
-    n = on_time(led, queue, now_s, line, left_s)
-    return tuple(held_request(led, *at) for at in zip(line[:n].tolist(), left_s[:n].tolist(), strict=True))
+    n = on_time(ledger, queue, now_s, line, left_s)
+    return tuple(held_request(ledger, *at) for at in zip(line[:n].tolist(), left_s[:n].tolist(), strict=True))
 
 
 def observe(
-    led: Ledger,
+    ledger: Ledger,
     profiles: Sequence[Profile],
     now_s: float,
     moving: frozenset[int] = frozenset(),
@@ -49,8 +49,8 @@ def observe(
 
     `states`: of an elastic fleet's workers, None for those that are not there.
     """
-    status, variant = led.workers["status"].tolist(), led.workers["variant"].tolist()
-    role, kinds = led.workers["role"].tolist(), [p.type_name for p in profiles]
+    status, variant = ledger.workers["status"].tolist(), ledger.workers["variant"].tolist()
+    role, kinds = ledger.workers["role"].tolist(), [p.type_name for p in profiles]
     places = []
     for w, v in enumerate(variant):
         state = _STATES.get(status[w], SERVES) if states is None else states[w]
@@ -70,7 +70,7 @@ def observe(
             )
         )
     return replace(
-        fleet.observe(led, loads(led), places, now_s),
+        fleet.observe(ledger, loads(ledger), places, now_s),
         moving=frozenset(RequestId(str(r)) for r in moving),
         busy=frozenset(WorkerId(str(w)) for w in busy),
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from controlplane.compiled import by_reference
-from controlplane.placement.constraints import Knobs
+from controlplane.placement.constraints import SettingsRow
 from controlplane.placement.ledger import Floats, Ints, Records
 from controlplane.placement.order import new_trees
 from controlplane.placement.queue import Queue, QueueSettings, new_queue
@@ -96,7 +96,7 @@ class Rules(NamedTuple):
     """The rules of a run, which do not change during it."""
 
     policy: int
-    knobs: Knobs
+    settings: SettingsRow
     split: bool
     transfer_s: Floats  # [workers] of a request's KV, from this prefill worker to a decode worker,
     token_transfer_s: Floats  # and what each of its tokens adds
@@ -119,7 +119,7 @@ ENGINE = np.dtype(
         ("reserved_blocks", np.int64),  # KV and
         ("reserved_seats", np.int64),  # places in the batch, promised to requests on their way here
         ("loading", np.int64),  # requests whose KV is loaded from host memory
-        ("taken", np.int64),  # blocks given out in the step that is planned, where nothing is cached
+        ("free", np.int64),  # where nothing is cached: blocks that are left in the step that is planned
         ("prefill", np.int64),  # tokens of prefill that it carries,
         ("squares", np.float64),  # and the growth of their squared lengths
         ("slowdown", np.float64),  # by what share steps are longer: KV is being copied

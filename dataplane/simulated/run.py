@@ -13,24 +13,13 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile, rank_of
 from controlplane.perfmodel.speculation import paces
+from controlplane.placement import policies
 from controlplane.placement.caches import Caches, HostMemory, new_caches
-from controlplane.placement.constraints import clients_s, kept_tpot_s, yields_to
-from controlplane.placement.ledger import (
-    OFF,
-    ROLES,
-    SERVING,
-    Ledger,
-    new_ledger,
-)
+from controlplane.placement.constraints import kept_tpot_s, yields_to
+from controlplane.placement.ledger import OFF, ROLES, SERVING, Ledger, new_ledger
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.policies import (
-    EXACT,
-    PATIENCE,
-    POLICY_CODE,
-    PlacementSettings,
-    Policy,
-    read_policy,
-)
+from controlplane.placement.outlook import clients_s
+from controlplane.placement.policies import PlacementSettings, Policy
 from controlplane.types import EngineMode, Role, Slo
 from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
@@ -87,27 +76,27 @@ class RunState:
 
     def outcome(self) -> Outcome:
         """The outcome of the requests so far."""
-        led, eng = self.ledger, self.engines
-        finish_s = eng.requests["finish_s"]
+        ledger, engines = self.ledger, self.engines
+        finish_s = engines.requests["finish_s"]
         ended, parts = finish_s[np.isfinite(finish_s)], range(0, max(len(finish_s), 1), ROWS)
-        to_client_s = np.concatenate([clients_s(led, slice(at, at + ROWS)) for at in parts])
+        to_client_s = np.concatenate([clients_s(ledger, slice(at, at + ROWS)) for at in parts])
         # Copies: a view would keep the run's whole records for as long as its outcome is remembered.
         return Outcome(
             workload=self.workload,
-            arrival_s=np.where(np.isinf(led.requests["arrival_s"]), np.nan, led.requests["arrival_s"]),
-            ttft_target_s=led.requests["ttft_s"].copy(),
-            tpot_target_s=eng.requests["tpot_s"] * self.pace,
-            worker=led.requests["worker"].copy(),
-            first_token_s=led.requests["first_s"] + to_client_s,
+            arrival_s=np.where(np.isinf(ledger.requests["arrival_s"]), np.nan, ledger.requests["arrival_s"]),
+            ttft_target_s=ledger.requests["ttft_s"].copy(),
+            tpot_target_s=engines.requests["tpot_s"] * self.pace,
+            worker=ledger.requests["worker"].copy(),
+            first_token_s=ledger.requests["first_s"] + to_client_s,
             finish_s=finish_s + to_client_s,
-            preemptions=eng.requests["preemptions"].copy(),
-            migrations=eng.requests["migrations"].copy(),
-            busy_s=eng.workers["busy_s"],
+            preemptions=engines.requests["preemptions"].copy(),
+            migrations=engines.requests["migrations"].copy(),
+            busy_s=engines.workers["busy_s"],
             end_s=float(ended.max()) if len(ended) else 0.0,
             complete=not np.isnan(finish_s).any(),
-            misses=float(eng.total["misses"][0]),
-            cached_tokens=led.caches.requests["cached"].copy() if led.caches.tokens else None,
-            loaded_tokens=eng.host.requests["tokens"].copy() if eng.host.chunks.tokens else None,
+            misses=float(engines.total["misses"][0]),
+            cached_tokens=ledger.caches.requests["cached"].copy() if ledger.caches.tokens else None,
+            loaded_tokens=engines.host.requests["tokens"].copy() if engines.host.chunks.tokens else None,
             pace=self.pace,
         )
 
@@ -141,16 +130,16 @@ def prepare(
     **options: Unpack[RunOptions],
 ) -> RunState:
     """Lay out a run that has not begun; raises BadInput on what cannot be run."""
-    placement, migrates = read_policy(policy)
-    code = POLICY_CODE[placement]
-    is_more = code == EXACT or migrates  # than placing each request by itself, once
+    placement, migrates = policies.read_policy(policy)
+    code = policies.POLICY_CODE[placement]
+    is_more = code == policies.EXACT or migrates  # than placing each request by itself, once
     workers, first_rank, ranks = _ranks(workers, is_more)
     split = _is_split(workers)
     if split and is_more:
         _refuse_split(code)
     classes = _classes(slo, workload)
     profiles, variant = _variants(workers, split)
-    if code == EXACT:
+    if code == policies.EXACT:
         _check_exact(profiles, classes)
     requests = len(workload)
     settings = options.get("settings") or PlacementSettings()
@@ -173,12 +162,12 @@ def prepare(
     transfer_s, token_transfer_s = _transfers(workers)
     rules = Rules(
         policy=code,
-        knobs=settings.knobs(),
+        settings=settings.row(),
         split=split,
         transfer_s=transfer_s,
         token_transfer_s=token_transfer_s,
         offer_every_s=OFFER_EVERY_S,
-        patience=options.get("patience", PATIENCE),
+        patience=options.get("patience", policies.PATIENCE),
         max_misses=ENDLESS if most_misses is None else most_misses,
         draws=np.random.default_rng(options.get("seed", 0)).random((requests, 2)),
     )
@@ -249,7 +238,7 @@ def _transfers(workers: Sequence[WorkerSpec]) -> tuple[NDArray[np.float64], NDAr
 
 
 def _refuse_split(code: int) -> NoReturn:
-    if code == EXACT:
+    if code == policies.EXACT:
         raise BadInput("policy: exact: places whole requests; it has no split mode")
     raise BadInput("policy: +migrate: moves requests between whole workers; it has no split mode")
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
-from controlplane.placement.constraints import client_s
 from controlplane.placement.ledger import Floats, Ledger
+from controlplane.placement.outlook import client_s
 from controlplane.prefixes import Sessions
 from dataplane.simulated.records import SENT, Engines, Sending
 
@@ -79,50 +79,50 @@ def first_times(sending: Sending, arrival_s: Floats) -> Floats:
 
 
 @compiled
-def next_send(led: Ledger, sending: Sending) -> tuple[float, int]:
+def next_send(ledger: Ledger, sending: Sending) -> tuple[float, int]:
     """When the next request is sent, as far as it is known, and which; inf for none."""
     if len(sending.left) == 0:
         r = sending.counts[0].sent
         if r >= len(sending.order):
             return np.inf, -1
-        return led.requests[r].arrival_s, r
+        return ledger.requests[r].arrival_s, r
     if sending.counts[0].due == 0:
         return np.inf, -1
-    return led.requests[sending.due[0]].arrival_s, sending.due[0]
+    return ledger.requests[sending.due[0]].arrival_s, sending.due[0]
 
 
 @compiled
-def send(led: Ledger, sending: Sending) -> int:
+def send(ledger: Ledger, sending: Sending) -> int:
     """Take the next request to be sent."""
-    r = next_send(led, sending)[1]
+    r = next_send(ledger, sending)[1]
     sending.order[sending.counts[0].sent] = r
     sending.counts[0].sent += 1
     if len(sending.left) > 0:
-        pop_due(led, sending)
+        pop_due(ledger, sending)
     return r
 
 
 @compiled
-def sooner(led: Ledger, one: int, other: int) -> bool:
+def sooner(ledger: Ledger, one: int, other: int) -> bool:
     """The heap's order."""
-    one_s, other_s = led.requests[one].arrival_s, led.requests[other].arrival_s
+    one_s, other_s = ledger.requests[one].arrival_s, ledger.requests[other].arrival_s
     return one_s < other_s or (one_s == other_s and one < other)
 
 
 @compiled
-def push_due(led: Ledger, sending: Sending, r: int, at_s: float) -> None:
+def push_due(ledger: Ledger, sending: Sending, r: int, at_s: float) -> None:
     """A request will be sent at `at_s`."""
-    led.requests[r].arrival_s = at_s
+    ledger.requests[r].arrival_s = at_s
     i = sending.counts[0].due
     sending.counts[0].due += 1
-    while i > 0 and sooner(led, r, sending.due[(i - 1) // 2]):
+    while i > 0 and sooner(ledger, r, sending.due[(i - 1) // 2]):
         sending.due[i] = sending.due[(i - 1) // 2]
         i = (i - 1) // 2
     sending.due[i] = r
 
 
 @compiled
-def pop_due(led: Ledger, sending: Sending) -> None:
+def pop_due(ledger: Ledger, sending: Sending) -> None:
     """Take the first out of the heap."""
     sending.counts[0].due -= 1
     n = sending.counts[0].due
@@ -130,9 +130,9 @@ def pop_due(led: Ledger, sending: Sending) -> None:
     i = 0
     while 2 * i + 1 < n:
         child = 2 * i + 1
-        if child + 1 < n and sooner(led, sending.due[child + 1], sending.due[child]):
+        if child + 1 < n and sooner(ledger, sending.due[child + 1], sending.due[child]):
             child += 1
-        if not sooner(led, sending.due[child], r):
+        if not sooner(ledger, sending.due[child], r):
             break
         sending.due[i] = sending.due[child]
         i = child
@@ -140,26 +140,26 @@ def pop_due(led: Ledger, sending: Sending) -> None:
 
 
 @compiled
-def release(led: Ledger, eng: Engines, sending: Sending, now_s: float) -> None:
+def release(ledger: Ledger, engines: Engines, sending: Sending, now_s: float) -> None:
     """Send in time what waited for the requests that have ended by now."""
-    while sending.counts[0].released < eng.total[0].ended_n:
-        r = eng.ended[sending.counts[0].released]
+    while sending.counts[0].released < engines.total[0].ended_n:
+        r = engines.ended[sending.counts[0].released]
         sending.counts[0].released += 1
-        answered_s = now_s + client_s(led, r)
+        answered_s = now_s + client_s(ledger, r)
         for i in range(sending.after_at[r], sending.after_at[r + 1]):
             turn = sending.after[i]
             sending.left[turn] -= 1
             if sending.left[turn] == 0:
-                push_due(led, sending, turn, answered_s + sending.think_s[turn])
+                push_due(ledger, sending, turn, answered_s + sending.think_s[turn])
         if len(sending.unended) > 0 and sending.session[r] >= 0:
             sending.unended[sending.session[r]] -= 1
             if sending.unended[sending.session[r]] == 0 and sending.counts[0].begun < len(sending.unended):
-                begin_session(led, sending, sending.counts[0].begun, answered_s)
+                begin_session(ledger, sending, sending.counts[0].begun, answered_s)
                 sending.counts[0].begun += 1
 
 
 @compiled
-def begin_session(led: Ledger, sending: Sending, session: int, now_s: float) -> None:
+def begin_session(ledger: Ledger, sending: Sending, session: int, now_s: float) -> None:
     """An agent that is free begins a session."""
     for i in range(sending.heads_at[session], sending.heads_at[session + 1]):
-        push_due(led, sending, sending.heads[i], now_s + sending.head_s[i])
+        push_due(ledger, sending, sending.heads[i], now_s + sending.head_s[i])

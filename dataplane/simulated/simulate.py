@@ -123,12 +123,12 @@ def _begun(
     state = prepare(_joined(before.workload.take(alive), part), workers, slo, policy, **options)
     place = np.full(len(before.workload) + 1, NONE, np.int64)  # the last row is that of NONE
     place[alive] = np.arange(len(alive))
-    old, led = before.ledger, state.ledger
-    led.requests[: len(alive)] = old.requests[alive]
-    led.requests["next"][: len(alive)] = place[old.requests["next"][alive]]
-    led.workers[:], led.runs[:] = old.workers, old.runs
+    old, ledger = before.ledger, state.ledger
+    ledger.requests[: len(alive)] = old.requests[alive]
+    ledger.requests["next"][: len(alive)] = place[old.requests["next"][alive]]
+    ledger.workers[:], ledger.runs[:] = old.workers, old.runs
     for name in ("queue_head", "queue_tail", "running"):
-        getattr(led, name)[:] = place[np.minimum(getattr(old, name), len(before.workload))]
+        getattr(ledger, name)[:] = place[np.minimum(getattr(old, name), len(before.workload))]
     engines = state.engines
     engines.requests[: len(alive)] = before.engines.requests[alive]
     engines.workers[:] = before.engines.workers

@@ -20,9 +20,11 @@ from controlplane.placement import batch
 from controlplane.placement import ledger as state
 from controlplane.placement.caches import NOTHING
 from controlplane.placement.ledger import Ledger
-from controlplane.placement.memory import grow, store
+from controlplane.placement.memory import extend, grow, store
 from dataplane.simulated import host_tier, kv
 from dataplane.simulated.records import Engines
+
+MANY = 1 << 60
 
 
 @compiled
@@ -34,7 +36,7 @@ def plan(ledger: Ledger, engines: Engines, w: int, now_s: float) -> int:
     worker, engine = ledger.workers[w], engines.workers[w]
     engine.prefill, engine.squares = 0, 0.0
     admits_first = worker.role == state.DECODE_ONLY or not is_chunked(ledger, w)
-    if admits_first:
+    if admits_first and batch.queue_first(ledger, w) != state.NONE:
         kv.count(ledger, engines, w)
         admit(ledger, engines, w, now_s)
         if engine.prefill > 0:
@@ -44,7 +46,7 @@ def plan(ledger: Ledger, engines: Engines, w: int, now_s: float) -> int:
         host_tier.begin_plan(engines.host, w)
         host_tier.end_loads(ledger, engines.host, w, now_s)
     before = worker.running_n
-    go_on(ledger, engines, w)
+    steps = go_on(ledger, engines, w)
     preempted = worker.running_n < before
     if has_tier and preempted and worker.running_n == 0:  # a step of nothing takes no time
         host_tier.use_ended(ledger, engines.host, w)
@@ -58,40 +60,54 @@ def plan(ledger: Ledger, engines: Engines, w: int, now_s: float) -> int:
         return 0
     if preempted or engine.prefill > 0 or (has_tier and tier_may_change(ledger, engines, w)):
         return 1  # what a preemption freed may let a request in at the next boundary
-    steps = kv.steps_with_room(ledger, engines, w, steps_to_first_end(ledger, engines, w))
-    return kv.steps_unseen(ledger, w, steps)
+    return kv.steps_unseen(ledger, w, kv.steps_with_room(ledger, engines, w, steps))
 
 
 @compiled
 def is_chunked(ledger: Ledger, w: int) -> bool:
     """Whether a worker's steps carry chunks of prompts."""
-    return ledger.coefficients[ledger.workers[w].variant][speed.MODE] == speed.CHUNKED
+    return ledger.coefficients[ledger.workers[w].variant, speed.MODE] == speed.CHUNKED
 
 
 @compiled
-def go_on(ledger: Ledger, engines: Engines, w: int) -> None:
-    """Give each running request its tokens of this step; one that runs alone may outgrow the worker."""
-    worker, engine = ledger.workers[w], engines.workers[w]
-    budget = int(ledger.coefficients[worker.variant][speed.MAX_BATCHED])
-    engine.taken = 0
-    i = 0
+def go_on(ledger: Ledger, engines: Engines, w: int) -> int:
+    """Give each running request its tokens of this step; one that runs alone may outgrow the worker.
+
+    Returns the decode steps until the first of them has all its tokens.
+    """
+    worker, engine, is_cached = ledger.workers[w], engines.workers[w], ledger.caches.tokens > 0
+    k = ledger.coefficients[worker.variant]
+    budget, block = int(k[speed.MAX_BATCHED]), int(k[speed.BLOCK_TOKENS])
+    kv.begin(ledger, engines, w)
+    free, steps, i = kv.room(ledger, engines, w), MANY, 0
     while i < worker.running_n:
         r = ledger.running[w, i]
-        is_decoding = ledger.requests[r].phase == state.DECODING
-        length = ledger.requests[r].prompt + state.generated(ledger, r)
-        before, tokens = length - 1, 1
+        request = ledger.requests[r]
+        made = request.key
+        is_decoding = request.phase == state.DECODING
+        if is_decoding:
+            made += worker.step
+        length = request.prompt + made
+        before, after = length - 1, length
         if not is_decoding:
             before = engines.requests[r].computed
-            tokens = max(min(length - before, budget - worker.decoding), 0)
-        blocks = kv.step_takes(ledger, w, before, before + tokens, length)
-        while blocks > kv.room(ledger, engines, w) and worker.running_n + engine.loading > 1:
+            after = before + max(min(length - before, budget - worker.decoding), 0)
+        blocks = kv.step_takes(k, is_cached, before, after, length)
+        while blocks > free and worker.running_n + engine.loading > 1:
             preempt_newest(ledger, engines, w)
             if worker.running_n == i:
-                return
-        kv.take(ledger, engines, w, r, blocks, before, before + tokens)
+                return 1
+            if is_cached:
+                free = kv.room(ledger, engines, w)
+        free -= blocks
+        if is_cached:
+            extend(ledger.caches, w, r, block, before, after)
         if not is_decoding:
-            carry(ledger, engines, w, r, tokens)
+            carry(ledger, engines, w, r, after - before)
+        steps = min(steps, engines.requests[r].output - made)
         i += 1
+    engine.free = free
+    return steps
 
 
 @compiled
@@ -145,12 +161,12 @@ def admit(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
     """
     worker, engine = ledger.workers[w], engines.workers[w]
     k, has_tier = ledger.coefficients[worker.variant], host_tier.is_kept(engines.host, w)
-    r = state.queue_first(ledger, w)
+    r = batch.queue_first(ledger, w)
     while r != state.NONE:
         seats, budget = worker.running_n + engine.reserved_seats, budget_left(ledger, engines, w)
         if batch.is_full(k, seats, budget):
             return
-        after, length = state.next_in_queue(ledger, w, r), ledger.requests[r].prompt + ledger.requests[r].key
+        after, length = batch.next_in_queue(ledger, w, r), ledger.requests[r].prompt + ledger.requests[r].key
         copies, cached, asleep = kv.look_up(ledger, w, r, length)
         loads = 0
         if has_tier:
@@ -202,7 +218,7 @@ def begin(
     batch.join(ledger, w, r)
     kv.use_hits(ledger, w, r, copies, cached)
     if ledger.workers[w].role == state.DECODE_ONLY:
-        ledger.workers[w].queued_tokens -= state.to_compute(ledger, r)
+        ledger.workers[w].queued_tokens -= batch.to_compute(ledger, r)
         batch.begin_decoding(ledger, w, r, ledger.requests[r].key)
         computed = ledger.requests[r].prompt + state.generated(ledger, r) - 1
         kv.take(ledger, engines, w, r, blocks, cached, computed)
@@ -217,7 +233,7 @@ def begin_load(
     ledger: Ledger, engines: Engines, w: int, r: int, copies: int, cached: int, blocks: int, now_s: float
 ) -> None:
     """A waiting request begins to load; what it loads it has computed, but for one token at least."""
-    state.dequeue(ledger, w, r)
+    batch.dequeue(ledger, w, r)
     ledger.requests[r].phase = state.PREFILLING
     host_tier.begin_load(ledger, engines.host, w, r, copies, cached, blocks, now_s)
     engines.workers[w].loading += 1
@@ -261,35 +277,15 @@ def offer_filled(ledger: Ledger, engines: Engines, w: int) -> None:
 @compiled
 def tier_may_change(ledger: Ledger, engines: Engines, w: int) -> bool:
     """Whether the next step may store what this one could not, or a load change who comes next."""
-    queued = state.queue_first(ledger, w) != state.NONE
+    queued = batch.queue_first(ledger, w) != state.NONE
     return engines.host.workers[w].failed > 0 or (queued and engines.workers[w].loading > 0)
-
-
-@compiled
-def steps_to_first_end(ledger: Ledger, engines: Engines, w: int) -> int:
-    """Decode steps until the first of the admitted requests has all its tokens."""
-    steps = engines.requests[ledger.running[w, 0]].output
-    for i in range(ledger.workers[w].running_n):
-        r = ledger.running[w, i]
-        steps = min(steps, engines.requests[r].output - state.generated(ledger, r))
-    return steps
-
-
-@compiled
-def drop_running(ledger: Ledger, w: int, i: int) -> int:
-    """Take the i-th admitted request off a worker's list and return it; the order of the others stays."""
-    r = ledger.running[w, i]
-    for j in range(i, ledger.workers[w].running_n - 1):
-        ledger.running[w, j] = ledger.running[w, j + 1]
-    ledger.workers[w].running_n -= 1
-    return r
 
 
 @compiled
 def preempt_newest(ledger: Ledger, engines: Engines, w: int) -> None:
     """Free the KV of the newest admitted request; it waits at the head, to be prefilled anew."""
     worker = ledger.workers[w]
-    r = drop_running(ledger, w, worker.running_n - 1)
+    r = batch.drop_running(ledger, w, worker.running_n - 1)
     kv.give_back(ledger, engines, w, r)
     if ledger.requests[r].phase == state.DECODING:
         batch.stop_decoding(ledger, w, r, state.QUEUED)
@@ -300,4 +296,4 @@ def preempt_newest(ledger: Ledger, engines: Engines, w: int) -> None:
         worker.queued_tokens -= length - engines.requests[r].computed
     engines.requests[r].computed = 0
     engines.requests[r].preemptions += 1
-    state.enqueue(ledger, w, r, True)
+    batch.enqueue(ledger, w, r, True)

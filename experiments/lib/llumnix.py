@@ -108,8 +108,8 @@ class PublishedMoves(MoveSettings):
 class AsReported(PlacementSettings):
     """A dispatcher that knows of a worker what it told at the end of its last step, as it began that step."""
 
-    def knobs(self) -> NDArray[np.float64]:
-        row = super().knobs()
+    def row(self) -> NDArray[np.float64]:
+        row = super().row()
         row[AS_REPORTED] = True
         return row
 

@@ -43,8 +43,8 @@ class Without(PlacementSettings):
 
     constraint: str = ""
 
-    def knobs(self) -> NDArray[np.float64]:
-        row = super().knobs()
+    def row(self) -> NDArray[np.float64]:
+        row = super().row()
         row[CONSTRAINTS[self.constraint]] = False
         return row
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
-from controlplane.placement.assign import load
 from controlplane.placement.baselines import serves
-from controlplane.placement.constraints import Knobs, fits
+from controlplane.placement.constraints import SettingsRow, fits
 from controlplane.placement.ledger import NONE, Ledger, view
 from controlplane.placement.policies import CONSTRAINED
+from controlplane.placement.ranking import load
 
 
 @compiled
 def scan(
-    led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, late: bool, phase_role: int
+    led: Ledger, policy: int, settings: SettingsRow, r: int, now_s: float, late: bool, phase_role: int
 ) -> tuple[int, int]:
     """The least loaded worker that may take request `r` (the lowest of equal ones), or NONE; and how many
     workers were asked whether they may.
@@ -27,9 +27,9 @@ def scan(
         if not serves(led, w, phase_role):
             continue
         view(led, w, now_s)
-        rank = load(led, policy, knobs, w, r, 0, now_s)
+        rank = load(led, policy, settings, w, r, 0, now_s)
         if rank < best_load:
             asked += 1
-            if policy not in CONSTRAINED or fits(led, knobs, w, r, 0, now_s, late):
+            if policy not in CONSTRAINED or fits(led, settings, w, r, 0, now_s, late):
                 best, best_load = w, rank
     return best, asked

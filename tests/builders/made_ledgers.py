@@ -15,7 +15,7 @@ from made_profiles import made_profile
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
-from controlplane.placement.batch import begin_decoding
+from controlplane.placement.batch import begin_decoding, enqueue
 from controlplane.placement.ledger import (
     ANY_PHASE,
     DECODE_ONLY,
@@ -23,7 +23,6 @@ from controlplane.placement.ledger import (
     OFF,
     PREFILL_ONLY,
     SERVING,
-    enqueue,
     new_ledger,
 )
 from controlplane.placement.lengths import LengthTable

@@ -6,14 +6,8 @@ from made_types import profile_of
 
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
-from controlplane.placement.ledger import (
-    DONE,
-    SERVING,
-    begin_decoding,
-    dequeue,
-    enqueue,
-    new_ledger,
-)
+from controlplane.placement.batch import begin_decoding, dequeue, enqueue
+from controlplane.placement.ledger import DONE, SERVING, new_ledger
 from controlplane.placement.lengths import LengthTable
 from controlplane.snapshot import Pace
 from controlplane.types import ClassArrivals, EngineMode, Slo

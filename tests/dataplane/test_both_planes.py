@@ -25,7 +25,8 @@ from dataplane.live.gateway.admission import Admission
 from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
-from dataplane.simulated.cluster import advance, change_worker, view_all
+from dataplane.simulated.changes import change_worker
+from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.control_loop import SimulatedPlane
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.observe import deviations

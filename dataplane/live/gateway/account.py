@@ -30,7 +30,17 @@ from controlplane.perfmodel.coefficients import (
 )
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.batch import begin_decoding, begin_step, end_step, stop_decoding
+from controlplane.placement.batch import (
+    begin_decoding,
+    begin_step,
+    dequeue,
+    end_step,
+    enqueue,
+    leave_queue,
+    queue_first,
+    stop_decoding,
+    to_compute,
+)
 from controlplane.placement.constraints import kept_tpot_s, yields_to
 from controlplane.placement.ledger import (
     DECODING,
@@ -45,12 +55,7 @@ from controlplane.placement.ledger import (
     ROLES,
     SERVING,
     Ledger,
-    dequeue,
-    enqueue,
-    leave_queue,
     new_ledger,
-    queue_first,
-    to_compute,
 )
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import RequestId, Role, Slo, WorkerId

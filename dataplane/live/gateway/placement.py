@@ -24,8 +24,6 @@ from controlplane.migration.usage import WorkerView
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.assign import decide, decode_worker, has_seat
-from controlplane.placement.caches import cached_everywhere
-from controlplane.placement.constraints import remaining
 from controlplane.placement.exact import place_together
 from controlplane.placement.ledger import (
     ANY_PHASE,
@@ -38,6 +36,7 @@ from controlplane.placement.ledger import (
     generated,
 )
 from controlplane.placement.lengths import LengthTable
+from controlplane.placement.outlook import remaining
 from controlplane.placement.policies import (
     BY_TARGETS,
     PATIENCE,
@@ -45,6 +44,7 @@ from controlplane.placement.policies import (
     PlacementSettings,
     Policy,
 )
+from controlplane.placement.table import cached_everywhere
 from controlplane.snapshot import Cached, RunningRequest, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.gateway.account import Account
@@ -70,7 +70,7 @@ class Placement(Account):
         super().__init__(profiles, workers, lengths)
         self.policy = policy
         self._settings = settings or PlacementSettings()
-        self._knobs = self._settings.knobs()
+        self._settings_row = self._settings.row()
         self._forecasts = ShedSettings(
             self._settings.theta, self._settings.gamma, headroom=self._settings.headroom
         )
@@ -127,7 +127,7 @@ class Placement(Account):
         # The exact policy places a heartbeat's requests together; one by itself goes by its greedy form.
         code = POLICY_CODE[Policy.BEST_FIT if policy == Policy.EXACT else policy]
         led, draw = self._led, self._rng.random(2)
-        w = int(decide(led, code, self._knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw, False))
+        w = int(decide(led, code, self._settings_row, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw, False))
         return w if w == NONE or has_seat(led, w) else NONE  # nor do the baselines overfill one here
 
     def haven(self, request: Tracked, now_s: float) -> WorkerId | None:
@@ -239,7 +239,7 @@ class Placement(Account):
         key = int(row["key"])
         row["key"] = generated(self._led, r)  # where it goes its tokens are not counted by this one's steps
         try:
-            return int(decode_worker(self._led, code, self._knobs, r, now_s, self._rng.random(2)))
+            return int(decode_worker(self._led, code, self._settings_row, r, now_s, self._rng.random(2)))
         finally:
             row["key"] = key
 

@@ -13,7 +13,6 @@ from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel
 from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.placement.constraints import (
-    ALL_TIME,
     FIRST_ROOM,
     LONG_WAIT_S,
     ROOM,
@@ -21,17 +20,14 @@ from controlplane.placement.constraints import (
     USE_C,
     USE_D,
     USE_E,
-    failing,
     fits,
     harm,
-    kv_peak,
-    prefill_lasts_s,
     room_left,
-    spare_s,
     yields_at,
     yields_to,
 )
 from controlplane.placement.ledger import DECODE_ONLY, PREFILL_ONLY
+from controlplane.placement.outlook import ALL_TIME, failing, kv_peak, prefill_lasts_s, spare_s
 from controlplane.placement.policies import PlacementSettings
 from controlplane.types import EngineMode, Slo
 
@@ -107,7 +103,7 @@ def test_a_chunked_prefill_lasts_as_long_as_its_steps_with_their_hinges(work, de
 
 
 def knobs_of(only: str, theta: float = 0.5, gamma: float = 1.0):
-    row = PlacementSettings(theta=theta, gamma=gamma).knobs()
+    row = PlacementSettings(theta=theta, gamma=gamma).row()
     row[[USE_B, USE_C, USE_D, USE_E]] = [name in only for name in "bcde"]
     return row
 
@@ -203,7 +199,7 @@ def test_a_prefill_worker_is_asked_about_prefill_only(at, asked):
 @given(workers(), requests(decoding=False), st.booleans())
 def test_a_worker_fits_when_it_does_no_harm(at, asked, late):
     led, r = ledger_of([at], asked, NOW_S, 0.3)
-    knobs = PlacementSettings().knobs()
+    knobs = PlacementSettings().row()
     assert fits(led, knobs, 0, r, 0, NOW_S, late) == (harm(led, knobs, 0, r, 0, NOW_S, late, inf) <= 0.0)
 
 
@@ -211,7 +207,7 @@ def test_a_worker_fits_when_it_does_no_harm(at, asked, late):
 def test_work_that_yields_leaves_its_share_of_a_worker_to_the_tighter_class(at, asked, tight_s, waited):
     led, r = ledger_of([at], asked, NOW_S - waited * GENEROUS_S, GENEROUS_S)
     room = room_left((1 - waited) * GENEROUS_S, GENEROUS_S) - 1e-9
-    knobs = PlacementSettings().knobs()
+    knobs = PlacementSettings().row()
     plain = harm(led, knobs, 0, r, 0, NOW_S, True, inf)
     led.requests["yields_tpot_s"][r] = led.requests["yields_most_tpot_s"][r] = tight_s
     found = harm(led, knobs, 0, r, 0, NOW_S, True, inf)

@@ -13,12 +13,13 @@ from made_profiles import made_profile
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.assign import decide
-from controlplane.placement.constraints import harm, hopeless
+from controlplane.placement.constraints import harm
 from controlplane.placement.ledger import ANY_PHASE, NONE
+from controlplane.placement.outlook import hopeless
 from controlplane.placement.policies import PATIENCE, POLICY_CODE, PlacementSettings, Policy
 from controlplane.types import EngineMode
 
-KNOBS = PlacementSettings().knobs()
+KNOBS = PlacementSettings().row()
 RETRY_S, TPOT_S, TTFT_S = 0.01, 0.03, 0.6
 PROFILE = made_profile(
     StepModel(0.018, 1e-4, 1e-4, 5e-7),

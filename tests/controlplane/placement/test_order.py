@@ -14,9 +14,10 @@ from made_profiles import made_profile
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.assign import assign, has_order
+from controlplane.placement.assign import assign
+from controlplane.placement.batch import enqueue
 from controlplane.placement.constraints import USE_B, USE_C, USE_E, closed_to, fits
-from controlplane.placement.ledger import ANY_PHASE, DECODE_ONLY, NONE, PREFILL_ONLY, copied, enqueue
+from controlplane.placement.ledger import ANY_PHASE, DECODE_ONLY, NONE, PREFILL_ONLY, copied
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.order import (
     FEW,
@@ -41,12 +42,13 @@ from controlplane.placement.order import (
     write,
 )
 from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy
+from controlplane.placement.ranking import has_order
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.simulate import COLUMNS, RunState, WorkerSpec, prepare, simulate
 
-KNOBS = PlacementSettings().knobs()
+KNOBS = PlacementSettings().row()
 ONLY_D = KNOBS.copy()
 ONLY_D[[USE_B, USE_C, USE_E]] = 0.0
 BY_LOAD = (Policy.SPREAD, Policy.JSQ, Policy.LEAST_KV)

@@ -15,12 +15,13 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.assign import assign, last_chance
-from controlplane.placement.constraints import fits, harm, spare_s
+from controlplane.placement.constraints import fits, harm
 from controlplane.placement.ledger import ANY_PHASE, DECODE_ONLY, NONE, PREFILL_ONLY, SERVING
+from controlplane.placement.outlook import spare_s
 from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy
 from controlplane.types import EngineMode
 
-KNOBS = PlacementSettings().knobs()
+KNOBS = PlacementSettings().row()
 TTFT_S = 0.4
 fleets = st.lists(workers(roles=ROLES, statuses=STATUSES), min_size=1, max_size=6)
 whole_fleets = st.lists(workers(statuses=STATUSES), min_size=1, max_size=6)
@@ -127,7 +128,7 @@ def test_the_baselines_take_the_least_of_what_they_count(fleet, asked):
 @given(fleets, requests(decoding=False), st.floats(0, 3))
 def test_a_last_chance_is_taken_where_it_harms_least_and_within_the_tolerance(fleet, asked, tolerance):
     led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)
-    knobs = PlacementSettings(tolerance=tolerance).knobs()
+    knobs = PlacementSettings(tolerance=tolerance).row()
     harms = {w: harm(led, knobs, w, r, 0, NOW_S, False, inf) for w in in_pool(fleet, ANY_PHASE)}
     w = last_chance(led, knobs, r, NOW_S, ANY_PHASE)
     if w == NONE:
@@ -203,10 +204,10 @@ def test_settings_out_of_range_are_refused_by_name(knob, value):
 
 
 def test_every_setting_is_a_knob_that_compiled_code_sees():
-    usual = PlacementSettings().knobs()
+    usual = PlacementSettings().row()
     for field in fields(PlacementSettings):
         if field.name == "queue":
             continue  # read by the queue itself
         usually = field.default
         value = not usually if isinstance(usually, bool) else 1 if usually is None else usually / 2 or 0.5
-        assert (PlacementSettings(**{field.name: value}).knobs() != usual).sum() == 1, field.name
+        assert (PlacementSettings(**{field.name: value}).row() != usual).sum() == 1, field.name

@@ -15,28 +15,18 @@ from controlplane.perfmodel.coefficients import MAX_BATCHED, coefficient_row
 from controlplane.perfmodel.profile import EngineLimits, HostKv, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.assign import assign
-from controlplane.placement.constraints import (
-    could_fit,
-    fits,
-    harm,
+from controlplane.placement.batch import enqueue
+from controlplane.placement.constraints import could_fit, fits, harm
+from controlplane.placement.hits import cached_tokens, known_cached, known_loads
+from controlplane.placement.ledger import ANY_PHASE, HELD, NONE, PREFILLING, QUEUED
+from controlplane.placement.outlook import (
+    demand,
     hopeless,
     kv_peak,
     least_cached_s,
     least_prefill_s,
-    outlook,
     prefill_lasts_s,
     prefilled_s,
-)
-from controlplane.placement.ledger import (
-    ANY_PHASE,
-    HELD,
-    NONE,
-    PREFILLING,
-    QUEUED,
-    cached_tokens,
-    enqueue,
-    known_cached,
-    known_loads,
 )
 from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy
 from controlplane.prefixes import Prefixes
@@ -49,7 +39,7 @@ BLOCK = 16
 STEP = StepModel(0.005, 2e-5, 1e-4, 1e-7, 1e-9)
 PREFILL = PrefillModel(0.004, 3e-5, 1e-9)
 RELAXED = Slo(2.0, 0.2)
-KNOBS = PlacementSettings().knobs()
+KNOBS = PlacementSettings().row()
 COPY_S = 5e-5  # of loading a block
 BY_CACHE = [Policy.SPREAD, Policy.BEST_FIT, Policy.LONGEST_PREFIX, Policy.LLM_D, Policy.SGLANG]
 
@@ -367,7 +357,7 @@ def test_a_request_that_loads_counts_with_its_prompt_its_answer_and_its_target()
     assert led.host.links["free_s"][0] > 20.6
     led.requests["predicted"][3], led.requests["predicted"][4] = 77, 5
     led.requests["tpot_s"][3] = 0.09
-    assert outlook(led, 0, 4) == (1640 + 360, 77 + 5, 0.09)
+    assert demand(led, 0, 4) == (1640 + 360, 77 + 5, 0.09)
     assert kv_peak(led, 0, NONE) == 1640 + 77
 
 

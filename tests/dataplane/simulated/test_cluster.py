@@ -211,8 +211,8 @@ def test_who_waits_past_patience_is_placed_regardless():
 
 def test_spread_without_constraints_is_the_emptiest_worker():
     class Unconstrained(PlacementSettings):
-        def knobs(self):
-            row = super().knobs()
+        def row(self):
+            row = super().row()
             row[[USE_B, USE_C, USE_D, USE_E]] = False
             return row
 
@@ -290,8 +290,8 @@ def test_a_workload_with_more_classes_than_targets_is_refused():
 
 
 class AsReported(PlacementSettings):
-    def knobs(self):
-        row = super().knobs()
+    def row(self):
+        row = super().row()
         row[AS_REPORTED] = True
         return row
 

@@ -6,24 +6,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_cases import (
-    NEVER_MET,
-    prefixes_of,
-    random_sharing,
-    shared_texts,
-    tight_profile,
-    without_own,
-)
+from random_cases import NEVER_MET, prefixes_of, random_sharing, shared_texts, tight_profile, without_own
 from reference_cache import CachedWorker
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import HostKv
-from controlplane.placement.caches import NOTHING, block_id, find
-from controlplane.placement.ledger import NONE, queue_first
+from controlplane.placement.batch import queue_first
+from controlplane.placement.caches import NOTHING
+from controlplane.placement.ledger import NONE
 from controlplane.placement.memory import free_blocks
+from controlplane.placement.table import block_id, find
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
-from dataplane.simulated.cluster import advance, change_worker
+from dataplane.simulated.changes import change_worker
+from dataplane.simulated.cluster import advance
 from dataplane.simulated.records import DRAIN, FAIL
 from dataplane.simulated.simulate import WorkerSpec, prepare, simulate
 

@@ -12,12 +12,10 @@ from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
 from controlplane.migration.move import Stage
 from controlplane.migration.overload import ShedSettings, peak_tokens
-from controlplane.placement.ledger import (
-    DECODING,
-    QUEUED,
-)
-from controlplane.placement.memory import find, free_blocks, take
+from controlplane.placement.ledger import DECODING, QUEUED
+from controlplane.placement.memory import free_blocks, take
 from controlplane.placement.policies import PlacementSettings
+from controlplane.placement.table import find
 from controlplane.prefixes import Prefixes
 from controlplane.snapshot import Cached, Migrate, Reassign
 from controlplane.types import EngineMode, RequestId, Slo, WorkerId

@@ -21,10 +21,11 @@ from reference_cache import CachedWorker
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.caches import cached_blocks, cached_everywhere
-from controlplane.placement.ledger import cached_tokens, enqueue, known_cached, shared_tokens
+from controlplane.placement.batch import enqueue
+from controlplane.placement.hits import cached_tokens, known_cached, shared_tokens
 from controlplane.placement.memory import free_blocks
 from controlplane.placement.order import begin_keeping
+from controlplane.placement.table import cached_blocks, cached_everywhere
 from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload

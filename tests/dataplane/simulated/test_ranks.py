@@ -4,14 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_cases import (
-    NEVER_MET,
-    prefixes_of,
-    random_profile,
-    random_workload,
-    shared_texts,
-    tight_profile,
-)
+from random_cases import NEVER_MET, prefixes_of, random_profile, random_workload, shared_texts, tight_profile
 from reference_engine import simulate_ranks
 
 from controlplane.errors import BadInput

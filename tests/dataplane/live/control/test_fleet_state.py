@@ -11,7 +11,8 @@ from controlplane.control import State, tick
 from controlplane.errors import BadInput
 from controlplane.migration.move import Price, price_of
 from controlplane.perfmodel.coefficients import coefficient_row
-from controlplane.placement.ledger import enqueue, leave_queue, new_ledger
+from controlplane.placement.batch import enqueue, leave_queue
+from controlplane.placement.ledger import new_ledger
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import Policy
 from controlplane.placement.rebalance import Error

@@ -8,7 +8,7 @@ import pytest
 
 from controlplane.migration.room import pulled_along
 from controlplane.placement.caches import chain
-from controlplane.placement.ledger import cached_tokens
+from controlplane.placement.hits import cached_tokens
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.cache_events import ROOT, CacheChange
