@@ -2,13 +2,14 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 
 from checkout import ROOT
 
-OURS = {"controlplane", "dataplane", "tokenfleet", "experiments"}
+OURS = {"controlplane", "dataplane", "tokenfleet", "experiments", "harness"}
 PLANNER = ("controlplane", "tokenfleet", "dataplane/simulated", "dataplane/history", "dataplane/http")
 
 
@@ -41,3 +42,36 @@ def test_the_planner_imports_nothing_at_its_start_that_is_not_installed_with_it(
                     if not brought_by & there:
                         missing.append(f"{path.relative_to(ROOT)}: {name}")
     assert not missing
+
+
+def test_tests_import_no_experiment_but_those_of_experiments():
+    found = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        if "experiments" not in path.relative_to(ROOT / "tests").parts:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                found += [
+                    f"{path.relative_to(ROOT)}: {name}" for name in names if name.startswith("experiments")
+                ]
+    assert not found
+
+
+NEEDS_NO_ENGINE = (
+    "dataplane.live.gateway.fleet_core",
+    "dataplane.live.gateways.core_server",
+    "dataplane.live.gateways.keeper",
+    "dataplane.live.gateways.remote_core",
+    "dataplane.live.pool.rollout",
+    "dataplane.live.pool.emulated_host",
+    "dataplane.live.control.api",
+    "dataplane.live.control.controller",
+    "dataplane.live.worker.link",
+)
+
+
+def test_what_places_and_moves_requests_loads_no_engine():
+    program = f"import sys, {', '.join(NEEDS_NO_ENGINE)}; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"vllm", "torch", "ray"} & set(done.stdout.split())

@@ -37,7 +37,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.simulate import WorkerSpec, prepare
 from experiments.lib.results import bar, flags, show
-from experiments.profiling.prefix_exactness import (
+from harness.driven_vllm import (
     BLOCK,
     SIZES,
     DrivenVllm,

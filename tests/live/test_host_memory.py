@@ -98,8 +98,8 @@ class Planned:
     """vLLM's scheduler with our connector, in this process and without a model; what ranks say is made up."""
 
     def __init__(self, folder, kv_blocks, room_blocks=64):
-        from experiments.profiling.prefix_exactness import BLOCK as SMALL
-        from experiments.profiling.prefix_exactness import DrivenVllm, case
+        from harness.driven_vllm import BLOCK as SMALL
+        from harness.driven_vllm import DrivenVllm, case
 
         profile, _, _ = case(0, "tight", 0)
         profile = replace(

@@ -3,7 +3,7 @@
 import pytest
 import quiet_vllm  # noqa: F401  # first
 
-from experiments.profiling.prefix_exactness import SIZES, UNLIKE, compared
+from harness.driven_vllm import SIZES, UNLIKE, compared
 
 pytestmark = [
     pytest.mark.live,
