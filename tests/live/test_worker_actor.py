@@ -92,6 +92,7 @@ def test_a_worker_ends_itself_once_it_has_neither_gateway_nor_daemon(monkeypatch
 
     async def scene():
         worker = Worker("w", "secret")
+        worker.patience = wire.Patience(alive_every_s=0.001)
         worker._core = engine = Engine()
         worker._peers = GatewayPeers(Silent(), nothing, PlainCodec())
         worker._tell_load = lambda now_s: told.append(now_s)
@@ -113,7 +114,6 @@ def test_a_worker_ends_itself_once_it_has_neither_gateway_nor_daemon(monkeypatch
             await beat
         assert len(engine.shut) == 1
 
-    monkeypatch.setattr(wire, "ALIVE_EVERY_S", 0.001)
     monkeypatch.setattr(os, "_exit", end)
     asyncio.run(scene())
 

@@ -25,6 +25,7 @@ segments are aborted and it is told `lost`. A gateway whose worker's queue is fu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,11 +37,22 @@ HELLO, ADD, ABORT, ALIVE, BYE = b"hello", b"add", b"abort", b"alive", b"bye"
 WELCOME, OUTPUTS, LOAD, REFUSED, LOST = b"welcome", b"outputs", b"load", b"refused", b"lost"
 ADAPTER, ADAPTERS, CACHED = b"adapter", b"adapters", b"cached"
 
-ALIVE_EVERY_S = 1.0  # either side says something at least this often
-SUSPECT_S = 2.5  # a worker gets no new requests after this long without a word,
-SILENCE_S = 10.0  # and is given up after this long without a word
 QUEUED_BATCHES = 1024  # unsent outputs of one gateway, at the worker
 
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often either end of a link says something, and how long the other waits for it.
+
+    A worker that is silent for `suspect_s` gets no new requests. After `silence_s` it is given up.
+    """
+
+    alive_every_s: float = 1.0
+    suspect_s: float = 2.5
+    silence_s: float = 10.0
+
+
+PATIENCE = Patience()
 Noun = TypeVar("Noun")
 
 

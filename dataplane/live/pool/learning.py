@@ -86,8 +86,8 @@ class Learning:
     """What is learned of the kinds of a fleet that have no profile.
 
     `model`: the model's name and the digest of its configuration; `flags`: the engine's settings;
-    `vocabulary`: how many tokens the model knows. Called in the loop: `on_learnt(kind, profile)`, and
-    `on_measured(worker, steps)` with how many a worker has executed so far.
+    `vocabulary`: how many tokens the model knows. `measure_s`: from a kind's first warm worker. Called in the
+    loop: `on_learnt(kind, profile)`, and `on_measured(worker, steps)` with how many a worker has executed.
     """
 
     def __init__(
@@ -98,9 +98,10 @@ class Learning:
         vocabulary: int,
         events: EventLog,
         kept: KeptProfiles | None = None,
+        measure_s: float = MEASURE_S,
     ) -> None:
         self._types, self._model, self._flags, self._vocabulary = types, model, flags, vocabulary
-        self._events, self._kept = events, kept
+        self._events, self._kept, self._measure_s = events, kept, measure_s
         self._courses: dict[str, _Course] = {}
         self.learnt: dict[str, Profile] = {}
         self.reasons: dict[str, str] = {}  # why a kind could not be measured
@@ -128,7 +129,7 @@ class Learning:
             if serves:
                 self.reasons[kind] = "its workers were adopted, and what was learned of them was not kept"
                 return
-            course = self._courses[kind] = _course_of(link)
+            course = self._courses[kind] = _course_of(link, self._measure_s)
         course.workers += 1
         course.took_part += 1
         try:
@@ -322,7 +323,7 @@ def room_of(link: EngineLink) -> EngineRoom:
     )
 
 
-def _course_of(link: EngineLink) -> _Course:
+def _course_of(link: EngineLink, measure_s: float) -> _Course:
     now_s = time.monotonic()
     bursts = design(room_of(link))
     rng = np.random.default_rng(0)
@@ -335,7 +336,7 @@ def _course_of(link: EngineLink) -> _Course:
         due = [burst for burst in usual if turn < (VISITS if burst.tokens <= LONG else LONG_VISITS)]
         to_visit += [due[i] for i in rng.permutation(len(due))]
     to_visit += huge * LONG_VISITS
-    return _Course(now_s + MEASURE_S, now_s, deque(to_visit))
+    return _Course(now_s + measure_s, now_s, deque(to_visit))
 
 
 def _loop_time(until_s: float) -> float:

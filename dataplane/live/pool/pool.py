@@ -523,7 +523,7 @@ class WorkerPool:
     async def _watch(self, every_s: float) -> None:
         """Notice a worker whose process hangs or has vanished without its link saying so.
 
-        While nothing is heard of it over its link that decides: an outage ends either way (wire.SILENCE_S).
+        While nothing is heard of it over its link that decides: an outage ends either way (wire.Patience).
         """
         silent: Counter[WorkerId] = Counter()
         while True:

@@ -80,6 +80,7 @@ class Worker:
         self._shared: set[Path] = set()
         self._adapters: frozenset[int] = frozenset()
         self._lost = ""
+        self.patience = wire.PATIENCE
         self._phase = "loading the model"
         self._daemon = RayDaemon()
         self._needed_s = time.monotonic()
@@ -340,7 +341,7 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(wire.ALIVE_EVERY_S)
+            await asyncio.sleep(self.patience.alive_every_s)
             now_s = time.monotonic()
             self._tell_load(now_s)
             for peer in self._peers.silent(now_s):

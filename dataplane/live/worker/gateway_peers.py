@@ -131,7 +131,7 @@ class GatewayPeers:
 
     def silent(self, now_s: float) -> list[GatewayPeer]:
         """Gateways not heard of for too long."""
-        return [g for g in self._peers.values() if now_s - g.heard_s > wire.SILENCE_S]
+        return [g for g in self._peers.values() if now_s - g.heard_s > wire.PATIENCE.silence_s]
 
     async def drop(self, peer: GatewayPeer, reason: str) -> None:
         """Disconnect a gateway and end its segments; an empty reason means that it closed the link."""

@@ -49,7 +49,15 @@ def link_context() -> zmq.asyncio.Context:
 class WorkerLink:
     """An `EngineLink` to a `Worker`; make one with `connect`."""
 
-    def __init__(self, worker: WorkerInfo, key: str, context: zmq.asyncio.Context, codec: Codec) -> None:
+    def __init__(
+        self,
+        worker: WorkerInfo,
+        key: str,
+        context: zmq.asyncio.Context,
+        codec: Codec,
+        patience: wire.Patience = wire.PATIENCE,
+    ) -> None:
+        self.patience = patience
         self._endpoint = worker.endpoint
         self._socket: Any = context.socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.SNDHWM, OUTGOING_MESSAGES)
@@ -68,13 +76,19 @@ class WorkerLink:
 
     @classmethod
     async def connect(
-        cls, worker: WorkerInfo, key: str, context: zmq.asyncio.Context, codec: Codec, timeout_s: float = 30.0
+        cls,
+        worker: WorkerInfo,
+        key: str,
+        context: zmq.asyncio.Context,
+        codec: Codec,
+        timeout_s: float = 30.0,
+        patience: wire.Patience = wire.PATIENCE,
     ) -> WorkerLink:
         """Greet a worker, as its launch has it, and wait for its welcome; `key` is the gateways'.
 
         Raises BadInput if it refuses or does not answer, as it does where a key is wrong.
         """
-        link = cls(worker, key, context, codec)
+        link = cls(worker, key, context, codec, patience)
         try:
             link._info = await asyncio.wait_for(link._greet(), timeout_s)
         except BaseException as error:
@@ -172,14 +186,14 @@ class WorkerLink:
 
     async def _keep_alive(self) -> None:
         while True:
-            await asyncio.sleep(wire.ALIVE_EVERY_S)
+            await asyncio.sleep(self.patience.alive_every_s)
             with suppress(Again):  # its queue is full: whether it is heard is looked at all the same
                 await self._socket.send_multipart([wire.ALIVE], flags=Flag.DONTWAIT)
             silent_s = time.monotonic() - self._heard_s
-            if silent_s > wire.SILENCE_S:
+            if silent_s > self.patience.silence_s:
                 await self._lose(f"silent for {silent_s:.0f} s")
                 return
-            if silent_s > wire.SUSPECT_S and not self._is_suspect:
+            if silent_s > self.patience.suspect_s and not self._is_suspect:
                 self._is_suspect = True
                 await self._events.put(Silence(is_over=False))
 

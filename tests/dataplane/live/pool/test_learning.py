@@ -44,7 +44,7 @@ def tells_exact_times(link):
 
 
 @pytest.fixture
-def play(monkeypatch):
+def play():
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.control.step_times import StepTimes
@@ -53,15 +53,19 @@ def play(monkeypatch):
     from dataplane.live.pool.pool import WorkerPool
 
     def run(story, workers=3, kept=None, measure_s=20.0, spoil=None):
-        monkeypatch.setattr(learning_module, "MEASURE_S", measure_s)
-
         async def scene():
             front = Front((), profile(), QueueSettings())
             front.fabric.speed = 20.0
             host = FrontHost(front)
             worker_type = WorkerType(None)
             learning = learning_module.Learning(
-                {KIND: worker_type}, ("made", "digest"), {"dtype": "float32"}, 2000, front.events, kept
+                {KIND: worker_type},
+                ("made", "digest"),
+                {"dtype": "float32"},
+                2000,
+                front.events,
+                kept,
+                measure_s,
             )
             step_times = StepTimes({}, front.events)
             learning.on_learnt.append(front.core.placement.know)

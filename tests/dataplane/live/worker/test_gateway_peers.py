@@ -125,7 +125,7 @@ def test_a_gateway_that_cannot_be_routed_to_is_dropped_with_its_segments():
 def test_silence_is_noticed():
     async def story(peers, socket, aborted):
         peer = peers.get(b"g")
-        assert peers.silent(peer.heard_s + wire.SILENCE_S) == []
-        assert peer in peers.silent(peer.heard_s + wire.SILENCE_S + 0.1)
+        assert peers.silent(peer.heard_s + wire.PATIENCE.silence_s) == []
+        assert peer in peers.silent(peer.heard_s + wire.PATIENCE.silence_s + 0.1)
 
     run(story)

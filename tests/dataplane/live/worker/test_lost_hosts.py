@@ -1,11 +1,12 @@
 """Both ends of a link when nothing comes over it any more, and when something does after all."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import zmq.asyncio
 from far_worker import FAR, TELEMETRY, FarWorker
-from front import B, Front, profile
+from front import B, Front, profile, until
 from plain_codec import PlainCodec
 from zmq.constants import Flag
 from zmq.error import Again
@@ -19,18 +20,16 @@ from dataplane.live.worker.link import WorkerLink
 
 
 @pytest.fixture
-def play(monkeypatch):
+def play():
     """Runs a story with a far worker, a link to it, and how soon its silence counts."""
 
     def run(story, suspect_s=1e6, silence_s=1e6):
-        monkeypatch.setattr(wire, "ALIVE_EVERY_S", 0.005)
-        monkeypatch.setattr(wire, "SUSPECT_S", suspect_s)
-        monkeypatch.setattr(wire, "SILENCE_S", silence_s)
+        patience = wire.Patience(0.005, suspect_s, silence_s)
 
         async def scene():
             context, key = zmq.asyncio.Context(), new_key()
             far = FarWorker(public_key(key), EmulatedEngine(FAR, profile(), Fabric()).info)
-            link = await WorkerLink.connect(far.info, key, context, PlainCodec())
+            link = await WorkerLink.connect(far.info, key, context, PlainCodec(), patience=patience)
             try:
                 await asyncio.wait_for(story(far, link), 60)
             finally:
@@ -83,7 +82,7 @@ def test_nothing_follows_the_end_of_a_link_whatever_the_worker_still_says(play):
     play(story, silence_s=0.05)
 
 
-def test_a_worker_that_comes_back_after_its_requests_were_replayed_changes_nothing(play, monkeypatch):
+def test_a_worker_that_comes_back_after_its_requests_were_replayed_changes_nothing(play):
     async def story(far, link):
         front = Front((), profile(), QueueSettings())
         try:
@@ -95,12 +94,10 @@ def test_a_worker_that_comes_back_after_its_requests_were_replayed_changes_nothi
             await sending
             front.engines[B] = front.launch(B)
             front.core.attach(front.engines[B])
-            monkeypatch.setattr(wire, "SUSPECT_S", 0.0)
-            while "silent" not in [e.kind for e in front.events]:
-                await asyncio.sleep(0.001)
-            monkeypatch.setattr(wire, "SILENCE_S", 0.0)
-            while front.core.link(FAR) is not None:
-                await asyncio.sleep(0.001)
+            link.patience = replace(link.patience, suspect_s=0.0)
+            await until(lambda: "silent" in [e.kind for e in front.events])
+            link.patience = replace(link.patience, silence_s=0.0)
+            await until(lambda: front.core.link(FAR) is None)
             await far.tokens(666)
             await front.ended("r")
             await far.tokens(666)
