@@ -40,16 +40,16 @@ LONG_LINES = 300  # of a module, and of a class
 # The ratchet: the most that each figure may be. A change that needs more raises the number here, in its own
 # diff, and its message says what the lines buy. A change that needs less lowers it.
 BARS = {
-    "product lines": 60_612,
-    "product modules": 254,
-    "modules over 300 lines": 73,
+    "product lines": 61_657,
+    "product modules": 267,
+    "modules over 300 lines": 66,
     "modules in the fullest folder": 18,
     "modules in a circle of imports": 0,
     "folder pairs that import each other": 0,
     "modules that name a step coefficient": 4,
     "modules that declare a plan's options": 2,
     "classes over 300 lines": 5,
-    "class names taken twice": 34,
+    "class names taken twice": 50,
     "functions over 60 lines": 1,
     "functions over 10 parameters": 0,
     "functions over 15 in complexity": 1,
