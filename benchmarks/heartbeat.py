@@ -40,8 +40,8 @@ from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.http.keys import KeyRing
 from dataplane.http.server import bind, until_answering
 from dataplane.live.control.api import control_app, control_server
+from dataplane.live.control.controller_process import ControllerProcess
 from dataplane.live.control.operations import FleetFacts, Operations
-from dataplane.live.control.processes import ControllerProcess
 from dataplane.live.control.settings import ControllerSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.emulated.segment import Noise

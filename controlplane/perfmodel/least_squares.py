@@ -15,7 +15,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PREFILL_TERMS, STEP_TERMS, Hinge, HingeOf, Term
@@ -104,5 +103,7 @@ def _middle(rows: Columns, step_s: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _nnls(rows: Columns, weight: NDArray[np.float64]) -> NDArray[np.float64]:
+    from scipy.optimize import nnls  # 40 MB, in processes that mostly fit nothing
+
     solution, _ = nnls(rows * weight[:, None], weight, maxiter=100 * rows.shape[1])
     return np.asarray(solution, float)

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import ruptures
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
@@ -206,6 +205,8 @@ def change_points(counts: Sequence[int], strictness: float = 4.0) -> list[int]:
     """The indexes at which a new regime begins in a series of counts, rising; empty for a steady series."""
     if len(counts) < 2 * _LEAST_BINS:
         return []
+    import ruptures  # 30 MB, which a fleet that does not scale needs not
+
     scaled = _anscombe(counts) / math.sqrt(noise_of(counts))
     search = ruptures.KernelCPD(kernel="linear", min_size=_LEAST_BINS).fit(scaled.reshape(-1, 1))
     ends: list[int] = search.predict(pen=strictness * math.log(max(len(counts), _FLOOR)))

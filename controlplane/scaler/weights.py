@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scipy.special import bdtr
-
 from controlplane.perfmodel.profile import Profile
 from controlplane.scaler.line import LEAST_REQUESTS, Line, capacity_rps
 from controlplane.scaler.traffic import Traffic
@@ -104,6 +102,8 @@ def missing_share(reclaims_per_h: float, cold_start_s: float) -> float:
 
 def enough_stand(needed: int, spares: int, missing: float) -> float:
     """P(at least `needed` of `needed + spares` workers stand)."""
+    from scipy.special import bdtr  # 14 MB, for fleets that scale
+
     return float(bdtr(spares, needed + spares, missing))
 
 

@@ -11,7 +11,7 @@ reaches an engine only through an `EngineLink` (engine_api/link.py), which has t
 
 With several gateways, `FleetCore` stands in one process and vLLM's front ends in others, each above a
 `RemoteCore` (gateways/remote_core.py) that speaks to `CoreServer` (gateways/core_server.py), which reads
-FleetCore's outputs. When the core's process dies, the supervisor (control/processes.py) forks another, which
+FleetCore's outputs. When the core dies, the supervisor (control/supervisor.py) starts another, which
 adopts workers (`Host.adopt`) and gateways, and takes requests over from these (`FleetCore.resume`).
 
 Segments

@@ -1,5 +1,6 @@
 """`tokenfleet serve` as a process: how it begins, what it refuses, how it ends."""
 
+import json
 import os
 import re
 import shutil
@@ -14,14 +15,14 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import typer
 from checkout import ROOT
 from made_certificates import made_certificate
 from served_fleet import serve
 
 from dataplane.http.tls import client_context
-from dataplane.live.control.processes import Supervisor
-from dataplane.live.engine_api.processes import Estate, Record
 from tokenfleet.cli.main import main
+from tokenfleet.cli.serve.processes import core_job
 
 MODEL = "tiny-llama"
 
@@ -30,12 +31,12 @@ MODEL = "tiny-llama"
 def unforked(monkeypatch, tmp_path):
     """`serve` runs its core in this process, whose threads a fork would leave behind."""
 
-    def run(self):
-        record = Record(tmp_path / "record.json")
-        return self._run_core(Estate(1, tmp_path, *self._doors, self._loads, record, self._pulse))
+    def run(settings, doors, tell):
+        core, _ = core_job(settings, doors, tell)
+        raise typer.Exit(core(json.dumps({"number": 1, "folder": str(tmp_path), "again": False}).encode()))
 
     monkeypatch.setattr("tokenfleet.cli.serve.command.prepare_process", lambda verbose: None)
-    monkeypatch.setattr(Supervisor, "run", run)
+    monkeypatch.setattr("tokenfleet.cli.serve.command.supervise", run)
 
 
 def refused(capfd, *words):
@@ -261,8 +262,9 @@ def test_the_operators_keys_change_while_it_serves_and_its_own_controller_stays(
     assert controllers(guarded_fleet) == controller
 
 
-def test_the_supervisor_has_used_no_pool_of_threads_which_a_fork_would_leave_behind(guarded_fleet):
-    threads = Path(f"/proc/{guarded_fleet.process.pid}/task").glob("*/comm")
+def test_the_fork_server_has_used_no_pool_of_threads_which_a_fork_would_leave_behind(guarded_fleet):
+    server = psutil.Process(guarded_fleet.ask("GET", "/v1/fleet")["core"]["pid"]).ppid()
+    threads = Path(f"/proc/{server}/task").glob("*/comm")
     names = {path.read_text().strip() for path in threads}
     assert not {name for name in names if re.match(r"polars-\d|asyncio|ThreadPool|ray", name)}
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from controlplane.errors import ControlPlaneError
+from dataplane.processes.keeper import end_with_asker
 from dataplane.startup import use_kernel_cache
 from tokenfleet.files import write_files
 from tokenfleet.planning.inputs import gather
@@ -32,7 +33,6 @@ from tokenfleet.portfolio.plan import plan_portfolio
 from tokenfleet.portfolio.view import portfolio_json
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.service.forms import PortfolioOrder, in_field_names, read_order
-from tokenfleet.service.score_process import end_with_asker
 from tokenfleet.service.scorecard import kept_bias
 from tokenfleet.traces import read_trace
 from tokenfleet.whatif.cache import Cache

@@ -10,17 +10,15 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import sqlite3
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from controlplane.errors import ControlPlaneError
-from dataplane.startup import child_environment
+from dataplane.processes.keeper import helper
 from tokenfleet.service.data_folder import RunnerLock
 from tokenfleet.service.jobs import PORTFOLIO, Claimed, Jobs
 from tokenfleet.service.uploads import Uploads
@@ -28,7 +26,7 @@ from tokenfleet.service.uploads import Uploads
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.2  # for jobs and cancellations that came through another process
-MAX_LINE_BYTES = 64 << 20
+PROGRAM = "tokenfleet.service.job_process"
 
 
 @dataclass(slots=True)
@@ -116,33 +114,19 @@ class JobRunner:
 
     async def _answer(self, job: Claimed) -> tuple[str | None, str | None]:
         """The job's plan as JSON text, or its error; its process ends with this call."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tokenfleet.service.job_process",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-            env=child_environment(),
-            start_new_session=True,  # Ctrl-C is for the service, which then ends this one
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            question = {
-                "question": job.question,
-                "trace_path": str(self._uploads.path(job.upload)),
-                "trace_name": (await asyncio.to_thread(self._uploads.find, job.upload))["name"],
-                "threads": self._threads,
-                "data": str(self._folder),
-            }
-            if PORTFOLIO in job.question:
-                uploads = {name: one["upload"] for name, one in job.question["traces"].items()}
-                paths = {name: self._uploads.path(one).absolute() for name, one in uploads.items()}
-                question["traces"] = {name: str(path) for name, path in paths.items()}
-            with suppress(ConnectionError):  # it has ended before it was asked; its exit code says how
-                process.stdin.write(json.dumps(question).encode() + b"\n")
-                await process.stdin.drain()
+        question = {
+            "question": job.question,
+            "trace_path": str(self._uploads.path(job.upload)),
+            "trace_name": (await asyncio.to_thread(self._uploads.find, job.upload))["name"],
+            "threads": self._threads,
+            "data": str(self._folder),
+        }
+        if PORTFOLIO in job.question:
+            uploads = {name: one["upload"] for name, one in job.question["traces"].items()}
+            paths = {name: self._uploads.path(one).absolute() for name, one in uploads.items()}
+            question["traces"] = {name: str(path) for name, path in paths.items()}
+        async with helper(PROGRAM, line=json.dumps(question).encode() + b"\n") as process:
+            assert process.stdout is not None
             async for line in process.stdout:
                 message: dict[str, Any] = json.loads(line)
                 if "plan" in message:
@@ -153,10 +137,6 @@ class JobRunner:
                     self._jobs.advance, job, message["progress"], message["says"], message["simulations"]
                 )
             return None, _how_it_ended(await process.wait())
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a portfolio's has others that plan for it
-            await asyncio.shield(process.wait())
 
 
 def _how_it_ended(code: int) -> str:

@@ -1,4 +1,4 @@
-"""Helper processes of the service: they end with the process that asked, and one makes scorecards and gaps.
+"""Scorecards and gaps, made in a process that ends with whoever asked.
 
 Replays take processor time that a gateway must not lose. Folder and plan are arguments, without a plan the
 last whole day's gap is made and kept; stdout has one line, the scorecard, gaps, or `{"error", "unknown"}`.
@@ -10,37 +10,18 @@ import asyncio
 import json
 import logging
 import os
-import signal
-import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.http.rules import UnknownName
-from dataplane.startup import child_environment, use_kernel_cache
+from dataplane.processes.keeper import end_with_asker, helper
+from dataplane.startup import use_kernel_cache
 
 if TYPE_CHECKING:
     from tokenfleet.service.gap import Gap
-
-
-def end_with_asker() -> None:
-    """From now on this process, with all of the group that it leads, ends once its stdin is closed.
-
-    However that one ends: the kernel closes its pipes.
-    """
-
-    def wait() -> None:
-        sys.stdin.buffer.read()
-        if os.getpgrp() == os.getpid():  # with those that work for it
-            os.killpg(0, signal.SIGKILL)
-        os._exit(3)
-
-    threading.Thread(target=wait, name="end-with-asker", daemon=True).start()
-
 
 log = logging.getLogger(__name__)
 
@@ -112,20 +93,10 @@ class LastGap:
 
 async def _said(data: Path, *plan: str) -> dict[str, Any]:
     """What the process says that makes a plan's scorecard, or gaps; it ends with this task."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tokenfleet.service.score_process", str(data), *plan),
-        stdin=subprocess.PIPE,  # held open until it is done, see end_with_asker
-        stdout=subprocess.PIPE,
-        env=child_environment(),
-    )
-    assert process.stdout is not None
-    try:
+    async with helper("tokenfleet.service.score_process", str(data), *plan) as process:
+        assert process.stdout is not None
         text = await process.stdout.read()
         await process.wait()
-    finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
     try:
         said: dict[str, Any] = json.loads(text)
     except ValueError:

@@ -4,7 +4,7 @@ gateway (vLLM's server, FleetCore) ── links ── workers (Ray actors, or e
    │  with --gateways N: N processes with vLLM's servers ── Unix socket ── FleetCore
    └─ control API ── HTTP ── controller (its own process: decides, and may die without harm)
 
-All but the supervisor above it (processes.py) is one core. When it dies, its successor is put together the
+All but the supervisor above it (supervisor.py) is one core. When it dies, its successor is put together the
 same way, but finds gateways and workers there, and in the estate's record what they are.
 """
 
@@ -35,8 +35,8 @@ from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing, read_control_keys
 from dataplane.http.server import Extension, address, follow, until_answering
 from dataplane.live.control.api import control_app, control_server
+from dataplane.live.control.controller_process import ControllerProcess
 from dataplane.live.control.operations import FleetFacts, Operations
-from dataplane.live.control.processes import ControllerProcess
 from dataplane.live.control.settings import Autoscale, ControllerSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api.processes import Estate

@@ -7,7 +7,6 @@ process that holds them: a share is free again when its worker has ended, howeve
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import hashlib
 import json
@@ -28,11 +27,13 @@ from typing import Any, TypeVar
 
 import psutil
 
+from dataplane.processes.keeper import Pauses
+
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
-YOUNG_S, LONGEST_PAUSE_S = 30.0, 30.0
+LONGEST_PAUSE_S = 30.0
 # vLLM and Ray tell nobody. vLLM's log goes to stderr, where `worker.cause` looks for the reason of a failed
 # start: stdout is for our one line.
 QUIET = {
@@ -41,13 +42,14 @@ QUIET = {
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+PULSE_BYTES = 16
 TURNS = 64  # workers that may come to hold one share of the cores
 SEGMENTS = "/dev/shm/psm_"  # as Python's multiprocessing.shared_memory, and so vLLM, names them
 
 
 def pause_s(last_s: float, lived_s: float = 0.0) -> float:
     """How long to wait before another takes the place of what lived so long; `last_s`: the wait before."""
-    return min(LONGEST_PAUSE_S, max(1.0, 2 * last_s)) if lived_s < YOUNG_S else 0.0
+    return Pauses(longest_s=LONGEST_PAUSE_S).after(last_s, lived_s)
 
 
 class Tasks(set[asyncio.Task[Any]]):
@@ -115,13 +117,7 @@ def _received(settings: dict[str, Any], sender: int) -> EndsWithParent:
     return EndsWithParent(settings)
 
 
-OWN_RAY = "own-ray"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def ask_kernel(option: int, value: int) -> None:
-    """As prctl(2) says; on a kernel without the option nothing happens."""
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+OWN_RAY, FORKS = "own-ray", "forks"
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -152,8 +148,12 @@ class Record:
 class Pulse:
     """What cores show their supervisor, in memory they share: that one has served, and that one runs."""
 
-    def __init__(self) -> None:
-        self._shared = memoryview(mmap(-1, 16)).cast("d")
+    def __init__(self, descriptor: int | None = None) -> None:
+        """`descriptor`: of the memory of a pulse that another process has made."""
+        self.descriptor = os.memfd_create("tokenfleet-pulse") if descriptor is None else descriptor
+        if descriptor is None:
+            os.truncate(self.descriptor, PULSE_BYTES)
+        self._shared = memoryview(mmap(self.descriptor, PULSE_BYTES)).cast("d")
 
     async def show(self) -> None:
         """This core serves, and its loop runs, until cancelled."""
@@ -197,33 +197,10 @@ class Estate:
         """The file in which the fleet's own Ray says where it is."""
         return self.folder / OWN_RAY
 
-
-class Inherited:
-    """A process that another one has started, as far as asyncio's Process is needed of it."""
-
-    def __init__(self, pid: int) -> None:
-        """Raises ProcessLookupError where it is gone."""
-        self.pid = pid
-        self.returncode: int | None = None
-        self._fd = os.pidfd_open(pid)
-        self._over = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._fd, self._end)
-
-    def _end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._fd)
-        os.close(self._fd)
-        self.returncode = -1  # only its parent is told the real one
-        self._over.set()
-
-    async def wait(self) -> int:
-        """Return once it has ended."""
-        await self._over.wait()
-        return -1
-
-    def send_signal(self, sign: int) -> None:
-        """Raises ProcessLookupError where it is gone."""
-        if self.returncode is None:
-            signal.pidfd_send_signal(self._fd, sign)
+    @property
+    def forks(self) -> Path:
+        """The socket of the fork server that this core, too, was forked from."""
+        return self.folder / FORKS
 
 
 def descendants(of: int | None = None) -> list[int]:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from controlplane.errors import BadInput
-from dataplane.live.engine_api.processes import Estate, Inherited, Tasks, cancel_all, pause_s
+from dataplane.live.engine_api.processes import Estate, Tasks, cancel_all
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateways.core_server import CoreServer
@@ -33,15 +32,11 @@ from dataplane.live.gateways.shared import (
     Loads,
     ProcessSettings,
 )
-from dataplane.startup import child_environment
+from dataplane.processes.fork_server import Forked
+from dataplane.processes.keeper import End, Inherited, Keeper, Process, Spec, end, tell
 
-PROGRAM = "dataplane.live.gateways.process"
+GATEWAY = "gateway"  # the fork server's job
 LOOK_S = 0.05
-START_LIMIT_S = 300.0
-END_S = 15.0  # for a gateway with nothing open to end by itself
-
-# vLLM's warnings as it starts have been said by the core's process.
-LOGGING = {"WARNING": "ERROR"}
 State = Literal["starting", "serving", "leaving"]
 
 
@@ -54,36 +49,54 @@ class Kept:
 
     name: str
     index: int
-    process: asyncio.subprocess.Process | Inherited
+    process: Process
     began_s: float
     state: State = "starting"
     finish_s: float | None = None
 
     @property
-    def is_over(self) -> bool:
-        return self.process.returncode is not None
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.returncode
+
+    async def wait(self) -> int:
+        return await self.process.wait()
+
+    def send_signal(self, sign: int) -> None:
+        self.process.send_signal(sign)
 
 
 class Gateways:
     """Keeps `count` gateways in front of a core. `start`, `serve`, then `close`, once each.
 
-    The estate's folder has the core's socket and vLLM's metrics.
+    The estate's folder has the core's socket and vLLM's metrics. `start_limit_s`: for a gateway to accept;
+    `end_s`: for one with nothing open to end by itself.
     """
 
     def __init__(
-        self, count: int, told: ProcessSettings, server: CoreServer, events: EventLog, estate: Estate
+        self,
+        count: int,
+        told: ProcessSettings,
+        server: CoreServer,
+        events: EventLog,
+        estate: Estate,
+        start_limit_s: float = 300.0,
+        end_s: float = 15.0,
     ) -> None:
         self.count, self.events, self._server, self._estate = count, events, server, estate
+        self._start_limit_s, self._end_s = start_limit_s, end_s
         self._metrics = estate.folder / "metrics"
         self._metrics.mkdir(exist_ok=True)
         os.truncate(estate.loads, 4 * MOST_GATEWAYS)
         self._loads = Loads(estate.loads)
-        self._told = replace(told, core=estate.folder / "core", loads=estate.loads)
+        self._told = replace(told, core=estate.folder / "core", metrics=self._metrics, loads=estate.loads)
         before = estate.record.found.get("gateways", {})
         self._next = before.get("next", 0)
         self._before: list[tuple[str, int, int, State, float | None]] = before.get("kept", [])
         self._kept: list[Kept] = []
-        self._pause_s = 0.0
         self._tasks = Tasks()
         self._renewing: asyncio.Task[None] | None = None
         server.on_gone.append(self._disconnected)
@@ -107,7 +120,7 @@ class Gateways:
             views.append(
                 {
                     "gateway": kept.name,
-                    "pid": kept.process.pid,
+                    "pid": kept.pid,
                     "state": kept.state,
                     "for_s": round(time.monotonic() - kept.began_s, 3),
                     "connections": None if load == NOT_ACCEPTING else load,
@@ -131,12 +144,11 @@ class Gateways:
         for kept in self:
             if kept.state == "leaving":
                 self._retire(kept)  # the core before may have died before it said so
-                self._tasks.spawn(self._keep(kept))
-                continue
-            if not await self._accepts(kept):
+            elif not await self._accepts(kept):
                 raise RuntimeError(f"gateway {kept.name}: did not start; its log is above")
-            kept.state = "serving"
-            self._tasks.spawn(self._keep(kept))
+            else:
+                kept.state = "serving"
+            self._keep(kept)
         self._note()
         if any(kept.finish_s is not None and kept.state == "serving" for kept in self):
             self._renewing = self._tasks.spawn(self._renew())
@@ -166,14 +178,7 @@ class Gateways:
     async def close(self) -> None:
         """End every gateway; what is still open there is cut."""
         await cancel_all(self._tasks)
-        for kept in self:
-            _signal(kept, signal.SIGTERM)
-        waits = [asyncio.ensure_future(kept.process.wait()) for kept in self]
-        if waits:
-            await asyncio.wait(waits, timeout=END_S)
-        for kept in self:
-            _signal(kept, signal.SIGKILL)
-        await asyncio.gather(*waits)
+        await asyncio.gather(*(end(kept, self._end_s) for kept in self))
         await self._server.close()
 
     # Lives.
@@ -181,44 +186,27 @@ class Gateways:
     def _inherit(self) -> None:
         """Keep the gateways of the core before, but for those that are gone or were not ready yet."""
         for name, index, pid, state, finish_s in self._before:
-            with suppress(OSError):
+            with suppress(OSError, psutil.NoSuchProcess):
                 kept = Kept(name, index, Inherited(pid), time.monotonic(), state, finish_s)
-                if PROGRAM in Path(f"/proc/{pid}/cmdline").read_text():  # else the number is another's by now
+                if psutil.Process(pid).ppid() == os.getppid():  # else the number is another's by now
                     self._kept.append(kept)
                     if state == "starting":
-                        _signal(kept, signal.SIGKILL)
+                        tell(kept, signal.SIGKILL)
                         self._forget(kept)
 
         if self._before:
             self._server.await_gateways([kept.name for kept in self._kept])
 
     def _note(self) -> None:
-        kept = [(one.name, one.index, one.process.pid, one.state, one.finish_s) for one in self._kept]
+        kept = [(one.name, one.index, one.pid, one.state, one.finish_s) for one in self._kept]
         self._estate.record.note(gateways={"next": self._next, "kept": kept})
 
     async def _launch(self) -> Kept:
         index = next(i for i in range(MOST_GATEWAYS) if all(kept.index != i for kept in self))
         name, self._next = f"g{self._next}", self._next + 1
         self._note()  # first: should this core die here, no other gateway gets the name
-        settings = replace(self._told, name=name, index=index)
-        level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            PROGRAM,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,  # ours is one line
-            pass_fds=(settings.listening, settings.loads),
-            env=child_environment()
-            | {
-                "PROMETHEUS_MULTIPROC_DIR": str(self._metrics),
-                "VLLM_LOGGING_LEVEL": LOGGING.get(level, level),
-            },
-        )
-        assert process.stdin is not None
-        # The settings carry keys, and other users can read a command line but no pipe.
-        process.stdin.write(PROCESS_SETTINGS.dump_json(settings))
-        process.stdin.close()
+        settings = PROCESS_SETTINGS.dump_json(replace(self._told, name=name, index=index))
+        process = await Forked.start(self._estate.forks, GATEWAY, settings)
         kept = Kept(name, index, process, time.monotonic())
         self._kept.append(kept)
         self._note()
@@ -226,31 +214,33 @@ class Gateways:
 
     async def _accepts(self, kept: Kept) -> bool:
         """Whether a gateway accepts connections; waits until it does, ends, or has taken too long."""
-        until_s = kept.began_s + START_LIMIT_S
-        while not kept.is_over and time.monotonic() < until_s:
+        until_s = kept.began_s + self._start_limit_s
+        while kept.returncode is None and time.monotonic() < until_s:
             if self._loads[kept.index] != NOT_ACCEPTING:
                 return True
             await asyncio.sleep(LOOK_S)
         return False
 
-    async def _keep(self, kept: Kept) -> None:
-        """Wait for a gateway's end, and start another in its place unless it was to leave."""
-        code = await kept.process.wait()
+    def _keep(self, kept: Kept) -> None:
+        """Start another in a gateway's place when it ends, unless it was to leave."""
+
+        def begin(new: Kept) -> None:
+            self._begin_serving(new, f"in place of {kept.name}")
+
+        spec = Spec(self._launch, self._ended, self._accepts, begin)
+        self._tasks.spawn(Keeper(spec, kept).run())
+
+    def _ended(self, end: End[Kept]) -> bool:
+        kept = end.process
+        if kept is None:
+            self._record("gateway-lost", end.why)
+            return True
         self._forget(kept)
         if kept.state == "leaving":
             self._record("gateway-left", f"{kept.name}: what was open there has ended", kept)
-            return
-        self._pause_s = pause_s(self._pause_s, time.monotonic() - kept.began_s)
-        self._record("gateway-lost", f"{kept.name} ended with {code}; another is started", kept)
-        while True:
-            await asyncio.sleep(self._pause_s)
-            new = await self._launch()
-            if await self._accepts(new):
-                break
-            await self._kill(new)
-            self._pause_s = pause_s(self._pause_s)
-            self._record("gateway-lost", f"{new.name} did not start", new)
-        self._begin_serving(new, f"in place of {kept.name}")
+            return False
+        self._record("gateway-lost", f"{kept.name} {end.why}; another is started", kept)
+        return True
 
     async def _renew(self) -> None:
         replaced = 0
@@ -270,6 +260,7 @@ class Gateways:
                 continue
             old.state = "leaving"
             self._begin_serving(new, f"in place of {old.name}")
+            self._keep(new)
             self._retire(old)
             replaced += 1
         self._record("gateways", f"{replaced} restarted; streams finish where they are", is_done=True)
@@ -285,7 +276,6 @@ class Gateways:
         kept.state = "serving"
         self._note()
         self._record("gateway-start", why, kept)
-        self._tasks.spawn(self._keep(kept))
 
     def _disconnected(self, name: str) -> None:
         """The core has parted with a gateway; one whose process lives on hangs, or has lost its way."""
@@ -295,13 +285,11 @@ class Gateways:
 
     async def _end(self, kept: Kept) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                await kept.process.wait()
-        _signal(kept, signal.SIGKILL)
+            await asyncio.wait_for(kept.wait(), self._end_s)
+        tell(kept, signal.SIGKILL)
 
     async def _kill(self, kept: Kept) -> None:
-        _signal(kept, signal.SIGKILL)
-        await kept.process.wait()
+        await end(kept, 0.0)
         self._forget(kept)
 
     def _forget(self, kept: Kept) -> None:
@@ -313,9 +301,3 @@ class Gateways:
         if kept is not None:
             facts["gateway"] = kept.name
         self.events.record(time.time(), kind, reason, **facts)
-
-
-def _signal(kept: Kept, sign: signal.Signals) -> None:
-    if not kept.is_over:
-        with suppress(ProcessLookupError):
-            kept.process.send_signal(sign)

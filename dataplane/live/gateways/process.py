@@ -1,7 +1,8 @@
 """A gateway in a process of its own: vLLM's OpenAI server in front of a core in another process.
 
-Its settings come on stdin, its listening socket is inherited and shared with the other gateways. SIGTERM, or
-the core's word, makes it leave: it takes no more connections, serves what is open, and ends.
+The fork server forks it, with its settings in JSON. Its listening socket is inherited and shared with the
+other gateways. SIGTERM, or the core's word, makes it leave: it takes no more connections, serves what is
+open, and ends.
 """
 
 from __future__ import annotations
@@ -75,23 +76,22 @@ async def run(settings: ProcessSettings, unwritten: Unwritten) -> None:
     unwritten.write()
 
 
-def main() -> None:
-    """Read the settings from stdin and run; whoever started it may have been ended before it wrote them."""
+def run_gateway(settings: bytes) -> int:
+    """A gateway's whole life, as a job of a fork server: `settings` are PROCESS_SETTINGS; an exit code."""
     import uvloop
 
-    os.setpgrp()  # Ctrl-C is for the fleet, which then ends this one
-    logging.basicConfig(stream=sys.stderr, level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+    told = PROCESS_SETTINGS.validate_json(settings)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # stdout is for the line of the core
+    logging.getLogger("tokenfleet").setLevel("WARNING")
     logging.getLogger("torch").setLevel("ERROR")
-    if not (told := sys.stdin.read()):
-        return
-    settings = PROCESS_SETTINGS.validate_json(told)
-    unwritten = Unwritten(values.ValueClass)
+    if (vllm := logging.getLogger("vllm")).getEffectiveLevel() == logging.WARNING:
+        vllm.setLevel("ERROR")  # the core's process has printed the warnings of a start
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(told.metrics)
+    unwritten = Unwritten(values.MultiProcessValue())  # type: ignore[no-untyped-call]
     values.ValueClass = unwritten.value()
     try:
-        uvloop.run(run(settings, unwritten))
+        uvloop.run(run(told, unwritten))
     except BadInput as refusal:
-        sys.exit(f"error: {refusal}")
-
-
-if __name__ == "__main__":
-    main()
+        print(f"error: {refusal}", file=sys.stderr)
+        return 1
+    return 0

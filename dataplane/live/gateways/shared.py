@@ -25,7 +25,7 @@ class ProcessSettings:
     """What a gateway is told: first what all are, then what its keeper adds.
 
     `listening` and `loads` are descriptors, of the socket and of the table of loads, in which `index` is this
-    gateway's place. `core`: where the core listens.
+    gateway's place. `core`: where the core listens; `metrics`: the folder of vLLM's metrics.
     """
 
     gateway: GatewaySettings
@@ -33,6 +33,7 @@ class ProcessSettings:
     page: str
     listening: int
     core: Path = Path()
+    metrics: Path = Path()
     loads: int = -1
     name: str = ""
     index: int = 0

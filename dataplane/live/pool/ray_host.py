@@ -10,15 +10,12 @@ import asyncio
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
@@ -27,7 +24,7 @@ from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import Notice
-from dataplane.live.engine_api.processes import free_memory_bytes, replace_text, resident_bytes
+from dataplane.live.engine_api.processes import free_memory_bytes, resident_bytes
 from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.pool.fleet_types import FleetTypes, Market, Site, accelerator, market_of
@@ -37,13 +34,11 @@ from dataplane.live.worker.launch import Place, RayWorker, adopt_worker, end_wor
 from dataplane.live.worker.link import WorkerLink, link_context
 
 log = logging.getLogger("tokenfleet.ray")
-STARTS_OF_RAY = 3
 ANSWER_S = 2.0
 NODES_LOOK_S = 5.0
 OTHERS_SAY_S = 30.0
 OWN_RAY_S, LOOK_S = 180.0, 0.05
 NAMESPACE = "tokenfleet-"
-OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least is 75 MiB
 
 
 class RayHost:
@@ -282,47 +277,9 @@ async def _address_of(own: Path) -> str:
     return address
 
 
-def keep_own_ray(own: Path) -> None:
-    """Run a local Ray until SIGTERM, in a process of its own, which must have no threads yet.
-
-    The file `own` says where it is: its address, or a line of nothing and what has hindered it. At the
-    end its processes are killed: Ray would wait several seconds for them, and what is left on it sees it.
-    """
-    said, done = "", threading.Event()
-    for attempt in range(1, STARTS_OF_RAY + 1):
-        try:
-            said = _start_local(own.parent / "ray")
-            break
-        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            ray.shutdown()  # its processes are slow to come up on a busy host; what did come up ends here
-            said = f"\ndid not start in {attempt} attempts: {error}"
-            log.warning("Ray did not start (%s); trying again", error)
-    signal.signal(signal.SIGTERM, lambda *_: done.set())
-    replace_text(own, said)
-    done.wait()
-    for process in psutil.Process().children():  # not the workers below them, which end by themselves
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
 def sweep(own: Path) -> None:
     """End the workers that a core has left on the cluster that RAY_ADDRESS names."""
     _join(os.environ["RAY_ADDRESS"], NAMESPACE + own.parent.name)
     for name in ray.util.list_named_actors():
         end_worker(WorkerId(name))
     ray.shutdown()
-
-
-def _start_local(folder: Path) -> str:
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level="WARNING",
-        _temp_dir=str(folder),
-        # A worker has an environment and so a process of its own; by default Ray keeps an idle one for each
-        # core besides, 80 MB and half a percent of a core each.
-        _system_config={"prestart_worker_first_driver": False},
-    )
-    return str(ray.get_runtime_context().gcs_address)

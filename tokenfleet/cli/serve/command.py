@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-import typer
-
 from controlplane.errors import BadInput
 from controlplane.placement.policies import ONLY_SIMULATED, Policy, read_policy
 from controlplane.types import Slo, SloClass
@@ -125,15 +123,14 @@ def serve_command(flags: ServeFlags) -> None:
     with ExitStack() as held:
         if flags.portfolio is None:
             settings = _settings(flags, checked[""], (keys, operators, files), held)
-            code = supervise(settings, _bound(flags, held), tell)
+            supervise(settings, _bound(flags, held), tell)
         else:
-            code = _serve_all(asked, checked, (keys, operators, files), tell, held)
-    if code:
-        raise typer.Exit(code)
-    tell("stopped")
+            _serve_all(asked, checked, (keys, operators, files), tell, held)
 
 
-def _serve_all(asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell: Say, held: ExitStack) -> int:
+def _serve_all(
+    asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell: Say, held: ExitStack
+) -> None:
     """Run a portfolio: a fleet for each model, on ports of this machine alone, and the front."""
     from dataplane.http.server import address
     from dataplane.live.portfolio.broker import FrontSettings
@@ -166,7 +163,7 @@ def _serve_all(asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell:
         parse_duration_s(asked.flags.scale_in_after, "--scale-in-after"),
         own.secret,
     )
-    return supervise_all(fleets, front, doors, tell)
+    supervise_all(fleets, front, doors, tell)
 
 
 def _site(name: str, asked: Asked, checked: Mapping[str, Checked]) -> Site:

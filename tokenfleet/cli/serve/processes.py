@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import logging
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.engine_api.processes import Estate, Pulse
     from dataplane.live.portfolio.broker import FrontSettings
+    from dataplane.processes.fork_server import Job
 
 Say = Callable[[str], None]
 Doors = tuple[socket, socket]
@@ -64,47 +66,67 @@ def bound(host: str, port: int, control_host: str, control_port: int, held: Exit
     )
 
 
-def supervise(
-    settings: FleetSettings, doors: Doors, tell: Say, name: str = "", ray: Path | None = None
-) -> int:
-    """Run one core after another until the fleet is told to end; the last one's exit code.
+def supervise(settings: FleetSettings, doors: Doors, tell: Say) -> None:
+    """Become the fork server of a fleet's processes, below a supervisor that takes this process's place."""
+    from dataplane.live.control.supervisor import Supervised, run_supervised
 
-    `ray`: of a portfolio, the file in which the Ray of all says where it is.
-    """
-    from dataplane.live.control.processes import Supervisor
-    from dataplane.live.pool.ray_host import keep_own_ray, sweep
-
-    has_ray, is_own = settings.engine == "vllm", "RAY_ADDRESS" not in os.environ
-    own_ray = keep_own_ray if ray is None else lambda own: own.symlink_to(ray)
-    left = sweep if has_ray and not is_own else None
-    core = partial(_run_core, settings, tell, name)
-    return Supervisor(*doors, core, own_ray if has_ray and is_own else None, left).run()
+    core, pulse = core_job(settings, doors, tell)
+    jobs, own_ray = _shared_jobs([settings])
+    sweeps = settings.engine == "vllm" and not own_ray
+    run_supervised({"core": core, **jobs}, Supervised({"": pulse}, None, own_ray, sweeps))
 
 
 def supervise_all(
     fleets: Mapping[str, tuple[FleetSettings, Doors]], front: FrontSettings, doors: Doors, tell: Say
-) -> int:
-    """Run the fleets of a portfolio, by model, and the front before them until told to end; an exit code."""
-    from dataplane.live.control.processes import Household
-    from dataplane.live.engine_api.processes import OWN_RAY, Pulse
-    from dataplane.live.pool.ray_host import keep_own_ray
+) -> None:
+    """The same for the fleets of a portfolio, by model, and the front before them."""
+    from dataplane.live.control.supervisor import Supervised, run_supervised
+    from dataplane.live.engine_api.processes import Pulse
 
-    def fleet(name: str, folder: Path) -> int:
-        settings, own_doors = fleets[name]
-        begun = folder / name
-        if begun.exists():  # of what it had by then, others may have all but one worker's GPUs
-            settings = replace(settings, share=1, site=replace(settings.site, beside=()))
-        begun.touch()
-        return supervise(settings, own_doors, tell, name, folder / OWN_RAY)
-
-    has_ray = any(settings.engine == "vllm" for settings, _ in fleets.values())
-    own_ray = keep_own_ray if has_ray and "RAY_ADDRESS" not in os.environ else None
-    pulse = Pulse()
-    run_front = partial(_run_front, front, doors, pulse, tell)
-    return Household({name: partial(fleet, name) for name in fleets}, run_front, pulse, own_ray).run()
+    jobs, own_ray = _shared_jobs([settings for settings, _ in fleets.values()])
+    pulse, pulses = Pulse(), {}
+    for name, (settings, own_doors) in fleets.items():
+        jobs[f"core {name}"], pulses[name] = core_job(settings, own_doors, tell, name)
+    jobs["front"] = partial(_run_front, front, doors, pulse, tell)
+    sweeps = "sweep" in jobs and not own_ray
+    run_supervised(jobs, Supervised(pulses, pulse.descriptor, own_ray, sweeps))
 
 
-def _run_front(front: FrontSettings, doors: Doors, pulse: Pulse, tell: Say, _: Path) -> int:
+def _shared_jobs(fleets: Sequence[FleetSettings]) -> tuple[dict[str, Job], bool]:
+    """The jobs that cores order, and whether a Ray of this machine is to run."""
+    from dataplane.live.gateways.process import run_gateway
+
+    jobs: dict[str, Job] = {"gateway": run_gateway}
+    if not any(settings.engine == "vllm" for settings in fleets):
+        return jobs, False
+    from dataplane.live.pool.ray_host import sweep
+
+    def swept(own_ray: bytes) -> int:
+        sweep(Path(own_ray.decode()))
+        return 0
+
+    return jobs | {"sweep": swept}, "RAY_ADDRESS" not in os.environ
+
+
+def core_job(settings: FleetSettings, doors: Doors, tell: Say, name: str = "") -> tuple[Job, int]:
+    """The job that is a whole core, and the descriptor of the pulse that it shows."""
+    from dataplane.live.engine_api.processes import Estate, Pulse, Record
+
+    pulse, loads = Pulse(), os.memfd_create("tokenfleet-gateways")
+
+    def core(told: bytes) -> int:
+        order = json.loads(told)
+        folder = Path(order["folder"])
+        estate = Estate(order["number"], folder, *doors, loads, Record(folder / "record.json"), pulse)
+        asked = settings
+        if order["again"]:  # of what it had by then, others may have all but one worker's GPUs
+            asked = replace(settings, share=1, site=replace(settings.site, beside=()))
+        return _run_core(asked, tell, name, estate)
+
+    return core, pulse.descriptor
+
+
+def _run_front(front: FrontSettings, doors: Doors, pulse: Pulse, tell: Say, _: bytes) -> int:
     """The front's whole life, in a process of its own."""
     from dataplane.live.portfolio.broker import run_front
     from tokenfleet.cli.main import exit_code

@@ -1,4 +1,4 @@
-"""The supervisor and the household: who gets a successor, who does not, and that nothing is left below."""
+"""The supervisor of a fleet or a portfolio: who gets a successor, who does not, and that nothing is left."""
 
 import os
 import signal
@@ -10,31 +10,38 @@ from checkout import ROOT
 
 # Each core does what the next word says; what runs below it is a `sleep` that ignores its end.
 PROGRAM = """
-import asyncio, os, signal, socket, subprocess, sys
+import asyncio, json, os, signal, subprocess, sys
 from contextlib import suppress
-from dataplane.live.control import processes
-from dataplane.live.engine_api import processes as lives
+from pathlib import Path
+from dataplane.live.control.supervisor import Supervised, Times, run_supervised
+from dataplane.live.engine_api.processes import Pulse, Record
 
-fates = sys.argv[1:]
-lives.LONGEST_PAUSE_S = 0.0
-processes.END_S = 600.0 if "computes" in fates else 0.2
-processes.SILENT_S = 3.0 if "hangs" in fates else 60.0  # a busy machine keeps a core waiting, too
-processes.LAST_S = 0.5 if "lingers" in fates else 60.0
+fates, pulse = sys.argv[1:], Pulse()
+times = Times(
+    silent_s=3.0 if "hangs" in fates else 60.0,  # a busy machine keeps a core waiting, too
+    last_s=0.5 if "lingers" in fates else 60.0,
+    end_s=600.0 if "computes" in fates else 0.2,
+    longest_pause_s=0.0,
+)
 
 
-def core(estate):
-    fate = fates[estate.number - 1]
-    print(estate.number, fate, estate.record.found.get("left"), flush=True)
-    estate.record.note(left=fate)
+def core(settings):
+    order = json.loads(settings)
+    record = Record(Path(order["folder"]) / "record.json")
+    fate = fates[order["number"] - 1]
+    print(order["number"], fate, record.found.get("left"), flush=True)
+    record.note(left=fate)
     if fate == "refuses":
         return 2
+    if fate == "server":
+        os.kill(os.getppid(), signal.SIGKILL)
     if fate in ("starts", "computes"):  # and does not look at what it is told
         signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
         print("ready", flush=True)
         while True:
             signal.pause()
     with suppress(TimeoutError):
-        asyncio.run(asyncio.wait_for(estate.pulse.show(), 0.05))
+        asyncio.run(asyncio.wait_for(pulse.show(), 0.05))
     if fate == "waits":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         print("ready", flush=True)
@@ -52,34 +59,25 @@ def core(estate):
     return 0
 
 
-doors = [socket.socket(), socket.socket()]
-code = processes.Supervisor(*doors, core, None, None).run()
-print("left below:", len(processes.descendants()), flush=True)
-sys.exit(code)
+run_supervised({"core": core}, Supervised({"": pulse.descriptor}, times=times))
 """
 
 
 # A fleet and a front, which says that all serve, unless the fleet refuses: which came first would be chance.
-HOUSEHOLD = """
-import os, signal, sys
-from functools import partial
-from pathlib import Path
-from dataplane.live.control import processes
-from dataplane.live.engine_api import processes as lives
+PORTFOLIO = """
+import json, os, signal, sys
+from dataplane.live.control.supervisor import Supervised, Times, run_supervised
 from dataplane.live.engine_api.processes import Pulse
 
-lives.LONGEST_PAUSE_S, processes.END_S = 0.0, 0.2
-fates, pulse = sys.argv[1:], Pulse()
+fates, pulse, of_chat = sys.argv[1:], Pulse(), Pulse()
 
 
 def say(line):
     os.write(1, (line + "\\n").encode())  # in one write, whatever buffers: processes share the pipe
 
 
-def run(name, folder):
+def run(name, again):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # before a line that the test answers by it
-    again = (folder / name).exists()
-    (folder / name).touch()
     if name == "front":
         if "refuses" not in fates:
             pulse._shared[1] = 1.0
@@ -97,10 +95,12 @@ def run(name, folder):
     return 0
 
 
-fleets = {"chat": partial(run, "chat")}
-code = processes.Household(fleets, partial(run, "front"), pulse, None).run()
-print("left below:", len(processes.descendants()), flush=True)
-sys.exit(code)
+jobs = {
+    "front": lambda settings: run("front", False),
+    "core chat": lambda settings: run("chat", json.loads(settings)["again"]),
+}
+times = Times(end_s=0.2, longest_pause_s=0.0)
+run_supervised(jobs, Supervised({"chat": of_chat.descriptor}, pulse.descriptor, times=times))
 """
 
 
@@ -115,14 +115,13 @@ def play(*fates, program=PROGRAM):
 
 
 def said(process):
+    """What it still says, once its pipe is closed: none of those that held it is left."""
     try:
-        lines = process.communicate(timeout=60)[0].splitlines()
+        return process.communicate(timeout=60)[0].splitlines()
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         raise
-    assert lines.pop() == "left below: 0"
-    return lines
 
 
 def test_a_core_that_dies_or_hangs_gets_a_successor_that_finds_its_record_and_one_that_ends_gets_none():
@@ -169,8 +168,8 @@ def test_told_to_end_it_kills_a_core_that_starts_and_does_not_and_at_once_where_
     assert process.returncode == 128 + signal.SIGINT
 
 
-def test_a_household_ends_its_fleets_before_the_front_that_passes_on_what_they_still_say():
-    process = play(program=HOUSEHOLD)
+def test_a_portfolio_ends_its_fleets_before_the_front_that_passes_on_what_they_still_say():
+    process = play(program=PORTFOLIO)
     lines = {process.stdout.readline().split()[0] for _ in range(2)}
     assert lines == {"begun", "ready"}
     process.send_signal(signal.SIGTERM)
@@ -178,11 +177,11 @@ def test_a_household_ends_its_fleets_before_the_front_that_passes_on_what_they_s
     assert process.returncode == 0
 
 
-def test_a_fleet_that_ends_before_all_serve_ends_the_household_and_one_that_dies_later_is_started_again():
-    process = play("refuses", program=HOUSEHOLD)
+def test_a_fleet_that_ends_before_all_serve_ends_the_portfolio_and_one_that_dies_later_is_started_again():
+    process = play("refuses", program=PORTFOLIO)
     assert "chat ends" not in said(process)
     assert process.returncode == 2
-    process = play("dies", program=HOUSEHOLD)
+    process = play("dies", program=PORTFOLIO)
     assert process.stdout.readline().startswith("ready")
     assert process.stdout.readline() == "again\n"
     process.send_signal(signal.SIGTERM)
@@ -196,3 +195,9 @@ def test_a_core_ends_with_its_supervisor():
     assert process.stdout.read() == ""  # nobody holds the other end any more
     process.wait()
     process.stdout.close()
+
+
+def test_a_fleet_whose_fork_server_dies_ends_and_leaves_nothing_below():
+    process = play("server")
+    assert said(process) == ["1 server None"]
+    assert process.returncode == 70

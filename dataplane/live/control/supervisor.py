@@ -1,0 +1,335 @@
+"""The supervisor: the process of `tokenfleet serve` that keeps a core running, or those of several models.
+
+It decides nothing and loads nothing. `tokenfleet serve` reads its flags, loads vLLM, binds its sockets, and
+forks: the child stays as it is and becomes the fork server of cores and gateways, the parent becomes this
+program. So the next core begins within seconds, and waiting takes no memory.
+
+A core that has served and then dies, or hangs for `silent_s` and is killed, gets a successor. One that ends
+by itself ends the fleet. SIGTERM and SIGINT go on to the core. It is killed if it does not end, as where Ray
+does not answer or a model compiles or loads for long; then what is left below it is killed.
+
+The fleets of several models have a core each and one more process before them, the front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dataplane.live.engine_api.processes import FORKS, OWN_RAY, Pulse, cancel_all, descendants
+from dataplane.processes.fork_server import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    SIGNS,
+    Forked,
+    Job,
+    ask_kernel,
+    ended,
+    serve_forks,
+)
+from dataplane.processes.keeper import End, Keeper, Pauses, Process, Spec, tell
+from dataplane.startup import child_environment
+
+log = logging.getLogger("tokenfleet.supervisor")
+CORE, FRONT, SWEEP = "core", "front", "sweep"
+RAY_PROGRAM = "dataplane.live.pool.own_ray"
+LOST, INTERRUPTED = 70, 130  # exit codes: the fork server has died, and a start was interrupted
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds: `silent_s` of a core that hangs, or is stopped; `last_s` of one that was asked to end, whose
+    loop stops before its workers have; `end_s` for what is below to end by itself."""
+
+    silent_s: float = 30.0
+    last_s: float = 60.0
+    end_s: float = 15.0
+    longest_pause_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """What runs below a supervisor.
+
+    `pulses`: the descriptor of each fleet's pulse by its name, "" for the only one; `front`: of the front's,
+    where there is one. `has_own_ray`: a Ray of this machine is theirs. `sweeps`: the fork server has a job
+    that ends the workers which a core has left on another one.
+    """
+
+    pulses: Mapping[str, int]
+    front: int | None = None
+    has_own_ray: bool = False
+    sweeps: bool = False
+    times: Times = Times()
+
+
+def run_supervised(jobs: Mapping[str, Job], settings: Supervised) -> None:
+    """Serve forks of `jobs` below a supervisor, which takes this process's place; returns in a child.
+
+    This process has started no pool of threads yet.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="tokenfleet-", dir="/tmp"))  # a socket's path must be short
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNS)
+    if server := os.fork():
+        for descriptor in (*settings.pulses.values(), *filter(None, [settings.front])):
+            os.set_inheritable(descriptor, True)
+        words = json.dumps({"server": server, "folder": str(folder), "settings": asdict(settings)})
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(sys.executable, [sys.executable, "-m", __name__, words], child_environment())
+    os.setpgrp()
+    ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
+    serve_forks(folder / FORKS, jobs)
+
+
+class Orders:
+    """SIGTERM and SIGINT of this process: when it was first asked to end, and whether again."""
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None
+        self.is_repeated = False
+        self.changed = asyncio.Event()
+        for sign in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sign, self._take)
+
+    def _take(self) -> None:
+        self.is_repeated = self.since_s is not None
+        self.since_s = self.since_s or time.monotonic()
+        self.changed.set()
+
+    @property
+    def for_s(self) -> float:
+        """How long ago this process was asked to end; 0 where it was not."""
+        return 0.0 if self.since_s is None else time.monotonic() - self.since_s
+
+
+class Supervisor:
+    """Runs a fleet to its end with `run`, once."""
+
+    def __init__(
+        self, name: str, settings: Supervised, shared: Path, orders: Orders, again: bool = False
+    ) -> None:
+        """`shared`: the folder of all fleets; `again`: this fleet was run before."""
+        self._job = f"{CORE} {name}".strip()
+        self._pulse, self._times = Pulse(settings.pulses[name]), settings.times
+        self._sweeps, self._shared, self._orders, self._again = settings.sweeps, shared, orders, again
+        self._number, self._code = 0, 0
+
+    async def run(self) -> int:
+        """The last core's exit code."""
+        self._folder = Path(tempfile.mkdtemp(prefix="tokenfleet-", dir="/tmp"))
+        for name in (FORKS, OWN_RAY):
+            (self._folder / name).symlink_to(self._shared / name)
+        pauses = Pauses(longest_s=self._times.longest_pause_s)
+        keeper = Keeper(Spec(self._begin, self._ended, pauses=pauses))
+        keeping = asyncio.ensure_future(keeper.run())
+        watching = asyncio.ensure_future(self._watch(keeper))
+        try:
+            await asyncio.wait((keeping, watching), return_when=asyncio.FIRST_COMPLETED)
+            if self._code and self._sweeps:
+                with suppress(OSError, TimeoutError):
+                    own_ray = str(self._folder / OWN_RAY).encode()
+                    sweeping = await Forked.start(self._shared / FORKS, SWEEP, own_ray)
+                    await asyncio.wait_for(sweeping.wait(), self._times.end_s)
+        finally:
+            await cancel_all((keeping, watching))
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return self._code
+
+    async def _begin(self) -> Forked:
+        self._number += 1
+        settings = {"number": self._number, "folder": str(self._folder), "again": self._again}
+        return await Forked.start(self._shared / FORKS, self._job, json.dumps(settings).encode())
+
+    def _ended(self, end: End[Forked]) -> bool:
+        code = LOST if end.code is None else end.code
+        is_asked, has_served = self._orders.since_s is not None, self._pulse.has_served
+        if code == 0 or is_asked or not has_served:
+            # One that was killed before it could answer has ended as by itself.
+            interrupted = is_asked and not has_served and code < 0
+            self._code = INTERRUPTED if interrupted else code if code >= 0 else 128 - code
+            return False
+        log.warning("core %d %s; another takes its place in %g s", self._number, end.why, end.pause_s)
+        self._pulse.still()
+        return True
+
+    async def _watch(self, keeper: Keeper[Forked]) -> None:
+        """Pass on that the fleet is to end, and kill a core that hangs; returns where none runs by then."""
+        asked: Process | None = None
+        while True:
+            core, is_asked = keeper.process, self._orders.since_s is not None
+            if core is not None:
+                if is_asked and asked is not core:
+                    asked = core
+                    tell(core, signal.SIGTERM)
+                if self._is_over(is_asked):
+                    tell(core, signal.SIGKILL)
+            elif is_asked and self._pulse.has_served:
+                return  # between two cores
+            if is_asked:
+                await asyncio.sleep(LOOK_S)
+                continue
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._orders.changed.wait(), 1.0)
+
+    def _is_over(self, is_asked: bool) -> bool:
+        if is_asked and not self._pulse.has_served:  # no client has anything open there
+            return self._orders.is_repeated or self._orders.for_s > self._times.end_s
+        silent_s = self._pulse.silent_s
+        if silent_s <= (self._times.last_s if is_asked else self._times.silent_s):
+            return False
+        log.warning("the core has not run for %.0f s: it is killed", silent_s)
+        return True
+
+
+class Running:
+    """A coroutine, kept as a process is: its exit code is what it returns."""
+
+    pid = 0
+
+    def __init__(self, work: Coroutine[Any, Any, int]) -> None:
+        self._task = asyncio.ensure_future(work)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._task.result() if self._task.done() else None
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._task)
+
+    def send_signal(self, sign: int) -> None:
+        self._task.cancel()
+
+
+class Portfolio:
+    """Runs the fleets of several models, and the front before them, until asked to end.
+
+    One that ends before the front has shown that all serve ends them all; later another takes its place.
+    """
+
+    def __init__(self, settings: Supervised, front: Pulse, shared: Path, orders: Orders) -> None:
+        self._settings, self._front, self._shared, self._orders = settings, front, shared, orders
+        self._begun: set[str] = set()
+        self._failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> int:
+        """The exit code of the process that has ended them all; 0 where this one was asked to."""
+        fleets = [self._keeper(name, partial(self._fleet, name)) for name in self._settings.pulses]
+        front = self._keeper("the front", partial(Forked.start, self._shared / FORKS, FRONT))
+        for keeper in (*fleets, front):
+            keeper.start()
+        asked = asyncio.ensure_future(self._orders.changed.wait())
+        await asyncio.wait((self._failed, asked), return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done():
+            asked.cancel()
+            return self._failed.result()
+        # The front passes on what streams still say.
+        await asyncio.gather(*(one.process.wait() for one in fleets if one.process is not None))
+        return 0
+
+    def _keeper(self, name: str, start: Callable[[], Awaitable[Any]]) -> Keeper[Any]:
+        pauses = Pauses(longest_s=self._settings.times.longest_pause_s)
+        return Keeper(Spec(start, partial(self._ended, name), pauses=pauses))
+
+    def _ended(self, name: str, end: End[Any]) -> bool:
+        if self._orders.since_s is not None or self._failed.done():
+            return False
+        if not self._front.has_served:
+            code = LOST if end.code is None else end.code
+            self._failed.set_result((code if code >= 0 else 128 - code) or 1)
+            return False
+        log.warning("%s %s; it is started again in %g s", name, end.why, end.pause_s)
+        return True
+
+    async def _fleet(self, name: str) -> Running:
+        again = name in self._begun
+        self._begun.add(name)
+        return Running(Supervisor(name, self._settings, self._shared, self._orders, again).run())
+
+
+async def supervise(settings: Supervised, shared: Path, server: int) -> int:
+    """Run what is below to its end; an exit code. `server`: the fork server's id."""
+    loop = asyncio.get_running_loop()
+    orders, lost = Orders(), loop.create_future()
+
+    def reap() -> None:
+        """Take the ends of children, those among them whose parents have died."""
+        if server in dict(ended()) and not lost.done():
+            lost.set_result(None)
+
+    loop.add_signal_handler(signal.SIGCHLD, reap)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNS)
+    if settings.has_own_ray:
+        words = (sys.executable, "-m", RAY_PROGRAM, str(shared / OWN_RAY))
+        subprocess.Popen(words, env=child_environment(), process_group=0)
+    running = asyncio.ensure_future(_served(settings, shared, orders))
+    await asyncio.wait((running, lost), return_when=asyncio.FIRST_COMPLETED)
+    if lost.done():  # it ends after the last core where all were asked to end at once
+        await asyncio.wait((running,), timeout=1.0 if orders.since_s is not None else 0.0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNS)
+    if running.done():
+        return running.result()
+    log.error("the fork server has died: the fleet ends")
+    return LOST
+
+
+async def _served(settings: Supervised, shared: Path, orders: Orders) -> int:
+    while not (shared / FORKS).exists():
+        await asyncio.sleep(LOOK_S)
+    if settings.front is not None:
+        return await Portfolio(settings, Pulse(settings.front), shared, orders).run()
+    return await Supervisor("", settings, shared, orders).run()
+
+
+def end_all(seconds: float) -> None:
+    """Let what is below end, then kill it."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for pid in descendants():
+            with suppress(ProcessLookupError):
+                os.kill(pid, sign)
+        until_s = time.monotonic() + seconds
+        while descendants() and time.monotonic() < until_s:
+            dict(ended())
+            time.sleep(LOOK_S)
+    dict(ended())
+
+
+def main() -> int:
+    """Supervise what the only argument says, in JSON."""
+    logging.basicConfig(stream=sys.stderr, level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+    ask_kernel(PR_SET_CHILD_SUBREAPER, 1)  # those whose parent has died are ours to wait for
+    what = json.loads(sys.argv[1])
+    shared, settings = Path(what["folder"]), what["settings"]
+    settings["times"] = times = Times(**settings["times"])
+    try:
+        code = asyncio.run(supervise(Supervised(**settings), shared, what["server"]))
+    finally:
+        end_all(times.end_s)
+        shutil.rmtree(shared, ignore_errors=True)
+    if code == INTERRUPTED:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+    elif code == 0:
+        seconds = time.time() - psutil.Process().create_time()  # as on all lines of `serve`
+        print(f"{seconds:4.0f} s  stopped", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Processes of ours: how they are started, kept running and ended. Needs no fleet."""
