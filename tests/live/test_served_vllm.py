@@ -8,6 +8,7 @@ import time
 from urllib.error import HTTPError
 
 import psutil
+import pytest
 from raw_stream import session, stream
 
 from harness.served import begun
@@ -246,10 +247,11 @@ def test_a_burst_brings_another_worker_and_every_stream_ends_whole(vllm_fleet):
     vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
 
 
-def test_streams_go_on_when_an_engine_is_killed_and_another_takes_its_place(vllm_fleet):
+@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_go_on_when_an_engine_dies_or_hangs_and_another_takes_its_place(vllm_fleet, ends):
     def kill():
         children = psutil.Process(workers(vllm_fleet)[0]["pid"]).children(recursive=True)
-        os.kill(next(child.pid for child in children if "EngineCore" in child.name()), signal.SIGKILL)
+        os.kill(next(child.pid for child in children if "EngineCore" in child.name()), ends)
 
     lost = vllm_fleet.metric("tokenfleet_workers_lost_total")
     expected, got = asyncio.run(runs(vllm_fleet, 12, 400, kill))

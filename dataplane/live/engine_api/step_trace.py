@@ -30,6 +30,8 @@ COLUMNS = (
 PREFILLED = "prefill_tokens"
 REMEMBERED_STEPS = 65536
 MOST_TOLD = 256  # executed steps in one telemetry
+# An engine with work is stuck once it is silent for this long, as many of its last step, or of its longest.
+STUCK_S, STUCK_STEPS, STUCK_LONGEST = 10.0, 50, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class StepTrace:
         self._reported = (0, 0)  # how many steps there were at the last telemetry but one, and at the last
         self._count = 0
         self._preemptions = 0
+        self._longest_s = 0.0
         self._ended_s: float | None = None  # of the last step, if it left work behind
         self._running = self._waiting = self._used_blocks = 0
         self._fetched: Counter[str] = Counter()
@@ -100,12 +103,23 @@ class StepTrace:
         if computed:
             step_s = engine_s if self._ended_s is None else ended_s - self._ended_s
             self._count += 1
+            self._longest_s = max(self._longest_s, step_s)
             self._ends_s.append(ended_s)
             self._steps.append(Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"}))
         # Between this step and the next nothing but the engine's own work passes, if something still runs;
         # what waits may wait for KV to arrive.
         self._ended_s = ended_s if computed and running else None
         return computed or changed
+
+    @property
+    def longest_silence_s(self) -> float:
+        """How long an engine with work may be silent before it is stuck; infinite before its first step.
+
+        A GPU that hangs raises no error: a lost peer of a collective, a stuck kernel.
+        """
+        if not self._steps:
+            return float("inf")
+        return max(STUCK_S, STUCK_STEPS * self._steps[-1].step_s, STUCK_LONGEST * self._longest_s)
 
     def fetched(self, by_way: Mapping[str, int]) -> None:
         """Count bytes of KV that came by each way."""

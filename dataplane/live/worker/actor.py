@@ -83,7 +83,7 @@ class Worker:
         self.patience = wire.PATIENCE
         self._phase = "loading the model"
         self._daemon = RayDaemon()
-        self._needed_s = time.monotonic()
+        self._needed_s = self._heard_s = time.monotonic()  # a core wanted this worker; its engine spoke
 
     async def phase(self) -> str:
         """What its start is at."""
@@ -273,6 +273,8 @@ class Worker:
             if why:
                 peer.offer([wire.REFUSED, wire.pack([segment, f"adapter {adapter.lora_name}: {why}"])])
                 return
+        if not len(self._peers):
+            self._heard_s = time.monotonic()  # an engine without work is silent
         message = message_of(request)
         if not (isinstance(message, Control) and message.verb == "release"):
             self._peers.admit(peer, segment)  # an output will come for it
@@ -298,6 +300,7 @@ class Worker:
     async def _pump(self) -> None:
         while True:
             batch: EngineCoreOutputs = await self._core.get_output_async()
+            self._heard_s = time.monotonic()
             stats = batch.scheduler_stats
             did_something = bool(batch.outputs)
             if stats is not None:
@@ -344,6 +347,7 @@ class Worker:
             await asyncio.sleep(self.patience.alive_every_s)
             now_s = time.monotonic()
             self._tell_load(now_s)
+            await self._end_stuck(now_s)
             for peer in self._peers.silent(now_s):
                 log.warning("gateway %s fell silent; its requests are aborted", peer.name.hex())
                 await self._peers.drop(peer, "silent for too long")
@@ -351,6 +355,17 @@ class Worker:
                 self._needed_s = now_s
             elif self._daemon.is_gone or (self._core_number and now_s - self._needed_s > ALONE_S):
                 await self._leave()
+
+    async def _end_stuck(self, now_s: float) -> None:
+        """End an engine that has work and makes no step any more, so that its requests go on elsewhere."""
+        silent_s = now_s - self._heard_s
+        if self._lost or not len(self._peers) or silent_s <= self._trace.longest_silence_s:
+            return
+        log.error("%s: its engine has work and was silent for %.1f s", self._worker, silent_s)
+        await self._end(f"its engine made no step for {silent_s:.0f} s")
+        for process in descendants():  # one that is stopped ends by no other signal, and keeps its GPU
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     async def _leave(self) -> None:
         """End this process, which nobody needs or can reach any more, and what Ray reserves for it."""

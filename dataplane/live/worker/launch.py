@@ -213,6 +213,8 @@ async def _reserve(place: Place, lasting: Mapping[str, Any]) -> Any:
 
 def _environment(place: Place) -> dict[str, str]:
     variables = {
+        # A rank that hangs is an engine's death after this long; vLLM's own is five minutes.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "60"),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         **QUIET,
     }

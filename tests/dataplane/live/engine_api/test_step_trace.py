@@ -13,7 +13,13 @@ from controlplane.types import WorkerId
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api import wire
 from dataplane.live.engine_api.link import Executed, Telemetry
-from dataplane.live.engine_api.step_trace import MOST_TOLD, StepTrace
+from dataplane.live.engine_api.step_trace import (
+    MOST_TOLD,
+    STUCK_LONGEST,
+    STUCK_S,
+    STUCK_STEPS,
+    StepTrace,
+)
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.history import History
 from tokenfleet.profiles.measurements import read_measurements
@@ -100,3 +106,14 @@ def test_the_refit_learns_from_the_first_new_step_of_a_message() -> None:
     times.add(Telemetry(WorkerId("w0"), 2, 1, 0, 1, 100, 0, 0.02, 1, 10, 0, executed=told))
     assert times.kinds["a"].refit.steps == 1
     assert times.as_json()[0]["workers"]["w0"] == pytest.approx(1.0)
+
+
+def test_an_engine_may_be_silent_for_many_of_its_steps_and_before_the_first_for_ever() -> None:
+    trace = StepTrace(WorkerId("w0"), 100)
+    assert trace.longest_silence_s == float("inf")
+    trace.add(load(4), 0.01, 1.0, 4, 0, 0.1)
+    assert trace.longest_silence_s == STUCK_S
+    trace.add(load(4), 3.0, 4.0, 4, 0, 0.1)  # a long prefill on a slow host
+    assert trace.longest_silence_s == pytest.approx(STUCK_STEPS * 3.0)
+    trace.add(load(4), 0.01, 4.01, 4, 0, 0.1)
+    assert trace.longest_silence_s == pytest.approx(STUCK_LONGEST * 3.0)
