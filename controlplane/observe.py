@@ -24,7 +24,7 @@ Rename = Callable[[RunningRequest], RunningRequest]  # from its row's number to 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LedgerWorker:
     """A worker, and its `row` in the ledger; NONE while it starts. `capacity_tokens` 0: not known yet."""
 
     row: int
@@ -51,7 +51,7 @@ class _Renamed(Listed):
 
 
 def observe(
-    ledger: Ledger, table: Table, places: Sequence[Place], now_s: float, rename: Rename | None = None
+    ledger: Ledger, table: Table, places: Sequence[LedgerWorker], now_s: float, rename: Rename | None = None
 ) -> Snapshot:
     """The fleet at `now_s`, the ledger brought up to it before; `table`: its `loads`.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from controlplane import observe as fleet
 from controlplane.migration.loads import loads
-from controlplane.observe import Place, held_request
+from controlplane.observe import LedgerWorker, held_request
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.ledger import DONE, DRAINING, OFF, ROLES, Ledger
 from controlplane.placement.queue import REFUSALS, Queue, on_time
@@ -58,7 +58,7 @@ def observe(
             continue
         profile = profiles[v]
         places.append(
-            Place(
+            LedgerWorker(
                 w,
                 WorkerId(str(w)),
                 state,

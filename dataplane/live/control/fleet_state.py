@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from controlplane.migration.loads import loads
-from controlplane.observe import Place, Rename, deviations, held_request, observe
+from controlplane.observe import LedgerWorker, Rename, deviations, held_request, observe
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS, WIDTH
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
@@ -171,10 +171,10 @@ class Observer:
         numbers[[r.row for r in state.requests]] = [r.number for r in state.requests]
         return deviations(self._deviations, led, rows, numbers, lambda gone: ~np.isin(gone, numbers))
 
-    def _place(self, led: Ledger, w: WorkerRow) -> Place:
+    def _place(self, led: Ledger, w: WorkerRow) -> LedgerWorker:
         profile = self.profiles.get(w.kind)
         step = self.steps.get(w.kind, None if profile is None else profile.step)
-        at = Place(w.row, WorkerId(w.worker), w.state, w.kind, step)
+        at = LedgerWorker(w.row, WorkerId(w.worker), w.state, w.kind, step)
         if w.row == NONE:
             return at
         k = led.coefficients[led.workers[w.row]["variant"]]
