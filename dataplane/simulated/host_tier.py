@@ -231,8 +231,11 @@ def may_go(tier: HostTier, w: int, copy: int) -> bool:
 
 
 @compiled
-def begin_plan(tier: HostTier, w: int) -> None:
-    """A step is planned: what the one before stored is there."""
+def begin_plan(ledger: Ledger, tier: HostTier, w: int, now_s: float) -> None:
+    """A step is planned: what the one before stored is there, and loads may be done."""
+    if not is_kept(tier, w):
+        return
+    end_loads(ledger, tier, w, now_s)
     tier.workers[w].plan += 1
     tier.workers[w].new = 0
     tier.workers[w].failed = 0

@@ -41,24 +41,20 @@ def plan(ledger: Ledger, engines: Engines, w: int, now_s: float) -> int:
         admit(ledger, engines, w, now_s)
         if engine.prefill > 0:
             return 1
-    has_tier = host_tier.is_kept(engines.host, w)
-    if has_tier:
-        host_tier.begin_plan(engines.host, w)
-        host_tier.end_loads(ledger, engines.host, w, now_s)
+    host_tier.begin_plan(ledger, engines.host, w, now_s)
     before = worker.running_n
     steps = go_on(ledger, engines, w)
     preempted = worker.running_n < before
-    if has_tier and preempted and worker.running_n == 0:  # a step of nothing takes no time
+    if preempted and worker.running_n == 0:  # others load: a step of nothing takes no time
         host_tier.use_ended(ledger, engines.host, w)
-        host_tier.begin_plan(engines.host, w)
+        host_tier.begin_plan(ledger, engines.host, w, now_s)
         preempted = False
     if not (admits_first or preempted) and come_back(ledger, engines, w):
         admit(ledger, engines, w, now_s)
-    if has_tier:
-        offer_filled(ledger, engines, w)
+    offer_filled(ledger, engines, w)
     if worker.running_n == 0:
         return 0
-    if preempted or engine.prefill > 0 or (has_tier and tier_may_change(ledger, engines, w)):
+    if preempted or engine.prefill > 0 or tier_may_change(ledger, engines, w):
         return 1  # what a preemption freed may let a request in at the next boundary
     return kv.steps_unseen(ledger, w, kv.steps_with_room(ledger, engines, w, steps))
 
@@ -265,6 +261,8 @@ def carry(ledger: Ledger, engines: Engines, w: int, r: int, chunk: int) -> None:
 @compiled
 def offer_filled(ledger: Ledger, engines: Engines, w: int) -> None:
     """Offer host memory what this step fills, then use what requests that have ended had used."""
+    if not host_tier.is_kept(engines.host, w):
+        return
     for i in range(ledger.workers[w].running_n):
         r = ledger.running[w, i]
         computed = ledger.requests[r].prompt
@@ -277,6 +275,8 @@ def offer_filled(ledger: Ledger, engines: Engines, w: int) -> None:
 @compiled
 def tier_may_change(ledger: Ledger, engines: Engines, w: int) -> bool:
     """Whether the next step may store what this one could not, or a load change who comes next."""
+    if not host_tier.is_kept(engines.host, w):
+        return False
     queued = batch.queue_first(ledger, w) != state.NONE
     return engines.host.workers[w].failed > 0 or (queued and engines.workers[w].loading > 0)
 
