@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import psutil
-from experiments.lib.served import fleet, tiny_model
 
 from experiments.lib.results import bar, flags, show
+from harness.served import fleet, tiny_model
 
 SETTLED_S, QUICK_S = 120.0, 10.0
 MOST_MB, MOST_SUPERVISOR_MB, MOST_CONTROLLER_MB = 2200.0, 120.0, 120.0
