@@ -38,9 +38,10 @@ def scorecard_command(
 
 def scorecard_tables(card: dict[str, Any]) -> list[Any]:
     """The scorecard for people."""
-    from tokenfleet.report.tables import table
+    from tokenfleet.planning.plan_file import FleetPart
+    from tokenfleet.report.tables import fleet_text, table
 
-    fleet = " + ".join(f"{p['workers']} x {p['gpu']} TP{p['tp_degree']}" for p in card["fleet"]) or "no fleet"
+    fleet = fleet_text(FleetPart.model_validate(part) for part in card["fleet"]) or "no fleet"
     head, *rest = card["says"]
     parts: list[Any] = [
         f"{head[0].upper()}{head[1:]}",

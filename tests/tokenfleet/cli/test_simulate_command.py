@@ -67,7 +67,7 @@ def test_the_first_line_says_whether_the_fleet_meets_its_target_and_what_it_cost
     priced = ("--prices", f"{folder}/prices.yaml")
     assert simulated(folder, *priced) == 0
     first, *rest = capsys.readouterr().out.splitlines()
-    fleet = "3 x made-gpu TP1 (3 GPUs, $6.00/h)"
+    fleet = "3x made-gpu TP1 (3 GPUs, $6.00/h)"
     assert first == f"{fleet} meets the target: 100 % of 200 requests in SLO (target 99 %)"
     assert [line.split()[0] for line in rest] == ["TTFT", "TPOT"]
     assert simulated(folder, *priced, "--verbose") == 0
@@ -75,7 +75,7 @@ def test_the_first_line_says_whether_the_fleet_meets_its_target_and_what_it_cost
     words = ["simulate", "--trace", f"{folder}/trace.csv", "--profile", f"{folder}/worker.yaml"]
     assert main([*words, *priced, "--workers", "1", "--slo", "ttft=1ms,tpot=30ms"]) == 0
     first, ttft, *_ = capsys.readouterr().out.splitlines()
-    missed = r"1 x made-gpu TP1 \(1 GPU, \$2\.00/h\) misses the target: [\d.]+ % of 200 requests in SLO"
+    missed = r"1x made-gpu TP1 \(1 GPU, \$2\.00/h\) misses the target: [\d.]+ % of 200 requests in SLO"
     assert re.match(missed, first)
     assert re.search(r"\(limit 1 ms, [1-9]\d* over it\)", ttft)
 
