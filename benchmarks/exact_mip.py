@@ -22,8 +22,8 @@ from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.exact import solve
 from controlplane.placement.heartbeat import (
     Heartbeat,
-    NewRequest,
-    Placement,
+    HeartbeatPlacement,
+    PendingRequest,
     WorkerState,
     best_fit,
     cost_of,
@@ -79,11 +79,11 @@ def a_heartbeat(scene: Scene, table: LengthTable, rng: np.random.Generator) -> H
     workers.extend([WorkerState()] * scene.idle)
     prompt, _ = lengths(rng, REQUESTS)
     predicted = np.rint(table.predict(prompt)).astype(np.int64)
-    requests = tuple(NewRequest(int(p), int(o)) for p, o in zip(prompt, predicted, strict=True))
+    requests = tuple(PendingRequest(int(p), int(o)) for p, o in zip(prompt, predicted, strict=True))
     return Heartbeat(requests, tuple(workers), STEP, PREFILL, scene.slo, scene.kv_tokens)
 
 
-def best_fit_of(beat: Heartbeat) -> Placement:
+def best_fit_of(beat: Heartbeat) -> HeartbeatPlacement:
     return best_fit(beat, [worker_rows(beat, state) for state in beat.workers])
 
 

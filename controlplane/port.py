@@ -18,7 +18,7 @@ Decide = Callable[[State, Snapshot], tuple[State, list[Action]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ActionOutcome:
     """The outcome of an action. `refused`: why it could not be begun; None: it was."""
 
     action: Action
@@ -43,14 +43,14 @@ class DataPlane(Protocol):
     def note(self, note: Note) -> str | None:
         """Record what the scaler has to say."""
 
-    def report(self, outcomes: Sequence[Outcome]) -> None:
+    def report(self, outcomes: Sequence[ActionOutcome]) -> None:
         """Record the outcomes of a round's actions, in their order."""
 
 
 def run_round(plane: DataPlane, decide: Decide, state: State) -> State:
     """One heartbeat; the state for the next. Raises what `observe` raises, and has done nothing then."""
     state, actions = decide(state, plane.observe())
-    plane.report([Outcome(action, _begin(plane, action)) for action in actions])
+    plane.report([ActionOutcome(action, _begin(plane, action)) for action in actions])
     return state
 
 

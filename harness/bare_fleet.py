@@ -19,7 +19,7 @@ from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, SegmentRef
 from dataplane.live.engine_api.messages import EngineRequest, Finish, Sampling
 from dataplane.live.engine_api.segment import plain_request, segment_request
 from dataplane.live.migration.coordinator import Migrations
-from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
+from dataplane.live.migration.move import Mode, MoveBudget, MoveRecord, Running
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ class BareFleet:
         self._end(stream, Finish.ABORT)
         await self.links[stream.worker].abort([stream.segment])
 
-    async def move(self, stream: Stream, target: WorkerId, mode: Mode = "live") -> Move:
+    async def move(self, stream: Stream, target: WorkerId, mode: Mode = "live") -> MoveRecord:
         """Move a request to another worker."""
         return await self.migrations.migrate(stream.id, target, mode)
 

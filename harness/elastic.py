@@ -24,8 +24,8 @@ from controlplane.placement.ledger import NONE, OFF, ROLES, SERVING, Ints, Ledge
 from controlplane.placement.outlook import clients_s
 from controlplane.placement.policies import Policy
 from controlplane.placement.queue import Queue
+from controlplane.port import ActionOutcome as Acted
 from controlplane.port import Decide
-from controlplane.port import Outcome as Acted
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, steps_to
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES

@@ -75,7 +75,7 @@ def on_two_workers(
 
     from dataplane.live.engine_api.vllm_surface import SamplingParams, VllmCodec
     from dataplane.live.worker.door import new_key, public_key
-    from dataplane.live.worker.launch import Place, launch_worker
+    from dataplane.live.worker.launch import WorkerResources, launch_worker
     from dataplane.live.worker.link import WorkerLink
     from harness.bare_fleet import BareFleet
 
@@ -84,7 +84,7 @@ def on_two_workers(
         known = public_key(key)
         asked = {"model": folder, "max_num_seqs": 32, "max_num_batched_tokens": 8192} | engine
         cores = sorted(os.sched_getaffinity(0))
-        places = {name: Place(cores=str(cores[i % len(cores)])) for i, name in enumerate((A, B))}
+        places = {name: WorkerResources(cores=str(cores[i % len(cores)])) for i, name in enumerate((A, B))}
         started = await asyncio.gather(*(launch_worker(n, asked, known, p) for n, p in places.items()))
         context = zmq.asyncio.Context()
         links = [await WorkerLink.connect(w.info, key, context, VllmCodec()) for w in started]

@@ -29,7 +29,7 @@ from controlplane.migration.balance import Pairs, decoding
 from controlplane.migration.move import Price, price_of, tenths_to_send
 from controlplane.migration.usage import WorkerView, with_request
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.heartbeat import NewRequest
+from controlplane.placement.heartbeat import PendingRequest
 from controlplane.placement.rebalance import Error, rebalance
 from controlplane.snapshot import SERVING, Load, Migrate, Reassign, RunningRequest, Transport
 from controlplane.types import RequestId, WorkerId
@@ -63,7 +63,7 @@ class ShedSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class LoadForecast:
     """A worker's step time and KV peak to come, each as a share of its limit; 1 is at the limit."""
 
     step: float
@@ -80,7 +80,7 @@ def forecast(
     capacity_tokens: int,
     step: StepModel | None,
     settings: ShedSettings,
-) -> Forecast:
+) -> LoadForecast:
     """The forecast of a worker with this load; `requests` are all there, waiting ones too."""
     held = load.held_tokens + load.waiting_tokens
     step_share = 0.0
@@ -94,7 +94,7 @@ def forecast(
     if kv > 1.0:
         peak = load.peak_tokens if load.peak_tokens >= 0 else peak_tokens(requests) - load.shared_tokens
         kv = (peak + kept) / limit
-    return Forecast(step_share, kv)
+    return LoadForecast(step_share, kv)
 
 
 def peak_tokens(requests: Sequence[RunningRequest]) -> int:
@@ -106,7 +106,7 @@ def peak_tokens(requests: Sequence[RunningRequest]) -> int:
     return peak
 
 
-def forecast_of(s: WorkerView, settings: ShedSettings, also: RunningRequest | None = None) -> Forecast:
+def forecast_of(s: WorkerView, settings: ShedSettings, also: RunningRequest | None = None) -> LoadForecast:
     """A worker's forecast, with another request there if one is given."""
     worker, load = s.worker, s.load
     everyone = _everyone(worker.requests, worker.waiting)
@@ -244,7 +244,7 @@ def _step_s(step: StepModel, sequences: int, context: float) -> float:
     return t
 
 
-def _reason(source: WorkerView, target: WorkerView, now: Forecast, there: Forecast) -> str:
+def _reason(source: WorkerView, target: WorkerView, now: LoadForecast, there: LoadForecast) -> str:
     what, share = ("step time", now.step) if now.step >= now.kv else ("KV peak", now.kv)
     return f"{source.id} is forecast at {share:.0%} of its {what} limit, {target.id} at {there.worst:.0%}"
 
@@ -261,7 +261,7 @@ def _of_one_kind(
         return []
     waiting = {
         w: [
-            (r.request, NewRequest(max(r.tokens, 1), max(r.remaining_tokens, 1)))
+            (r.request, PendingRequest(max(r.tokens, 1), max(r.remaining_tokens, 1)))
             for r in at.worker.waiting
             if r.request not in resting
         ]

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.factors import Correction, Floats, NormalEquations, Terms
+from controlplane.perfmodel.factors import FittedFactor, Floats, NormalEquations, Terms
 from controlplane.perfmodel.profile import FittedRange, Profile, Residuals
 from controlplane.perfmodel.step import Batch, PrefillModel, coefficients_with_hinges
 from controlplane.types import EngineMode
@@ -71,7 +71,7 @@ class _Equations(NamedTuple):
     weight: Floats
 
 
-def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profile, list[Correction]]:
+def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profile, list[FittedFactor]]:
     """`around` with the step times of an engine, whose intervals are in order of time, and its corrections.
 
     The profile's residuals are of intervals, each block of them judged by the others; how far the factors
@@ -94,7 +94,7 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
     prefill_doubt = _prefill_doubt(busy, terms, factors, covariance)
     errors = np.sqrt(np.diag(covariance))
     corrections = [
-        Correction(name, float(factor), float(error), bool(error < TOLD * TERM * scale))
+        FittedFactor(name, float(factor), float(error), bool(error < TOLD * TERM * scale))
         for name, factor, error in zip(terms.names, factors, errors, strict=True)
     ]
     made = replace(

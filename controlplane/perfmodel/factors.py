@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
+class FittedFactor:
     """A factor on a part of a profile, its standard deviation, and whether the traffic `told` it."""
 
     name: str

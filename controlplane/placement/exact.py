@@ -22,7 +22,7 @@ import numpy as np
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement import heartbeat
-from controlplane.placement.heartbeat import Heartbeat, Placement, Rows
+from controlplane.placement.heartbeat import Heartbeat, HeartbeatPlacement, Rows
 from controlplane.placement.ledger import Ints, Ledger
 from controlplane.placement.policies import PlacementSettings
 from controlplane.placement.queue import Queue, line_up
@@ -57,7 +57,7 @@ def place_together(
     return [(r, int(workers[j])) for r, j in placed if j is not None], found.proven
 
 
-def solve(beat: Heartbeat, time_limit_s: float = SOLVE_LIMIT_S) -> Placement:
+def solve(beat: Heartbeat, time_limit_s: float = SOLVE_LIMIT_S) -> HeartbeatPlacement:
     """The cheapest placement of a heartbeat, or the best found when the time is up.
 
     Never worse than `best_fit`, which is the warm start and the answer if nothing better turns up. On one
@@ -84,7 +84,7 @@ def solve(beat: Heartbeat, time_limit_s: float = SOLVE_LIMIT_S) -> Placement:
     # Before CP-SAT has any bound it says minus infinity.
     bound = max(start.bound, ceil(max(0.0, solver.best_objective_bound) - 1e-6))
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Placement(start.worker, start.workers_used, start.cost, bound, start.cost == bound)
+        return HeartbeatPlacement(start.worker, start.workers_used, start.cost, bound, start.cost == bound)
     chosen: list[int | None] = [None] * len(beat.requests)
     for (i, j), x in put.items():
         if solver.boolean_value(x):
@@ -92,11 +92,11 @@ def solve(beat: Heartbeat, time_limit_s: float = SOLVE_LIMIT_S) -> Placement:
     workers_used, cost = heartbeat.cost_of(beat, chosen)
     if cost >= start.cost:
         chosen, workers_used, cost = list(start.worker), start.workers_used, start.cost
-    return Placement(tuple(chosen), workers_used, cost, min(bound, cost), cost <= bound)
+    return HeartbeatPlacement(tuple(chosen), workers_used, cost, min(bound, cost), cost <= bound)
 
 
 def _program(
-    beat: Heartbeat, rows: Sequence[Rows], start: Placement
+    beat: Heartbeat, rows: Sequence[Rows], start: HeartbeatPlacement
 ) -> tuple[cp_model.CpModel, dict[tuple[int, int], cp_model.IntVar]]:
     """The program of a heartbeat with its warm start, and its variables x_ij."""
     from ortools.sat.python import cp_model
@@ -151,7 +151,7 @@ def _order_alike(model: cp_model.CpModel, beat: Heartbeat, used: list[cp_model.L
 def _hint(
     model: cp_model.CpModel,
     beat: Heartbeat,
-    start: Placement,
+    start: HeartbeatPlacement,
     put: dict[tuple[int, int], cp_model.IntVar],
     held: list[cp_model.IntVar],
     used: list[cp_model.LinearExprT],

@@ -67,7 +67,7 @@ class WorkerState:
 
 
 @dataclass(frozen=True, slots=True)
-class NewRequest:
+class PendingRequest:
     """A request to place; both at least 1."""
 
     prompt_tokens: int
@@ -86,7 +86,7 @@ class Heartbeat:
     capacity that (e) may fill.
     """
 
-    requests: tuple[NewRequest, ...]
+    requests: tuple[PendingRequest, ...]
     workers: tuple[WorkerState, ...]
     step: StepModel
     prefill: PrefillModel
@@ -119,7 +119,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class HeartbeatPlacement:
     """The worker of each request (None: held), and the cost: held first, then workers used.
 
     `workers_used` counts those with ongoing requests. `bound`: no placement costs less. `proven`: none is
@@ -154,7 +154,8 @@ def heartbeat_of(
         prefill = PrefillModel(profile.step.base_s, profile.step.per_prefill_token_s)
     return Heartbeat(
         requests=tuple(
-            NewRequest(int(r["prompt"] + r["key"]), max(int(r["predicted"] - r["key"]), 1)) for r in requests
+            PendingRequest(int(r["prompt"] + r["key"]), max(int(r["predicted"] - r["key"]), 1))
+            for r in requests
         ),
         workers=tuple(worker_state(ledger, int(w), now_s) for w in workers),
         step=profile.step,
@@ -231,7 +232,7 @@ def worker_rows(beat: Heartbeat, state: WorkerState) -> Rows:
     return Rows(np.array([w for w, _ in rows], np.int64), np.array([limit for _, limit in rows], np.int64))
 
 
-def best_fit(beat: Heartbeat, rows: Sequence[Rows]) -> Placement:
+def best_fit(beat: Heartbeat, rows: Sequence[Rows]) -> HeartbeatPlacement:
     """Algorithm 1: each request in turn to the fullest worker that keeps its rows, else held.
 
     Fullest by capacity_norm, the L2 norm of the batch and of the context, each as a share of what an
@@ -260,7 +261,7 @@ def best_fit(beat: Heartbeat, rows: Sequence[Rows]) -> Placement:
         placed.append(chosen)
     used, cost = cost_of(beat, placed)
     busy = sum(not s.idle for s in beat.workers)
-    return Placement(tuple(placed), used, cost, busy, cost == busy)
+    return HeartbeatPlacement(tuple(placed), used, cost, busy, cost == busy)
 
 
 def _pieces(slope: float, base_s: float, hinges: tuple[Hinge, ...], of: str) -> list[tuple[float, float]]:

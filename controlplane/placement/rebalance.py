@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.heartbeat import NewRequest
+from controlplane.placement.heartbeat import PendingRequest
 from controlplane.types import RequestId, WorkerId
 
 Ints = NDArray[np.int64]
@@ -142,7 +142,7 @@ def _carried(before: Planned, now: Planned) -> tuple[Planned, Ints]:
 
 def rebalance(
     errors: Mapping[WorkerId, Error],
-    waiting: Mapping[WorkerId, Sequence[tuple[RequestId, NewRequest]]],
+    waiting: Mapping[WorkerId, Sequence[tuple[RequestId, PendingRequest]]],
     step: StepModel,
     may_take: Callable[[RequestId, WorkerId, Sequence[Reassign]], bool],
 ) -> list[Reassign]:
@@ -167,11 +167,11 @@ def rebalance(
 
 def _next_move(
     weight: Mapping[WorkerId, float],
-    queues: Mapping[WorkerId, Sequence[tuple[RequestId, NewRequest]]],
+    queues: Mapping[WorkerId, Sequence[tuple[RequestId, PendingRequest]]],
     step: StepModel,
     may_take: Callable[[RequestId, WorkerId, Sequence[Reassign]], bool],
     moves: Sequence[Reassign],
-) -> tuple[RequestId, NewRequest, WorkerId, WorkerId] | None:
+) -> tuple[RequestId, PendingRequest, WorkerId, WorkerId] | None:
     ranked = sorted(weight, key=lambda w: (weight[w], w))
     for source in reversed(ranked):
         if weight[source] <= 0:
@@ -185,6 +185,6 @@ def _next_move(
     return None
 
 
-def _load_s(size: NewRequest, step: StepModel) -> float:
+def _load_s(size: PendingRequest, step: StepModel) -> float:
     """A request's addition to a decode step by its expected end."""
     return Error(size.prompt_tokens + size.predicted_tokens, 1).weight_s(step)

@@ -1,8 +1,8 @@
 """The fleet log: the workers that a fleet had and what its scaler went by, on disk beside its requests.
 
-`fleet-<day>.jsonl`, one for each day (UTC), of two kinds of lines: `Fleet`, what the fleet is made of, at the
-beginning of each file and where step times have changed; `Look`, its workers by state. A look holds until
-the next, but for no longer than LASTS_S: then what the fleet was is not known. Times are Unix
+`fleet-<day>.jsonl`, one for each day (UTC), has two kinds of lines. `FleetSpec` is what the fleet is made of,
+at the beginning of each file and where step times have changed. `Look` is its workers by state. A look holds
+until the next, but for no longer than LASTS_S: then what the fleet was is not known. Times are Unix
 seconds. A day takes some 400 kB; days go with the history's.
 """
 
@@ -60,7 +60,7 @@ class Look(msgspec.Struct, frozen=True, tag="look", tag_field="what"):
     rule: Ruled | None = None
 
 
-class Fleet(msgspec.Struct, frozen=True, tag="fleet", tag_field="what"):
+class FleetSpec(msgspec.Struct, frozen=True, tag="fleet", tag_field="what"):
     """What a fleet is made of: its types with the step times known by now, and what is asked of it."""
 
     at_s: float
@@ -70,7 +70,7 @@ class Fleet(msgspec.Struct, frozen=True, tag="fleet", tag_field="what"):
     classes: tuple[SloClass, ...] = ()
 
 
-LINE: msgspec.json.Decoder[Look | Fleet] = msgspec.json.Decoder(Look | Fleet)
+LINE: msgspec.json.Decoder[Look | FleetSpec] = msgspec.json.Decoder(Look | FleetSpec)
 
 
 class FleetLog:
@@ -81,9 +81,9 @@ class FleetLog:
         self._file: IO[bytes] | None = None
         self._day = ""
         self._look: Look | None = None
-        self._fleet: Fleet | None = None
+        self._fleet: FleetSpec | None = None
 
-    def write(self, look: Look, fleet: Fleet) -> None:
+    def write(self, look: Look, fleet: FleetSpec) -> None:
         """Keep a look where it is news, and the fleet where its types are."""
         if self._folder is None:
             return
@@ -121,7 +121,7 @@ class FleetLog:
         self._file, self._day = file, day
         return True
 
-    def _add(self, line: Look | Fleet) -> None:
+    def _add(self, line: Look | FleetSpec) -> None:
         assert self._file is not None
         self._file.write(msgspec.json.encode(line) + b"\n")
 
@@ -146,7 +146,7 @@ def _is_news(before: Look, now: Look) -> bool:
     return before.rule != now.rule and passed_s >= RULE_EVERY_S
 
 
-def _differ(before: Fleet, now: Fleet) -> bool:
+def _differ(before: FleetSpec, now: FleetSpec) -> bool:
     """Whether the fleet is made of something else, or its step times have been others for a while."""
     known = [[t.known_profile is None for t in fleet.types] for fleet in (before, now)]
     same = before.types == now.types and before.classes == now.classes and before.policy == now.policy
@@ -158,13 +158,13 @@ def logged_days(folder: Path) -> list[str]:
     return sorted(path.stem.removeprefix("fleet-") for path in folder.glob("fleet-????-??-??.jsonl"))
 
 
-def read_fleet_log(folder: Path, start_s: float, end_s: float) -> tuple[list[Look], list[Fleet]]:
+def read_fleet_log(folder: Path, start_s: float, end_s: float) -> tuple[list[Look], list[FleetSpec]]:
     """The looks that tell of [start_s, end_s), and what the fleet was made of, both in order of time.
 
     Raises BadInput naming the line that cannot be read; half a line at a file's end is none.
     """
     looks: list[Look] = []
-    fleets: list[Fleet] = []
+    fleets: list[FleetSpec] = []
     for day in logged_days(folder):
         begin_s = day_begin_s(day)
         if begin_s + DAY_S <= start_s - LASTS_S or begin_s >= end_s:
@@ -172,7 +172,7 @@ def read_fleet_log(folder: Path, start_s: float, end_s: float) -> tuple[list[Loo
         for line in _lines(folder / f"fleet-{day}.jsonl"):
             if line.at_s >= end_s:
                 continue
-            if isinstance(line, Fleet):
+            if isinstance(line, FleetSpec):
                 fleets.append(line)
             elif line.at_s >= start_s - LASTS_S:
                 looks.append(line)
@@ -180,7 +180,7 @@ def read_fleet_log(folder: Path, start_s: float, end_s: float) -> tuple[list[Loo
 
 
 @dataclass(frozen=True)
-class Timeline:
+class LogWindows:
     """The looks of a log, cut into windows: `pieces` are (window, look, seconds), `stretch` numbers the
     uninterrupted stretches of the log that windows are of."""
 
@@ -189,7 +189,7 @@ class Timeline:
     pieces: list[tuple[int, Look, float]]
 
     @classmethod
-    def of(cls, looks: Sequence[Look], start_s: float, end_s: float) -> Timeline:
+    def of(cls, looks: Sequence[Look], start_s: float, end_s: float) -> LogWindows:
         """Of the looks that tell of [start_s, end_s)."""
         stretches: list[list[tuple[float, float, Look]]] = []
         for look, next_s in zip(looks, [*(after.at_s for after in looks[1:]), end_s], strict=True):
@@ -222,8 +222,8 @@ class Timeline:
         return np.asarray(self.windows[:, 1] - self.windows[:, 0])
 
 
-def _lines(path: Path) -> Sequence[Look | Fleet]:
-    found: list[Look | Fleet] = []
+def _lines(path: Path) -> Sequence[Look | FleetSpec]:
+    found: list[Look | FleetSpec] = []
     try:
         whole = path.read_bytes()
     except OSError as error:

@@ -75,7 +75,7 @@ class ApiKey:
 ANYONE = ApiKey("anyone", "")
 
 
-class Bucket:
+class TokenBucket:
     """Fills at `per_minute` up to `most`; with 0 a minute it is never empty."""
 
     def __init__(self, per_minute: float, most: float, now_s: float) -> None:
@@ -95,20 +95,20 @@ class Bucket:
         self._there -= amount
 
 
-class Limits:
+class KeyLimits:
     """A key's buckets: of requests with a burst, of tokens with what a minute brings."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         burst = float(key.burst or max(1.0, key.requests_per_minute / 6.0))
-        self.requests = Bucket(key.requests_per_minute, burst, now_s)
-        self.tokens = Bucket(key.tokens_per_minute, key.tokens_per_minute, now_s)
+        self.requests = TokenBucket(key.requests_per_minute, burst, now_s)
+        self.tokens = TokenBucket(key.tokens_per_minute, key.tokens_per_minute, now_s)
 
 
 class KeyRing:
     """All keys. With none, anyone may call (serve refuses that beyond loopback)."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._limits: dict[str, Limits] = {}
+        self._limits: dict[str, KeyLimits] = {}
         self._take(keys)
 
     def reload(self, file: Path, read: Callable[[Path], Sequence[ApiKey]] | None = None) -> None:
@@ -162,10 +162,10 @@ class KeyRing:
             limits.tokens.wait_s(0.0, now_s)
             limits.tokens.take(tokens)
 
-    def _limits_of(self, key: ApiKey, now_s: float) -> Limits:
+    def _limits_of(self, key: ApiKey, now_s: float) -> KeyLimits:
         limits = self._limits.get(key.name)
         if limits is None:
-            limits = self._limits[key.name] = Limits(key, now_s)
+            limits = self._limits[key.name] = KeyLimits(key, now_s)
         return limits
 
 

@@ -27,7 +27,7 @@ from controlplane.placement.ledger import DECODING, DRAINING, NONE, OFF, SERVING
 from controlplane.placement.policies import BEST_FIT, EXACT, PlacementSettings
 from controlplane.placement.queue import begin_round, leave, offer_late
 from controlplane.placement.rebalance import DeviationTracker
-from controlplane.port import Decide, Outcome, run_round
+from controlplane.port import ActionOutcome, Decide, run_round
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import Cached, Migrate, Note, Pace, Reassign, Scale, Snapshot, Transport
 from controlplane.types import WorkerId
@@ -230,12 +230,12 @@ class SimulatedPlane:
     def note(self, note: Note) -> str | None:
         return None
 
-    def report(self, outcomes: Sequence[Outcome]) -> None:
+    def report(self, outcomes: Sequence[ActionOutcome]) -> None:
         """Count what was refused, by why; draining workers go on, what was begun takes its first steps."""
         self.count(outcomes)
         self.bring()
 
-    def count(self, outcomes: Sequence[Outcome]) -> None:
+    def count(self, outcomes: Sequence[ActionOutcome]) -> None:
         """Count what was refused, and let draining workers go on."""
         self.refusals.update(outcome.refused for outcome in outcomes if outcome.refused is not None)
         self._drain(self.now_s)

@@ -87,12 +87,12 @@ class Copying:
 
     def __init__(self, pair: Pair, mover: Any, target: WorkerId) -> None:
         from dataplane.live.engine_api.kv_messages import LOADER_PREFIX
-        from dataplane.live.migration.move import Move
+        from dataplane.live.migration.move import MoveRecord
 
         self._moves, self._mover, self._target = pair.fleet.migrations, mover, target
         self._running = pair.fleet.running(mover.id)
         name = f"{LOADER_PREFIX}{secrets.token_hex(4)}"
-        self._move = Move(name, mover.id, mover.worker, target, "live", time.time())
+        self._move = MoveRecord(name, mover.id, mover.worker, target, "live", time.time())
         self._loader: str | None = None
 
     async def begin(self) -> None:

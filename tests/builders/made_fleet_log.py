@@ -4,7 +4,7 @@ import msgspec
 from made_plans import PROFILE
 
 from controlplane.worker_type import WorkerType
-from dataplane.history.fleet_log import Fleet, FleetLog, Look, day_begin_s
+from dataplane.history.fleet_log import FleetLog, FleetSpec, Look, day_begin_s
 
 DAY = "2026-06-01"
 NOON_S = day_begin_s(DAY) + 43_200.0
@@ -17,7 +17,7 @@ def look(at_s, serving=0, starting=0, draining=0, rule=None, fixed=False, kind=K
 
 
 def fleet(types=(KIND,), attainment=0.9, at_s=NOON_S, **more):
-    return Fleet(at_s, tuple(types), "spread", attainment, **more)
+    return FleetSpec(at_s, tuple(types), "spread", attainment, **more)
 
 
 def logged(folder, looks, made_of=None):

@@ -13,7 +13,7 @@ from controlplane.control import Settings, State, tick
 from controlplane.migration.balance import MoveSettings
 from controlplane.migration.overload import ShedSettings
 from controlplane.placement.ledger import DONE
-from controlplane.port import DataPlane, Outcome, run_round
+from controlplane.port import ActionOutcome, DataPlane, run_round
 from controlplane.scaler.load import LoadSettings
 from controlplane.snapshot import Migrate, Pace, Reassign, Scale, Snapshot
 from controlplane.types import Slo
@@ -75,7 +75,7 @@ def test_a_round_asks_by_a_verb_each_in_their_order_and_reports_what_came_of_the
     assert seen == [(State(), plane.snapshot)]
     assert plane.begun == list(zip(("scale", "migrate", "reassign"), actions, strict=True))
     assert plane.outcomes == [
-        [Outcome(actions[0]), Outcome(actions[1]), Outcome(actions[2], "it has started")]
+        [ActionOutcome(actions[0]), ActionOutcome(actions[1]), ActionOutcome(actions[2], "it has started")]
     ]
 
 

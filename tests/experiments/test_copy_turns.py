@@ -6,7 +6,7 @@ from made_clock import Clock
 
 pytest.importorskip("torch", reason="torch is not installed (requirements/live-cpu.txt)")
 
-from dataplane.live.engine_api.kv_messages import Pace
+from dataplane.live.engine_api.kv_messages import CopyRate
 from dataplane.live.kv import direct
 from dataplane.live.kv.direct import Share
 from experiments.lib import copy_turns
@@ -81,7 +81,7 @@ def test_turns_are_counted_and_found():
         assert working_s(at, at + 2 * TURN_S, TURN_S) == pytest.approx(TURN_S, abs=1e-6)
 
 
-@pytest.mark.parametrize("pace", [Pace(10e6), Pace(share=0.01), Pace(1e5, 0.001, 20e6)])
+@pytest.mark.parametrize("pace", [CopyRate(10e6), CopyRate(share=0.01), CopyRate(1e5, 0.001, 20e6)])
 def test_a_copy_that_takes_turns_works_in_those_only_and_at_its_pace(monkeypatch, pace):
     clock = Clock()
     monkeypatch.setattr(direct, "time", clock)

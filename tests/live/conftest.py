@@ -152,7 +152,7 @@ def pair_of_workers(model_folder: Path, kv_tokens: int, **engine: Any) -> Iterat
 
     from dataplane.live.kv.nixl import installed
     from dataplane.live.worker.door import new_key, public_key
-    from dataplane.live.worker.launch import Place, launch_worker
+    from dataplane.live.worker.launch import WorkerResources, launch_worker
     from harness.two_workers import start_ray
 
     # Ray would run its workers at the lowest priority, behind everything else on the machine.
@@ -173,7 +173,7 @@ def pair_of_workers(model_folder: Path, kv_tokens: int, **engine: Any) -> Iterat
     async def launch() -> list[Any]:
         return await asyncio.gather(
             *(
-                launch_worker(name, asked, public_key(key), Place(cores=core, transport=transport))
+                launch_worker(name, asked, public_key(key), WorkerResources(cores=core, transport=transport))
                 for name, core in (("a", "0"), ("b", "1"))
             )
         )

@@ -92,7 +92,7 @@ def test_a_worker_ends_itself_once_it_has_neither_gateway_nor_daemon(monkeypatch
 
     async def scene():
         worker = Worker("w", "secret")
-        worker.patience = wire.Patience(alive_every_s=0.001)
+        worker.patience = wire.LinkTimings(alive_every_s=0.001)
         worker._core = engine = Engine()
         worker._peers = GatewayPeers(Silent(), nothing, PlainCodec())
         worker._tell_load = lambda now_s: told.append(now_s)
@@ -119,10 +119,10 @@ def test_a_worker_ends_itself_once_it_has_neither_gateway_nor_daemon(monkeypatch
 
 
 def test_a_worker_reserves_gpus_of_its_type():
-    from dataplane.live.worker.launch import Place
+    from dataplane.live.worker.launch import WorkerResources
 
-    assert Place(gpus=2, accelerator="H100").bundle == {"GPU": 2.0, "accelerator_type:H100": 0.001}
-    assert Place(gpus=2).bundle == {"GPU": 2.0}
+    assert WorkerResources(gpus=2, accelerator="H100").bundle == {"GPU": 2.0, "accelerator_type:H100": 0.001}
+    assert WorkerResources(gpus=2).bundle == {"GPU": 2.0}
 
 
 @pytest.mark.parametrize(("root", "is_sent"), [("/work/checkout", True), ("/lib/site-packages", False)])
@@ -131,4 +131,4 @@ def test_a_checkout_is_named_to_workers_and_an_installed_package_is_not(monkeypa
 
     monkeypatch.setattr(launch, "ROOT", Path(root))
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert ("PYTHONPATH" in launch._environment(launch.Place())) is is_sent
+    assert ("PYTHONPATH" in launch._environment(launch.WorkerResources())) is is_sent

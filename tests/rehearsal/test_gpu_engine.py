@@ -273,7 +273,7 @@ def test_a_worker_has_its_gpus_and_vllm_accepts_their_reservation(model, ray_wit
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from dataplane.live.worker.launch import Place
+    from dataplane.live.worker.launch import WorkerResources
 
     def inside(folder, degree):
         import os
@@ -288,7 +288,7 @@ def test_a_worker_has_its_gpus_and_vllm_accepts_their_reservation(model, ray_wit
         parallel = config_of(folder, degree).parallel_config
         return os.environ["CUDA_VISIBLE_DEVICES"].split(","), parallel.distributed_executor_backend
 
-    group = placement_group([Place(gpus=4).bundle], strategy="STRICT_PACK")
+    group = placement_group([WorkerResources(gpus=4).bundle], strategy="STRICT_PACK")
     strategy = PlacementGroupSchedulingStrategy(group)
     task = ray_with_gpus.remote(inside).options(num_cpus=0, num_gpus=4, scheduling_strategy=strategy)
     devices, executor = ray_with_gpus.get(task.remote(model, 4), timeout=300)

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from controlplane.errors import BadInput
 from dataplane.live.worker.host_checks import (
-    Finding,
+    HostFinding,
     compare_ways,
     first_stop,
     hosts_of_cluster,
@@ -98,7 +98,7 @@ def doctor_command(flags: DoctorFlags) -> int:
 
 def _looked_at(
     cluster: str, model: str, nic: str, ports: Sequence[tuple[str, int]]
-) -> list[tuple[str, Finding]]:
+) -> list[tuple[str, HostFinding]]:
     """Findings by host: of this one, or of the nodes of a cluster and of this one what nodes do not tell."""
     # On a cluster a NIC is looked for at each node, which has an address to be held against.
     here = look_at_host(model, ports, "" if cluster else nic)
@@ -113,7 +113,7 @@ def _looked_at(
     return [*found, *(("all", finding) for finding in of_all)]
 
 
-def _tried(model: str, tp: int, flags: list[str]) -> list[Finding]:
+def _tried(model: str, tp: int, flags: list[str]) -> list[HostFinding]:
     """What two engines of the model do, or of a tiny one that is made for it."""
     if model:
         return try_engines(model, tp, flags)
@@ -121,7 +121,7 @@ def _tried(model: str, tp: int, flags: list[str]) -> list[Finding]:
         return try_engines(make_tiny_model(Path(folder) / "tiny-llama"), tp, flags or list(TINY_FLAGS))
 
 
-def _lines(found: list[tuple[str, Finding]], verbose: bool) -> Iterator[RenderableType]:
+def _lines(found: list[tuple[str, HostFinding]], verbose: bool) -> Iterator[RenderableType]:
     """Whether a fleet can start, then what hinders it and what trial engines did; `verbose`: every check."""
     stops, warns = (sum(finding.state == state for _, finding in found) for state in ("stops", "warns"))
     can = f"cannot start here: {counted(stops, 'error')}" if stops else "can start here: no errors"
@@ -131,7 +131,7 @@ def _lines(found: list[tuple[str, Finding]], verbose: bool) -> Iterator[Renderab
         yield _table(told)
 
 
-def _table(found: list[tuple[str, Finding]]) -> Table:
+def _table(found: list[tuple[str, HostFinding]]) -> Table:
     words = {"fine": "ok", "warns": "warning", "stops": "error"}
     table = Table(box=None, pad_edge=False)
     for name in ("host", "check", "", "found"):
@@ -162,7 +162,7 @@ def make_tiny_model(folder: Path) -> str:
     return str(folder)
 
 
-def try_engines(model: str, tp: int, flags: Sequence[str]) -> list[Finding]:
+def try_engines(model: str, tp: int, flags: Sequence[str]) -> list[HostFinding]:
     """What two engines of the model do. Raises BadInput with serve's own reason where they do not start."""
     words = ["--model", model, "--workers", "2", "--max-workers", "2", "--tp", str(tp), "--no-history"]
     # Nothing need be measured, and no move held back.
@@ -260,40 +260,40 @@ def _move(
 
 def _findings(
     workers: Sequence[dict[str, Any]], plain: _Stream, moved: _Stream, moves: Sequence[dict[str, Any]]
-) -> Iterator[Finding]:
+) -> Iterator[HostFinding]:
     steps = [w["telemetry"]["step_s"] for w in workers if w.get("telemetry")]
     hosts = " and ".join(dict.fromkeys(str(w.get("host")) for w in workers))
     step = f", a step of {duration_text(max(steps))}" if steps else ""
-    yield Finding("engines", "fine", f"two at {hosts}{step}")
+    yield HostFinding("engines", "fine", f"two at {hosts}{step}")
     done = [move for move in moves if move["outcome"] == "done"]
     if len(done) < max(len(moves), 1):
         why = next((m["reason"] or m["outcome"] for m in moves if m not in done), "it ended too soon")
-        yield Finding("moves", "stops", f"{len(done)} of {len(moves)} done: {why}")
+        yield HostFinding("moves", "stops", f"{len(done)} of {len(moves)} done: {why}")
     if done:
         pauses = sorted(move["downtime_s"] for move in done)
         size = sum(move["bytes"] for move in done) / len(done)
         said = f"{len(done)}, downtime {duration_text(pauses[len(pauses) // 2])}"
         said += f", at most {duration_text(pauses[-1])}; {size / 1e6:.1f} MB each"
-        yield Finding("moves", "fine", said)
+        yield HostFinding("moves", "fine", said)
     yield _compared(plain, moved)
 
 
-def _compared(plain: _Stream, moved: _Stream) -> Finding:
+def _compared(plain: _Stream, moved: _Stream) -> HostFinding:
     """Whether a moved request's tokens are those of the one that stayed."""
     if plain.tokens == moved.tokens and not moved.fault:
-        return Finding("tokens", "fine", f"all {len(plain.tokens)} as without moves")
+        return HostFinding("tokens", "fine", f"all {len(plain.tokens)} as without moves")
     alike = 0
     for one, other in zip(plain.tokens, moved.tokens, strict=False):
         if one != other:
             break
         alike += 1
     why = moved.fault or f"token {alike} of {len(plain.tokens)} is another than without moves"
-    return Finding("tokens", "stops", why)
+    return HostFinding("tokens", "stops", why)
 
 
-def _way(transport: dict[str, Any]) -> Finding:
+def _way(transport: dict[str, Any]) -> HostFinding:
     by = ", ".join(transport["ways"]) or "nothing yet"
-    return Finding("KV transport", "fine", f"by {by}: {transport['bytes_per_s'] / 1e9:.2f} GB/s")
+    return HostFinding("KV transport", "fine", f"by {by}: {transport['bytes_per_s'] / 1e9:.2f} GB/s")
 
 
 def _read(url: str, body: dict[str, Any], name: str, into: _Stream) -> None:

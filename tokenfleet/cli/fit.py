@@ -16,7 +16,7 @@ import typer
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.calibration import calibrated_by
-from controlplane.perfmodel.factors import Correction
+from controlplane.perfmodel.factors import FittedFactor
 from controlplane.perfmodel.fit import OUTLYING, StepFit, fit_phases, fit_prefill, fit_step, outlying, pooled
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source, relative_error
 from controlplane.perfmodel.samples import StepSamples, concatenated
@@ -306,7 +306,7 @@ def _around(flags: CalibrateFlags) -> Profile:
 
 def _by_metrics(
     urls: Sequence[str], around: Profile, minutes: float, said: list[str]
-) -> tuple[Profile, list[Correction]]:
+) -> tuple[Profile, list[FittedFactor]]:
     """Watch the engines and calibrate by what they did; a page that fails meanwhile is a gap, and said."""
     from tokenfleet.profiles.engine_metrics import drafts, intervals_of, kv_of, watched
 
@@ -331,7 +331,7 @@ def _by_metrics(
     return _sourced(made, around, what), corrections
 
 
-def _by_log(path: Path, around: Profile, workers: int) -> tuple[Profile, list[Correction]]:
+def _by_log(path: Path, around: Profile, workers: int) -> tuple[Profile, list[FittedFactor]]:
     log = read_request_log(path)
     requests = len(log.workload)
     if requests < FEWEST_LOGGED:
@@ -354,7 +354,7 @@ def _sourced(made: Profile, around: Profile, what: str) -> Profile:
     return replace(made, source=source)
 
 
-def _untold(corrections: Sequence[Correction]) -> list[str]:
+def _untold(corrections: Sequence[FittedFactor]) -> list[str]:
     """What the traffic could not tell, in a sentence."""
     untold = [one.name for one in corrections if not one.told]
     if not untold:
@@ -365,7 +365,7 @@ def _untold(corrections: Sequence[Correction]) -> list[str]:
 
 
 def _say_calibrated(
-    made: Profile, corrections: Sequence[Correction], said: Sequence[str], flags: CalibrateFlags
+    made: Profile, corrections: Sequence[FittedFactor], said: Sequence[str], flags: CalibrateFlags
 ) -> None:
     residuals = made.residuals
     if flags.output_format == OutputFormat.JSON:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenfleet.traces import Trace
     from tokenfleet.whatif.axes import Changes, Scenario
     from tokenfleet.whatif.cache import Cache
-    from tokenfleet.whatif.marginal import Clock
+    from tokenfleet.whatif.marginal import TimeOfDay
 
 
 @takes_request()
@@ -155,10 +155,10 @@ def _planned(
         raise
 
 
-def _clock(read: Trace, window: Parsed[tuple[float, float]] | None) -> Clock:
+def _clock(read: Trace, window: Parsed[tuple[float, float]] | None) -> TimeOfDay:
     """Times of day, where the trace has them."""
-    from tokenfleet.whatif.marginal import Clock
+    from tokenfleet.whatif.marginal import TimeOfDay
 
     if read.clock_start_s is None:
-        return Clock()
-    return Clock(read.clock_start_s + (window.value[0] if window else 0.0))
+        return TimeOfDay()
+    return TimeOfDay(read.clock_start_s + (window.value[0] if window else 0.0))

@@ -143,7 +143,7 @@ class Baseline:
 
 
 @dataclass(frozen=True, slots=True)
-class Costed:
+class ScaledTarget:
     """The fleet needed with both targets `scale` times what was asked, judged `on`; None: not possible."""
 
     scale: float
@@ -237,7 +237,7 @@ def _without_tier(fleet: Fleet) -> Fleet:
 
 def cost_by_slo(
     replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
-) -> tuple[Costed, ...]:
+) -> tuple[ScaledTarget, ...]:
     """The fleet's size as both targets are eased and tightened, judged as the answer was.
 
     Looser targets never take more workers, so each search begins where the one before it ended. Where replays
@@ -272,7 +272,7 @@ def cost_by_slo(
         counts[scale] = enough
     on: Literal["resampled traces", "recorded trace"] = "recorded trace" if on_trace else "resampled traces"
     return tuple(
-        Costed(
+        ScaledTarget(
             scale,
             replicates.eased(scale, scale).slo,
             None if (n := counts[scale]) is None else sizing.fleet(n),
@@ -300,7 +300,7 @@ def counts_around(sizing: Sizing) -> Sequence[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Nearest:
+class NearestTarget:
     """A target that can be met, with which fleet, and how much looser it is than what was asked.
 
     `session_s`: the one for the time of sessions, where there is one.
@@ -315,7 +315,7 @@ class Nearest:
 
 def nearest_feasible(
     replicates: Replicates, question: PlanRequest, sizings: Sequence[Sizing], pool: Threads
-) -> Nearest | None:
+) -> NearestTarget | None:
     """Of all kinds the least loosened target, the cheaper fleet among equals; None if nothing helps."""
     targets = pool.map(lambda sizing: nearest_of_kind(replicates, question, sizing, pool), sizings)
     return min((n for n in targets if n is not None), key=lambda n: (n.looser, n.fleet.cost), default=None)
@@ -323,7 +323,7 @@ def nearest_feasible(
 
 def nearest_of_kind(
     replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
-) -> Nearest | None:
+) -> NearestTarget | None:
     """The nearest target for one kind of worker, within the question's limits and at its confidence.
 
     First only what a lone request or session breaks is loosened, then the time of sessions; where that is not
@@ -366,7 +366,7 @@ def nearest_of_kind(
             looser = max(slo.ttft_s / target.ttft_s, slo.tpot_s / target.tpot_s)
             if took_s is not None and session_s is not None:
                 looser = max(looser, took_s / session_s)
-            return Nearest(slo, sized[step].fleet(count), sized[step].sure[count], looser, took_s)
+            return NearestTarget(slo, sized[step].fleet(count), sized[step].sure[count], looser, took_s)
     return None
 
 

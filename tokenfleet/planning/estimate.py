@@ -149,7 +149,7 @@ class Trial:
 
     def __init__(self, replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads) -> None:
         self.fleet, self._replicates, self._question, self._pool = fleet, replicates, question, pool
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, ReplicateOutcome] = {}
         self.numbers = range(1, replicates_for(question.confidence) + 1)
 
     def holds(self, *, screening: bool = False) -> bool:
@@ -188,7 +188,7 @@ class Trial:
         return verdict_on([self._seen[i] for i in sorted(self._seen)], self._question, self._replicates.asked)
 
 
-class Seen(NamedTuple):
+class ReplicateOutcome(NamedTuple):
     """A fleet in one replicate; `hit_rate` is None where nothing is cached.
 
     `lost`: broken off as soon as more had missed than may; what had not ended counts as missed.
@@ -201,7 +201,9 @@ class Seen(NamedTuple):
     classes: tuple[tuple[int, int], ...] = ()  # (missed, requests) of each, where there are several
 
 
-def verdict_on(seen: Sequence[Seen], question: PlanRequest, asked: Sequence[float] = ()) -> Estimate:
+def verdict_on(
+    seen: Sequence[ReplicateOutcome], question: PlanRequest, asked: Sequence[float] = ()
+) -> Estimate:
     """The estimate from what was seen; `asked`: of each class, where there are several."""
     misses, requests, confidence = [s.missed for s in seen], [s.requests for s in seen], question.confidence
     hit_rates = tuple(s.hit_rate for s in seen if s.hit_rate is not None)
@@ -219,7 +221,7 @@ def showable_of(requests: Sequence[int], asked: Sequence[float], confidence: flo
     return joint(np.array([most_showable(n, confidence) for n in requests]), asked)
 
 
-def open_still(seen: Sequence[Seen], question: PlanRequest) -> bool:
+def open_still(seen: Sequence[ReplicateOutcome], question: PlanRequest) -> bool:
     """Whether as many replicates as must hold still may."""
     last = replicates_for(question.confidence)
     failed = sum(s.missed > (1.0 - question.attainment) * s.requests for s in seen)
@@ -232,7 +234,7 @@ def look(
     numbers: Sequence[int] | range,
     pool: Threads,
     allowed: float | None = None,
-) -> list[Seen]:
+) -> list[ReplicateOutcome]:
     """A fleet in each of the replicates.
 
     A hopeless replicate is broken off: with a fifth of its requests missed, the rest counts as missed too.
@@ -240,11 +242,13 @@ def look(
     """
     hopeless = HOPELESS if not replicates.classes else 1.0
 
-    def one(replicate: int) -> Seen:
+    def one(replicate: int) -> ReplicateOutcome:
         outcome = replicates.replay(fleet, replicate, most_missed=hopeless if allowed is None else allowed)
         lost = allowed is not None and not outcome.complete
         counts, late = (of.round().astype(int).tolist() for of in class_counts(outcome.met, outcome.workload))
         classes = tuple(zip(late, counts, strict=True)) if replicates.asked else ()
-        return Seen(missed(outcome), round(outcome.workload.requests), outcome.prefix_hit_rate, lost, classes)
+        return ReplicateOutcome(
+            missed(outcome), round(outcome.workload.requests), outcome.prefix_hit_rate, lost, classes
+        )
 
     return pool.map(one, numbers)

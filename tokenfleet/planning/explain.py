@@ -101,7 +101,7 @@ def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, f
 
 
 @dataclass(frozen=True, slots=True)
-class Plateau:
+class AttainmentPlateau:
     """Worker counts between which attainment on the trace hardly differs, and what is missed there.
 
     `alone_ttft` and `alone_tpot`: shares of all requests that break that target on an idle worker, whatever
@@ -120,7 +120,7 @@ class Plateau:
 
 def plateau(
     replicates: Replicates, profile: Profile, on_trace: Mapping[int, float], workers: int, target: float
-) -> Plateau | None:
+) -> AttainmentPlateau | None:
     """The flat part of the curve `on_trace` around the answer; None where another worker counts.
 
     Flat: three counts or more in a row within a tenth of the misses that the target allows, at least half of
@@ -141,7 +141,7 @@ def plateau(
     ttft_target_s, tpot_target_s = replicates.targets_s(workload)
     late, slow = ttft_s[ttft_s > ttft_target_s], tpot_s[tpot_s > tpot_target_s]
     requests = len(workload)
-    return Plateau(
+    return AttainmentPlateau(
         tuple(sorted(near)),
         _span(on_trace, near),
         missed,
@@ -223,7 +223,7 @@ GROWTHS = (1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 3.0, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Headroom:
+class TrafficHeadroom:
     """The most traffic at which a fleet meets its target, and the least at which it misses; None: not found.
 
     Both are times the trace's, each in as many resampled traces as the confidence asks for.
@@ -233,7 +233,9 @@ class Headroom:
     misses: float | None
 
 
-def headroom(replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads) -> Headroom | None:
+def headroom(
+    replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads
+) -> TrafficHeadroom | None:
     """How much more traffic `fleet` bears, to a step of `GROWTHS`.
 
     None where prefixes are cached: there the search for more sessions tells it. The recorded trace comes
@@ -265,4 +267,4 @@ def headroom(replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: 
     most = len(GROWTHS) if on_trace is None else on_trace
     first = smallest(lambda step: not holds(step), 0, 0, most - 1)
     miss = most if first is None else first
-    return Headroom(GROWTHS[miss - 1] if miss else 1.0, GROWTHS[miss] if miss < len(GROWTHS) else None)
+    return TrafficHeadroom(GROWTHS[miss - 1] if miss else 1.0, GROWTHS[miss] if miss < len(GROWTHS) else None)

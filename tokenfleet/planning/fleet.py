@@ -100,7 +100,7 @@ MOST_SPARES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Spares:
+class StandbyWorkers:
     """The workers bought beyond the serving fleet, and the attainment that reclaims leave.
 
     `availability`: share of the time in which every group has as many workers as it needs. `untouched`: share
@@ -132,7 +132,7 @@ def spares_for(
     reclaims_per_h: float,
     cold_start_s: float,
     request_s: float,
-) -> Spares | None:
+) -> StandbyWorkers | None:
     """The fewest spares, each where a dollar helps most, with which `low` of `serving` still meets `target`.
 
     `request_s`: mean time a request runs. None where no number of spares does, because reclaims hit too many
@@ -163,4 +163,6 @@ def spares_for(
         best = max(range(len(extra)), key=lambda i: (gain(i), -i))
         extra[best] += 1
     groups = tuple(replace(g, workers=g.workers + k) for g, k in zip(serving.groups, extra, strict=True))
-    return Spares(serving, Fleet(groups), reclaims_per_h, cold_start_s, standing(extra), untouched, before)
+    return StandbyWorkers(
+        serving, Fleet(groups), reclaims_per_h, cold_start_s, standing(extra), untouched, before
+    )

@@ -31,11 +31,11 @@ from controlplane.scaler.weights import Weights
 from controlplane.worker_type import WorkerGroup, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.planning.estimate import Estimate, Trial
-from tokenfleet.planning.fleet import Fleet, Spares, spares_for
+from tokenfleet.planning.fleet import Fleet, StandbyWorkers, spares_for
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.result import OneFewer, Plan
-from tokenfleet.planning.schedule import Schedule, Stretch
+from tokenfleet.planning.result import Plan, SmallerFleet
+from tokenfleet.planning.schedule import Schedule, ScheduleInterval
 from tokenfleet.planning.sizing import Sizing, meets
 from tokenfleet.planning.threads import Threads
 
@@ -220,7 +220,7 @@ def _noted(note: str) -> str:
     return f"{note}; without spares" if note else "without spares"
 
 
-def _one_fewer(plan: Plan, spares: Spares) -> OneFewer | None:
+def _one_fewer(plan: Plan, spares: StandbyWorkers) -> SmallerFleet | None:
     """With spares, one worker fewer is one spare fewer."""
     fewer, best = plan.one_fewer, plan.best
     if spares.workers == 0 or best is None or best.estimate is None or fewer is None:
@@ -230,12 +230,14 @@ def _one_fewer(plan: Plan, spares: Spares) -> OneFewer | None:
     reason = (
         f"enough workers stand only {spares.one_fewer:.3%} of the time, which its lower bound cannot spare"
     )
-    return OneFewer(spares.bought.workers - 1, best.on_trace, estimate, reason)
+    return SmallerFleet(spares.bought.workers - 1, best.on_trace, estimate, reason)
 
 
-def _with_spares(schedule: Schedule, spares: Spares) -> Schedule:
+def _with_spares(schedule: Schedule, spares: StandbyWorkers) -> Schedule:
     """As many spares at every time: the fewer workers serve, the more these cover."""
-    stretches = tuple(Stretch(s.start_s, s.end_s, s.workers + spares.workers) for s in schedule.stretches)
+    stretches = tuple(
+        ScheduleInterval(s.start_s, s.end_s, s.workers + spares.workers) for s in schedule.stretches
+    )
     seconds = sum(s.end_s - s.start_s for s in stretches)
     hours = sum(s.workers * (s.end_s - s.start_s) for s in stretches)
     return replace(

@@ -53,7 +53,7 @@ class FleetPart(_Part):
     role: Literal["any", "prefill", "decode"] = "any"
 
 
-class Targets(_Part):
+class LatencyTargets(_Part):
     """Time to first token and time per output token, both in seconds."""
 
     ttft_s: Positive
@@ -91,7 +91,7 @@ class RunsOn(_Part):
     share: Number
 
 
-class PlannedClass(Targets):
+class PlannedClass(LatencyTargets):
     """A class of requests with targets of its own; `deadline_s`: what its targets keep.
 
     `without`: the cheapest fleet for all others; `alone`: for this class; `binds`: whether it misses first.
@@ -130,7 +130,7 @@ class _AnyLine(_Part):
     mean_output_tokens: Positive | None = None
 
 
-class Line(_AnyLine):
+class ScalingRule(_AnyLine):
     """Workers at a rate: `workers_per_rps` x rate + `intercept`, at these mean lengths."""
 
     workers_per_rps: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -241,7 +241,7 @@ class Plateau(_Part):
     alone_needs_s: AloneShares
 
 
-class Sampling(_Part):
+class TraceSample(_Part):
     """The sample that a long trace was judged by."""
 
     requests: Whole
@@ -328,7 +328,7 @@ class Reuse(_Part):
     sessions: SessionCost | None = None
 
 
-class HostMemory(_Part):
+class KvOffload(_Part):
     """What KV offload to CPU memory is worth on the recorded trace."""
 
     gib: Number
@@ -460,7 +460,7 @@ class PlanFile(PlanBrief):
     priority_headroom: Annotated[float, Field(ge=0, le=0.9)] = 0.0
     prefix_cache: bool | None = None
     engine_mode: Mode | None
-    slo: Targets
+    slo: LatencyTargets
     classes: list[PlannedClass] = []
     separate_usd_per_hour: Dollars | None = None
     session_s: Annotated[float, Field(gt=0)] | None = None
@@ -475,11 +475,11 @@ class PlanFile(PlanBrief):
     binding_detail: BindingDetail | None = None
     headroom: Headroom | None = None
     plateau: Plateau | None = None
-    sampling: Sampling | None = None
+    sampling: TraceSample | None = None
     one_fewer: OneFewer | None = None
     doubt: Uncertainty | None = None
     nearest_feasible: Nearest | None = None
-    demand_line: Line | None = None
+    demand_line: ScalingRule | None = None
     agents_line: AgentsLine | None = None
     schedule: list[Stretch] = []
     schedule_detail: ScheduleDetail | None = None
@@ -488,7 +488,7 @@ class PlanFile(PlanBrief):
     passed_over: list[PassedOver] = []
     affinity: Affinity | None = None
     reuse: Reuse | None = None
-    host_kv: HostMemory | None = None
+    host_kv: KvOffload | None = None
     curves: Curves = Curves()
     inputs: PlanInputs
 

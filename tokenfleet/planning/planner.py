@@ -54,9 +54,9 @@ from tokenfleet.planning.mix import (
 )
 from tokenfleet.planning.replicates import Doubted, Memory, Replicates
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
+from tokenfleet.planning.result import Candidate, Doubt, InfeasibleType, Inputs, Plan, SmallerFleet, latency
 from tokenfleet.planning.reuse import reuse_of
-from tokenfleet.planning.schedule import Clock, Schedule, make_schedule, paid, waits
+from tokenfleet.planning.schedule import Schedule, TraceClock, make_schedule, paid, waits
 from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
 from tokenfleet.planning.traffic.sample import CURVE, LONG, SAMPLED, Sampler
@@ -210,7 +210,7 @@ def _serving(
     watch.stage("sizing each worker type on the recorded trace", 0.0)
     sizings = size_all(replicates, question, worker_types, pool)
     possible = sorted((s for s in sizings if s.workers is not None), key=lambda s: s.cost)
-    passed_over = tuple(PassedOver(s.worker_type, s.reason) for s in sizings if s.workers is None)
+    passed_over = tuple(InfeasibleType(s.worker_type, s.reason) for s in sizings if s.workers is None)
     blank = replace(blank, passed_over=passed_over)
     if possible and (few := too_few(replicates, question)):
         return _too_short(blank, replicates, few, possible)
@@ -309,7 +309,7 @@ def _schedule(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads)
     question = plan.question
     if question.agents is not None or (waits(replicates) and not replicates.units.is_plain):
         return None
-    clock = Clock.of(plan.inputs.clock_start_s, plan.inputs.rate_scale)
+    clock = TraceClock.of(plan.inputs.clock_start_s, plan.inputs.rate_scale)
     full = winner.fleet(winner.confirmed or 0)
     return make_schedule(replicates, question, winner, full, pool, clock)
 
@@ -412,11 +412,11 @@ def _as_sizing(replicates: Replicates, question: PlanRequest, mixed: Mixed, sing
     return sizing
 
 
-def _one_fewer(replicates: Replicates, question: PlanRequest, winner: Sizing, pool: Threads) -> OneFewer:
+def _one_fewer(replicates: Replicates, question: PlanRequest, winner: Sizing, pool: Threads) -> SmallerFleet:
     """The fleet less one worker (of a mix: in its proportions), and which test it fails."""
     count = (winner.confirmed or 1) - 1
     if count < winner.fewest:
-        return OneFewer(count, 0.0, None, "the load alone needs more" if count else "none would be left")
+        return SmallerFleet(count, 0.0, None, "the load alone needs more" if count else "none would be left")
     fleet = winner.fleet(count)
     on_trace = replicates.replay(fleet).attainment
     verdict = winner.sure.get(count)
@@ -430,7 +430,7 @@ def _one_fewer(replicates: Replicates, question: PlanRequest, winner: Sizing, po
         fails = f"its lower bound at confidence {question.confidence:g} is below the target"
     else:
         fails = "it holds too; the mix was chosen for its price, not its size"
-    return OneFewer(count, on_trace, verdict, fails)
+    return SmallerFleet(count, on_trace, verdict, fails)
 
 
 def _binding(replicates: Replicates, question: PlanRequest, winner: Sizing, pool: Threads) -> Binding:

@@ -79,7 +79,7 @@ def known_policy(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Codec:
+class TextCodec:
     """How the text of an option becomes its noun; `parse` raises BadInput. Over HTTP it is the text."""
 
     parse: Callable[[str], object]
@@ -141,7 +141,7 @@ class PlanRequest:
         About("model", "a model of the library, e.g. llama-3.1-8b"),
     ] = None
     classes: Annotated[
-        tuple[Annotated[Parsed[SloClass], Codec(_slo_class, 200, min_length=3)], ...],
+        tuple[Annotated[Parsed[SloClass], TextCodec(_slo_class, 200, min_length=3)], ...],
         Field(max_length=16),
         About(
             "classes",
@@ -152,7 +152,7 @@ class PlanRequest:
         ),
     ] = ()
     class_of: Annotated[
-        tuple[Annotated[Parsed[tuple[str, str, str]], Codec(_class_rule, 100, min_length=1)], ...],
+        tuple[Annotated[Parsed[tuple[str, str, str]], TextCodec(_class_rule, 100, min_length=1)], ...],
         Field(max_length=100),
         About(
             "rules of classes",
@@ -242,7 +242,7 @@ class PlanRequest:
     ] = None
     speculate: Annotated[
         Parsed[Any] | None,  # a Speculation, whose module loads numpy
-        Codec(parse_speculation, 400, ("0.8/0.6/0.4@1ms+0.5ms",)),
+        TextCodec(parse_speculation, 400, ("0.8/0.6/0.4@1ms+0.5ms",)),
         About(
             "speculative decoding",
             "speculative decoding: acceptance by position, time per draft, time per step: 0.8/0.6@1ms+0.5ms",
@@ -251,7 +251,7 @@ class PlanRequest:
     ] = None
     host_kv: Annotated[
         Parsed[tuple[int, float | None] | None] | None,
-        Codec(parse_host_kv, 60, ("64GiB@25GB/s",)),
+        TextCodec(parse_host_kv, 60, ("64GiB@25GB/s",)),
         About(
             "host memory for KV",
             "offload evicted KV to host memory: size per worker and load rate per GPU, 64GiB@25GB/s",
@@ -318,7 +318,7 @@ class PlanRequest:
     price_scale: Annotated[Scale, About("prices", "multiply prices by this", key="price")] = 1.0
     window: Annotated[
         Parsed[tuple[float, float]] | None,
-        Codec(parse_window_s, 40, ("10m..20m",)),
+        TextCodec(parse_window_s, 40, ("10m..20m",)),
         About("part of the trace", "only this part of the trace: 10m..20m"),
     ] = None
     budget_usd_per_h: Annotated[
@@ -424,7 +424,9 @@ class Option:
         self.is_list = get_origin(self.type) is tuple
         one = get_args(self.type)[0] if self.is_list or NoneType in get_args(self.type) else self.type
         self.item, self._item_metadata = _plain(one)
-        self.codec = next((m for m in (*self.metadata, *self._item_metadata) if isinstance(m, Codec)), None)
+        self.codec = next(
+            (m for m in (*self.metadata, *self._item_metadata) if isinstance(m, TextCodec)), None
+        )
         self._adapter: TypeAdapter[Any] = TypeAdapter(self._of_texts() if self.codec else annotation)
 
     def _of_texts(self) -> Any:
@@ -463,7 +465,7 @@ class Option:
     @property
     def item_constraints(self) -> list[Any]:
         """What it can check of one item of a list, or of a value that may be left out."""
-        return [m for m in self._item_metadata if not isinstance(m, Codec)]
+        return [m for m in self._item_metadata if not isinstance(m, TextCodec)]
 
     @property
     def choices(self) -> list[str]:

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from controlplane.types import Slo, SloClass
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.classes import ClassOfPlan
-from tokenfleet.planning.comparisons import Baseline, Costed, DemandLine, Nearest, TierWorth
+from tokenfleet.planning.comparisons import Baseline, DemandLine, NearestTarget, ScaledTarget, TierWorth
 from tokenfleet.planning.estimate import Estimate
-from tokenfleet.planning.explain import Binding, Headroom, Plateau
-from tokenfleet.planning.fleet import Fleet, Spares
+from tokenfleet.planning.explain import AttainmentPlateau, Binding, TrafficHeadroom
+from tokenfleet.planning.fleet import Fleet, StandbyWorkers
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.reuse import Reuse
-from tokenfleet.planning.schedule import Paid, Schedule
+from tokenfleet.planning.reuse import PrefixReuse
+from tokenfleet.planning.schedule import PaidSchedule, Schedule
 from tokenfleet.planning.traffic.drift import Told
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -95,7 +95,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class OneFewer:
+class SmallerFleet:
     """One worker less than the answer, and how it fails."""
 
     workers: int
@@ -133,7 +133,7 @@ class Doubt:
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOver:
+class InfeasibleType:
     """A kind of worker that is no alternative, and why."""
 
     worker_type: WorkerType
@@ -167,23 +167,23 @@ class Plan:
     best: Candidate | None
     reason: str = ""
     alternatives: tuple[Candidate, ...] = ()
-    passed_over: tuple[PassedOver, ...] = ()
-    nearest: Nearest | None = None
+    passed_over: tuple[InfeasibleType, ...] = ()
+    nearest: NearestTarget | None = None
     nearest_attainment: float | None = None
     binding: Binding | None = None
-    headroom: Headroom | None = None
-    plateau: Plateau | None = None
-    one_fewer: OneFewer | None = None
+    headroom: TrafficHeadroom | None = None
+    plateau: AttainmentPlateau | None = None
+    one_fewer: SmallerFleet | None = None
     doubt: Doubt | None = None
     line: DemandLine | None = None
     schedule: Schedule | None = None
-    paid: Paid | None = None  # the schedule with its cold starts
+    paid: PaidSchedule | None = None  # the schedule with its cold starts
     sampled: Sampled | None = None  # where the trace is too long to be replayed whole each time
-    spares: Spares | None = None  # on spot workers; `best.fleet` has them
+    spares: StandbyWorkers | None = None  # on spot workers; `best.fleet` has them
     baselines: tuple[Baseline, ...] = ()
     tier: TierWorth | None = None  # where host memory keeps KV
-    reuse: Reuse | None = None  # where prefixes are known and cached
-    costed: tuple[Costed, ...] = ()
+    reuse: PrefixReuse | None = None  # where prefixes are known and cached
+    costed: tuple[ScaledTarget, ...] = ()
     classes: tuple[ClassOfPlan, ...] = ()
     on_trace: dict[int, float] = field(default_factory=dict)
     sure: dict[int, Estimate] = field(default_factory=dict)

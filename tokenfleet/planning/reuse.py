@@ -38,7 +38,7 @@ WITHIN = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class GrownSessions:
     """A fleet under `scale` times the sessions."""
 
     scale: float
@@ -47,16 +47,16 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True)
-class Cliff:
+class SessionLimit:
     """What was tried, in rising order, and the growths at which hits and target are lost; None: at none."""
 
-    tried: tuple[Grown, ...]
+    tried: tuple[GrownSessions, ...]
     hits_lost: float | None
     target_lost: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class SessionCost:
+class FleetSessions:
     """Sessions of the trace on the fleet: how many, the most at once, their mean time, and one's price.
 
     `within`: the share of them within the target for their time, where there is one.
@@ -70,7 +70,7 @@ class SessionCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
+class PrefixReuse:
     """The reuse of prefixes on a fleet; `low` and `high` bound the hit rate over replicates."""
 
     hit_rate: float
@@ -79,13 +79,13 @@ class Reuse:
     ideal: float
     working_set_tokens: int
     kv_tokens: int
-    cliff: Cliff
-    sessions: SessionCost | None
+    cliff: SessionLimit
+    sessions: FleetSessions | None
 
 
 def reuse_of(
     replicates: Replicates, fleet: Fleet, hit_rates: Sequence[float], target: float, pool: Threads
-) -> Reuse | None:
+) -> PrefixReuse | None:
     """The reuse of `fleet`; None where nothing is cached. `hit_rates` are those of its replicates."""
     workload = replicates.workload
     if workload.prefixes is None:
@@ -93,7 +93,7 @@ def reuse_of(
     outcome = replicates.replay(fleet)
     hit_rate = outcome.prefix_hit_rate or 0.0
     seen = sorted([*hit_rates, hit_rate])
-    return Reuse(
+    return PrefixReuse(
         hit_rate,
         seen[0],
         seen[-1],
@@ -105,15 +105,15 @@ def reuse_of(
     )
 
 
-def cliff_of(replicates: Replicates, fleet: Fleet, target: float, pool: Threads) -> Cliff:
+def cliff_of(replicates: Replicates, fleet: Fleet, target: float, pool: Threads) -> SessionLimit:
     """The growth that `fleet` bears."""
-    tried: dict[float, Grown] = {}
+    tried: dict[float, GrownSessions] = {}
 
-    def one(scale: float) -> Grown:
+    def one(scale: float) -> GrownSessions:
         outcome = replicates.replay(fleet, growth=scale)
-        return Grown(scale, outcome.prefix_hit_rate or 0.0, outcome.attainment)
+        return GrownSessions(scale, outcome.prefix_hit_rate or 0.0, outcome.attainment)
 
-    def try_all(scales: Sequence[float]) -> list[Grown]:
+    def try_all(scales: Sequence[float]) -> list[GrownSessions]:
         new = [scale for scale in scales if scale not in tried]
         tried.update(zip(new, pool.map(one, new), strict=True))
         return [tried[scale] for scale in sorted(tried)]
@@ -121,7 +121,7 @@ def cliff_of(replicates: Replicates, fleet: Fleet, target: float, pool: Threads)
     kept = LOST * try_all((1.0, *GROWTHS))[0].hit_rate
     target_lost = _first(lambda g: _past(1.0 - g.attainment, 1.0 - target), try_all)
     hits_lost = _first(lambda g: _past(kept, g.hit_rate), try_all)
-    return Cliff(tuple(try_all(())), hits_lost, target_lost)
+    return SessionLimit(tuple(try_all(())), hits_lost, target_lost)
 
 
 def _past(value: float, level: float) -> float:
@@ -130,7 +130,9 @@ def _past(value: float, level: float) -> float:
     return math.log((value + crumb) / (level + crumb))
 
 
-def _first(past: Callable[[Grown], float], try_all: Callable[[Sequence[float]], list[Grown]]) -> float | None:
+def _first(
+    past: Callable[[GrownSessions], float], try_all: Callable[[Sequence[float]], list[GrownSessions]]
+) -> float | None:
     """The growth at which something is lost, known to `WITHIN`; None where nowhere."""
     while True:
         known = try_all(())
@@ -152,7 +154,7 @@ def _first(past: Callable[[Grown], float], try_all: Callable[[Sequence[float]], 
 
 
 def _around(
-    past: Callable[[Grown], float], one: Grown, other: Grown, low: float, high: float
+    past: Callable[[GrownSessions], float], one: GrownSessions, other: GrownSessions, low: float, high: float
 ) -> tuple[float, float]:
     """Two growths close to where the line through two known ones crosses, between `low` and `high`."""
     slope = (past(other) - past(one)) / math.log(other.scale / one.scale)
@@ -202,7 +204,7 @@ def sessions_per_h(outcome: Outcome, agents: int) -> float:
     return float((ends_s <= until_s).sum()) / until_s * 3600.0 if until_s > 0 else 0.0
 
 
-def session_cost(outcome: Outcome, fleet: Fleet, agents: int | None = None) -> SessionCost | None:
+def session_cost(outcome: Outcome, fleet: Fleet, agents: int | None = None) -> FleetSessions | None:
     """The price of a session; None where none waits for its answers."""
     sessions = outcome.workload.sessions
     if sessions is None or (len(sessions.before) == 0 and outcome.session_target_s is None):
@@ -218,4 +220,4 @@ def session_cost(outcome: Outcome, fleet: Fleet, agents: int | None = None) -> S
         an_hour = sessions_per_h(outcome, agents)
     mean_s = float((end_s - begin_s).mean())
     price = None if fleet.usd_per_hour is None or an_hour <= 0 else fleet.usd_per_hour / an_hour
-    return SessionCost(len(begin_s), at_once, mean_s, price, outcome.session_attainment)
+    return FleetSessions(len(begin_s), at_once, mean_s, price, outcome.session_attainment)

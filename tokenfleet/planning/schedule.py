@@ -53,7 +53,7 @@ TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class TraceClock:
     """Where the workload's zero is in the week, and how fast its time passes beside the clock's."""
 
     since_monday_s: float  # of the workload's time
@@ -72,17 +72,17 @@ class Clock:
         return round(WEEK_S / CELL_S)
 
     @classmethod
-    def of(cls, clock_start_s: float | None, faster: float) -> Clock:
+    def of(cls, clock_start_s: float | None, faster: float) -> TraceClock:
         """By the Unix time of the workload's zero, where that is known; 1970 began on a Thursday."""
         since_s = 0.0 if clock_start_s is None else (clock_start_s + 3 * DAY_S) % WEEK_S
         return cls(since_s / faster, faster)
 
 
-NO_CLOCK = Clock(0.0)
+NO_CLOCK = TraceClock(0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ScheduleInterval:
     """A time with a constant number of workers."""
 
     start_s: float
@@ -94,7 +94,7 @@ class Stretch:
 class Schedule:
     """Stretches that cover the trace, the attainment they reach together, and the worker-hours saved."""
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[ScheduleInterval, ...]
     attainment: float
     saved_share: float  # of the worker-hours of the constant fleet
     low: float | None = None  # where samples say so: of the whole trace at least, at the plan's confidence
@@ -179,7 +179,7 @@ def make_schedule(
     sizing: Sizing,
     full: Fleet,
     pool: Threads,
-    clock: Clock = NO_CLOCK,
+    clock: TraceClock = NO_CLOCK,
 ) -> Schedule | None:
     """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through.
 
@@ -233,7 +233,7 @@ def levelled(replicates: Replicates, profile: Profile) -> Replicates:
     return replace(replicates, workload=moved, known=None, classes=classes)
 
 
-def followed(replicates: Replicates, sizing: Sizing, stretches: Sequence[Stretch]) -> float:
+def followed(replicates: Replicates, sizing: Sizing, stretches: Sequence[ScheduleInterval]) -> float:
     """The attainment of the requests at their own times, on workers that come and go with the stretches."""
     counts = [{(g.worker_type, g.role): g.workers for g in sizing.fleet(s.workers).groups} for s in stretches]
     specs = [
@@ -253,7 +253,9 @@ def followed(replicates: Replicates, sizing: Sizing, stretches: Sequence[Stretch
     return replace(outcome, session_target_s=replicates.session_s, asked=replicates.asked).attainment
 
 
-def _stays(counts: Sequence[int], stretches: Sequence[Stretch]) -> Iterator[tuple[float, float | None]]:
+def _stays(
+    counts: Sequence[int], stretches: Sequence[ScheduleInterval]
+) -> Iterator[tuple[float, float | None]]:
     """When each of so many workers comes and goes; None: it stays to the end."""
     for level in range(max(counts)):
         above = [count > level for count in counts]
@@ -269,7 +271,7 @@ def _by_windows(
     sizing: Sizing,
     full: Fleet,
     pool: Threads,
-    clock: Clock = NO_CLOCK,
+    clock: TraceClock = NO_CLOCK,
 ) -> Schedule:
     most = sizing.workers or full.workers
     if replicates.sampler is not None:
@@ -315,7 +317,7 @@ def _scheduled(
     return Schedule(_merged(spans, workers), attained, saved)
 
 
-def _cells(edges: NDArray[np.float64], clock: Clock) -> NDArray[np.int64]:
+def _cells(edges: NDArray[np.float64], clock: TraceClock) -> NDArray[np.int64]:
     """The cell of the week that each window is of; each its own where the trace shows no week."""
     if edges[-1] < NEARLY * clock.week_s:
         return np.arange(len(edges) - 1)
@@ -323,7 +325,7 @@ def _cells(edges: NDArray[np.float64], clock: Clock) -> NDArray[np.int64]:
     return np.asarray(middle_s // clock.cell_s % clock.cells, np.int64)
 
 
-def _edges(workload: Workload, clock: Clock = NO_CLOCK) -> NDArray[np.float64]:
+def _edges(workload: Workload, clock: TraceClock = NO_CLOCK) -> NDArray[np.float64]:
     """Where windows begin, and the end of the last one, just behind the last arrival."""
     end_s = float(workload.arrival_s[-1])
     if end_s >= NEARLY * clock.week_s:
@@ -362,19 +364,19 @@ def _give_back(
         misses[best] = windows[best].misses(workers[best])
 
 
-def _merged(spans: Sequence[tuple[float, float]], workers: Sequence[int]) -> tuple[Stretch, ...]:
+def _merged(spans: Sequence[tuple[float, float]], workers: Sequence[int]) -> tuple[ScheduleInterval, ...]:
     """Neighbours with the same count become one stretch."""
-    stretches: list[Stretch] = []
+    stretches: list[ScheduleInterval] = []
     for (start_s, end_s), count in zip(spans, workers, strict=True):
         if stretches and stretches[-1].workers == count:
-            stretches[-1] = Stretch(stretches[-1].start_s, end_s, count)
+            stretches[-1] = ScheduleInterval(stretches[-1].start_s, end_s, count)
         else:
-            stretches.append(Stretch(start_s, end_s, count))
+            stretches.append(ScheduleInterval(start_s, end_s, count))
     return tuple(stretches)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WorkerOrder:
     """Workers ordered at one time to serve from another on. Before 0: before the trace begins."""
 
     order_s: float
@@ -383,12 +385,12 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Paid:
+class PaidSchedule:
     """A schedule with its starts: how many workers are paid when, and what is ordered when."""
 
     cold_start_s: float
-    stretches: tuple[Stretch, ...]
-    orders: tuple[Order, ...]
+    stretches: tuple[ScheduleInterval, ...]
+    orders: tuple[WorkerOrder, ...]
 
     @property
     def worker_hours(self) -> float:
@@ -406,10 +408,10 @@ class Paid:
         return total / seconds if seconds > 0 else full.usd_per_hour
 
 
-def paid(wanted: Sequence[Stretch], cold_start_s: float) -> Paid:
+def paid(wanted: Sequence[ScheduleInterval], cold_start_s: float) -> PaidSchedule:
     """The cost of the stretches (in order, no gap between them) when a start takes so many seconds."""
     if not wanted:
-        return Paid(cold_start_s, (), ())
+        return PaidSchedule(cold_start_s, (), ())
     first_s, end_s = wanted[0].start_s, wanted[-1].end_s
     edges = {s.start_s for s in wanted} | {max(s.start_s - cold_start_s, first_s) for s in wanted}
     spans = list(pairwise([*sorted(edges), end_s]))
@@ -418,10 +420,10 @@ def paid(wanted: Sequence[Stretch], cold_start_s: float) -> Paid:
         max(s.workers for s in wanted if s.end_s > begin_s and s.start_s - cold_start_s <= begin_s)
         for begin_s, _ in spans
     ]
-    return Paid(cold_start_s, _merged(spans, most), _orders(wanted, cold_start_s))
+    return PaidSchedule(cold_start_s, _merged(spans, most), _orders(wanted, cold_start_s))
 
 
-def _orders(wanted: Sequence[Stretch], cold_start_s: float) -> tuple[Order, ...]:
+def _orders(wanted: Sequence[ScheduleInterval], cold_start_s: float) -> tuple[WorkerOrder, ...]:
     """Each rise that no kept worker covers. Each n-th worker is considered by itself: it is wanted or not."""
     orders: dict[float, int] = {}
     for level in range(1, max(s.workers for s in wanted) + 1):
@@ -434,4 +436,4 @@ def _orders(wanted: Sequence[Stretch], cold_start_s: float) -> tuple[Order, ...]
             if running and not wants:
                 left_s = stretch.start_s
             running = wants
-    return tuple(Order(t - cold_start_s, t, n) for t, n in sorted(orders.items()))
+    return tuple(WorkerOrder(t - cold_start_s, t, n) for t, n in sorted(orders.items()))

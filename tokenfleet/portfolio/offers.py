@@ -26,8 +26,8 @@ from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.inputs import Gathered, gather, within_kv
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.schedule import Stretch, paid
-from tokenfleet.portfolio.request import Adapter, Model, Portfolio
+from tokenfleet.planning.schedule import ScheduleInterval, paid
+from tokenfleet.portfolio.request import AdapterTraffic, Model, Portfolio
 from tokenfleet.traces import Trace, merged, read_traces
 from tokenfleet.whatif.axes import Task
 from tokenfleet.whatif.cache import Cache
@@ -37,7 +37,7 @@ WORKERS_PER_GPU = (2, 4)  # that share one
 PARTLY_ON_DEMAND = 8  # numbers of a fleet's workers
 
 
-class Kind(NamedTuple):
+class GpuPurchase(NamedTuple):
     """A type of GPU, how it is bought, and how many workers are on one.
 
     `on_demand`: of a fleet on spot the workers that are not; while as many or fewer serve, all of them.
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
         return f"{self.gpu}{part}{' on spot' if self.is_spot else ''}"
 
 
-Without = dict[tuple[int, Kind], str]  # why a model, by its number, has no fleet of a kind of GPU
+Without = dict[tuple[int, GpuPurchase], str]  # why a model, by its number, has no fleet of a kind of GPU
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Made:
     """
 
     model: int
-    kind: Kind
+    kind: GpuPurchase
     zone: str | None
     plan: PlanFile
     fleet: Fleet
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[ScheduleInterval, ...]
     on_demand_usd_per_h: float = 0.0
 
     @property
@@ -92,7 +92,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Tasks:
+class PlanTasks:
     """The plans to make: each with its model's number and its GPU. Their numbers are their places.
 
     `bare`: the same of models that have adapters, without them, by model and kind of GPU. `adapters`: each
@@ -100,10 +100,10 @@ class Tasks:
     GPUs to make where that is a single worker's, by the workers on a GPU, or why there is none.
     """
 
-    tasks: tuple[tuple[int, Kind, Task], ...]
+    tasks: tuple[tuple[int, GpuPurchase, Task], ...]
     parts: Mapping[int, Mapping[int, Task | str]]
     warnings: tuple[str, ...]
-    bare: Mapping[tuple[int, Kind], Task]
+    bare: Mapping[tuple[int, GpuPurchase], Task]
     adapters: Mapping[int, Mapping[str, float]]
 
     @property
@@ -112,15 +112,15 @@ class Tasks:
         return len(self.tasks) + sum(map(len, self.parts.values()))
 
 
-def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
+def tasks_of(portfolio: Portfolio, today: date | None = None) -> PlanTasks:
     """A plan to make for each model and type of GPU.
 
     Raises BadInput for a trace, a model or a price that is not known, and GPUs that no model may have.
     """
-    tasks: list[tuple[int, Kind, Task]] = []
+    tasks: list[tuple[int, GpuPurchase, Task]] = []
     parts: dict[int, dict[int, Task | str]] = {}
     warnings: dict[str, None] = {}
-    bare: dict[tuple[int, Kind], Task] = {}
+    bare: dict[tuple[int, GpuPurchase], Task] = {}
     adapters: dict[int, dict[str, float]] = {}
     for number, model in enumerate(portfolio.models):
         own = _read(model)
@@ -131,14 +131,14 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
             warnings.update(dict.fromkeys(f"{model.name}: {w}" for w in gathered.inputs.warnings))
             for gpu, types in _on_offer(portfolio, model, request, gathered).items():
                 task = Task(len(tasks), gathered.workload, types, request, gathered.inputs, True)
-                tasks.append((number, Kind(gpu, request.spot), task))
+                tasks.append((number, GpuPurchase(gpu, request.spot), task))
                 parts[task.number] = {n: _on_parts(task, n) for n in _ways(portfolio, model, request)}
         for request, gathered in _gathered(model, own, today) if of_adapters else ():
             for gpu, types in _on_offer(portfolio, model, request, gathered).items():
                 task = Task(len(bare), gathered.workload, types, request, gathered.inputs, False)
-                bare[number, Kind(gpu, request.spot)] = task
+                bare[number, GpuPurchase(gpu, request.spot)] = task
     _check_wanted(portfolio, {kind.gpu for _, kind, _ in tasks})
-    return Tasks(tuple(tasks), parts, tuple(warnings), bare, adapters)
+    return PlanTasks(tuple(tasks), parts, tuple(warnings), bare, adapters)
 
 
 def _ways(portfolio: Portfolio, model: Model, request: PlanRequest) -> list[int]:
@@ -192,7 +192,7 @@ def _zones(portfolio: Portfolio, model: Model, gpu: str) -> Sequence[str | None]
     return [zone for zone in may if portfolio.zones[zone].get(gpu)]
 
 
-def _read(one: Model | Adapter) -> Trace:
+def _read(one: Model | AdapterTraffic) -> Trace:
     with _named(one):
         return read_traces(one.traces)
 
@@ -211,7 +211,7 @@ def _check_wanted(portfolio: Portfolio, gpus: Set[str]) -> None:
 
 
 @contextmanager
-def _named(model: Model | Adapter) -> Iterator[None]:
+def _named(model: Model | AdapterTraffic) -> Iterator[None]:
     """Name the model in what is refused."""
     try:
         yield
@@ -220,7 +220,7 @@ def _named(model: Model | Adapter) -> Iterator[None]:
 
 
 def fleets_of(
-    portfolio: Portfolio, asked: Tasks, jobs: int, cache: Cache, told: Callable[[], None] = lambda: None
+    portfolio: Portfolio, asked: PlanTasks, jobs: int, cache: Cache, told: Callable[[], None] = lambda: None
 ) -> tuple[Sequence[Made], Without]:
     """The fleets that each model could have, in each zone that it may be in, and why there are no others.
 
@@ -228,7 +228,7 @@ def fleets_of(
     """
     made, without = _made_of(portfolio, asked.tasks, jobs, cache, told)
     small = {(one.model, one.kind) for one in made if one.plan.gpus == 1}
-    on_parts: list[tuple[int, Kind, Task]] = []
+    on_parts: list[tuple[int, GpuPurchase, Task]] = []
     for number, kind, task in asked.tasks:
         for n, part in asked.parts.get(task.number, {}).items() if (number, kind) in small else ():
             if isinstance(part, Task):
@@ -248,7 +248,7 @@ def fleets_of(
     return [*made, *_partly_on_demand(made, asked, portfolio.spot_share)], without
 
 
-def _partly_on_demand(made: Sequence[Made], asked: Tasks, spot_share: float | None) -> Iterator[Made]:
+def _partly_on_demand(made: Sequence[Made], asked: PlanTasks, spot_share: float | None) -> Iterator[Made]:
     """The fleets on spot with some of their workers on demand, where their model may be either.
 
     Without a limit of the share on spot none of them is cheaper than all on spot.
@@ -285,7 +285,7 @@ def _workers_on_demand(workers: int, spares: int, spot_share: float) -> list[int
 
 def _made_of(
     portfolio: Portfolio,
-    tasks: Sequence[tuple[int, Kind, Task]],
+    tasks: Sequence[tuple[int, GpuPurchase, Task]],
     jobs: int,
     cache: Cache,
     told: Callable[[], None],
@@ -305,10 +305,12 @@ def _made_of(
     return made, without
 
 
-def _of_plan(number: int, kind: Kind, plan: PlanFile) -> Made:
+def _of_plan(number: int, kind: GpuPurchase, plan: PlanFile) -> Made:
     scale = plan.inputs.rate_scale
     # In whole seconds, so that stretches of two traces that end together do so.
-    wanted = [Stretch(round(s.start_s * scale), round(s.end_s * scale), s.workers) for s in plan.schedule]
+    wanted = [
+        ScheduleInterval(round(s.start_s * scale), round(s.end_s * scale), s.workers) for s in plan.schedule
+    ]
     wanted = [s for s in wanted if s.end_s > s.start_s]
     detail = plan.schedule_detail
     if wanted and detail is not None and detail.paid is not None:

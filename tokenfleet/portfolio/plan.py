@@ -27,7 +27,7 @@ from tokenfleet.portfolio.choose import (
     least_excess,
     raised,
 )
-from tokenfleet.portfolio.offers import Kind, Made, Tasks, Without, fleets_of
+from tokenfleet.portfolio.offers import GpuPurchase, Made, PlanTasks, Without, fleets_of
 from tokenfleet.portfolio.request import Portfolio
 from tokenfleet.whatif.cache import Cache
 from tokenfleet.whatif.run import results_of
@@ -48,12 +48,12 @@ class Row:
     """
 
     name: str
-    kind: Kind
+    kind: GpuPurchase
     zone: str | None
     plan: PlanFile
     usd_per_h: float
     constant_usd_per_h: float
-    others: Mapping[Kind, float | str]
+    others: Mapping[GpuPurchase, float | str]
     beside: tuple[str, ...]
     adapters: Mapping[str, float] = field(default_factory=dict)
     adapters_usd_per_h: float | None = None
@@ -101,7 +101,7 @@ class PortfolioPlan:
 
 
 def plan_portfolio(
-    portfolio: Portfolio, asked: Tasks, jobs: int, cache: Cache, told: Callable[[], None] = lambda: None
+    portfolio: Portfolio, asked: PlanTasks, jobs: int, cache: Cache, told: Callable[[], None] = lambda: None
 ) -> PortfolioPlan:
     """The cheapest choice of fleets within the limits. `told` is called after each task.
 
@@ -184,7 +184,9 @@ def _row(
     without: Without,
 ) -> Row:
     one, usd = made[taken], [question.usd_per_h(offer) for offer in question.offers]
-    others: dict[Kind, float | str] = {kind: why for (n, kind), why in without.items() if n == one.model}
+    others: dict[GpuPurchase, float | str] = {
+        kind: why for (n, kind), why in without.items() if n == one.model
+    }
     others |= {
         other.kind: usd[o]
         for o, other in enumerate(made)

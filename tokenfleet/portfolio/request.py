@@ -50,7 +50,7 @@ _ZONE = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"  # Ray's labels end s
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class AdapterTraffic:
     """A LoRA adapter of a model, and its requests, which the model's fleet serves."""
 
     name: str
@@ -66,7 +66,7 @@ class Model:
     traces: tuple[Path, ...]
     asked: tuple[PlanRequest, ...]
     zones: tuple[str, ...] | None = None
-    adapters: tuple[Adapter, ...] = ()
+    adapters: tuple[AdapterTraffic, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Limits(BaseModel):
     budget_usd_per_h: Annotated[float, Field(gt=0, le=1e9, strict=False, allow_inf_nan=False)] | None = None
 
 
-class _Model(BaseModel):
+class _PortfolioPart(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     name: Annotated[str, Field(pattern=_NAME)]
@@ -112,7 +112,7 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     form: Literal["tokenfleet.portfolio/1"] = Field(alias="schema")
-    models: Annotated[list[_Model], Field(min_length=1, max_length=MOST_MODELS)]
+    models: Annotated[list[_PortfolioPart], Field(min_length=1, max_length=MOST_MODELS)]
     limits: _Limits = _Limits()
     defaults: dict[str, Any] = {}
 
@@ -288,21 +288,21 @@ def _check_names(names: Sequence[str], path: str | Path) -> None:
 
 
 def _adapters(
-    path: str, models: Sequence[_Model], adapters: Sequence[_Model], find: Find
-) -> dict[str, tuple[Adapter, ...]]:
+    path: str, models: Sequence[_PortfolioPart], adapters: Sequence[_PortfolioPart], find: Find
+) -> dict[str, tuple[AdapterTraffic, ...]]:
     """The adapters of each model. Raises BadInput for one of no model here, and for settings of its own."""
-    of_model: dict[str, tuple[Adapter, ...]] = {model.name: () for model in models}
+    of_model: dict[str, tuple[AdapterTraffic, ...]] = {model.name: () for model in models}
     for one in adapters:
         where, base = f"{path}: models: {one.name}", one.adapter_of or ""
         if base not in of_model:
             raise BadInput(f"{where}: adapter-of: {base}: no such model here{nearest(base, of_model)}")
         if own := [*(one.model_extra or {}), *(["zones"] if one.zones else [])]:
             raise BadInput(f"{where}: {own[0]}: an adapter is served as {base} is; leave it out")
-        of_model[base] += (Adapter(one.name, _traces(where, one, find)),)
+        of_model[base] += (AdapterTraffic(one.name, _traces(where, one, find)),)
     return of_model
 
 
-def _traces(where: str, model: _Model, find: Find) -> tuple[Path, ...]:
+def _traces(where: str, model: _PortfolioPart, find: Find) -> tuple[Path, ...]:
     try:
         return tuple(map(find, [model.trace] if isinstance(model.trace, str) else model.trace))
     except BadInput as refusal:
@@ -320,7 +320,7 @@ def _by_type(named: Mapping[str, int], where: str) -> dict[str, int]:
     return gpus
 
 
-def _model(where: str, model: _Model, path: str, defaults: dict[str, Any], find: Find) -> Model:
+def _model(where: str, model: _PortfolioPart, path: str, defaults: dict[str, Any], find: Find) -> Model:
     fields = model.model_extra or {}
     spot = {"spot": True} if _is_either(fields.get("spot", defaults.get("spot"))) else {}
     values = _read(f"{path}: defaults", defaults | (spot if "spot" in defaults else {}), find)

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tokenfleet import __version__
-from tokenfleet.portfolio.offers import Kind
+from tokenfleet.portfolio.offers import GpuPurchase
 from tokenfleet.portfolio.plan import PortfolioPlan, Row, Use
 from tokenfleet.report.figures import TONES, Axis, Figure, Series
 from tokenfleet.report.page import page, section
@@ -71,7 +71,7 @@ def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
     }
 
 
-def _kind(kind: Kind) -> dict[str, Any]:
+def _kind(kind: GpuPurchase) -> dict[str, Any]:
     return {"gpu": kind.gpu, "spot": kind.is_spot, "workers_per_gpu": kind.workers_per_gpu}
 
 

@@ -58,7 +58,7 @@ class EngineSettings(FilePart):
     block_tokens: Positive = 16
 
 
-class Target(FilePart):
+class RequestTarget(FilePart):
     """What a request must hold to be in time."""
 
     ttft_s: Seconds
@@ -76,7 +76,7 @@ class RunsFile(FilePart):
     workers: Positive = 1
     engine: EngineSettings = EngineSettings()
     gateway_s: Seconds = 0.0
-    slo: Target | None = None
+    slo: RequestTarget | None = None
     attainment: Annotated[float, Field(gt=0, lt=1)] = 0.9
     source: str = ""
     licence: str = ""
@@ -227,18 +227,18 @@ def _hits(outcome: Outcome, measured: NDArray[np.bool_]) -> dict[str, float] | N
     return {name: float(of[measured].sum() / tokens) for name, of in hits.items()}
 
 
-def _in_time(ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64], target: Target) -> float:
+def _in_time(ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64], target: RequestTarget) -> float:
     return float(np.mean((ttft_s <= target.ttft_s) & ~(tpot_s > target.tpot_s)))
 
 
-def target_of(ladder: Ladder) -> Target:
+def target_of(ladder: Ladder) -> RequestTarget:
     """The file's target, or one by the lowest rates: their tail of TTFT is not to double."""
     if ladder.settings.slo is not None:
         return ladder.settings.slo
     lowest = [run.log.ttft_s[run.measured] for run in ladder.runs[:CALIBRATED_ON]]
     p90_s = float(np.mean([np.quantile(one, 0.9) for one in lowest]))
     p50_s = float(np.mean([np.quantile(one, 0.5) for one in lowest]))
-    return Target(ttft_s=max(TIMES * p90_s, p50_s + MORE_S))
+    return RequestTarget(ttft_s=max(TIMES * p90_s, p50_s + MORE_S))
 
 
 def _held(shares: Sequence[float], attainment: float) -> int:

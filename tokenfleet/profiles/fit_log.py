@@ -23,7 +23,7 @@ from scipy.optimize import least_squares, minimize
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.calibration import TOLD
-from controlplane.perfmodel.factors import Correction
+from controlplane.perfmodel.factors import FittedFactor
 from controlplane.perfmodel.profile import FittedRange, Frontend, Profile, Residuals, with_times
 from controlplane.perfmodel.step import StepModel
 from controlplane.prefixes import Prefixes
@@ -125,7 +125,7 @@ def calibrated(
     measured: NDArray[np.bool_],
     workers: int = 1,
     prefix_caching: bool = True,
-) -> tuple[Profile, list[Correction]]:
+) -> tuple[Profile, list[FittedFactor]]:
     """`around` corrected by a short log: decode and prefill so many times as long, the first token's rest.
 
     Three numbers that a few minutes can tell, each drawn to what it was by CALIBRATION_DOUBT: the four
@@ -160,7 +160,7 @@ def calibrated(
     told = error < TOLD * np.array([*CALIBRATION_DOUBT[:2], 1.0])
     factors = np.exp(best.x - 1.0)
     corrections = [
-        Correction(name, float(factors[k]), float(factors[k] * error[k]), bool(told[k]))
+        FittedFactor(name, float(factors[k]), float(factors[k] * error[k]), bool(told[k]))
         for k, name in enumerate(("decode", "prefill"))
     ]
     doubt = max(float(error[:2].max()), CALIBRATION_NOISE)

@@ -14,15 +14,15 @@ from tokenfleet.planning.plan_file import (
     Affinity,
     Cliff,
     Considered,
-    HostMemory,
+    KvOffload,
     OneFewer,
     PlanFile,
     PlannedClass,
     Plateau,
     Quantiles,
     Reuse,
-    Sampling,
     Shown,
+    TraceSample,
 )
 from tokenfleet.report.tables import (
     asked_text,
@@ -159,7 +159,7 @@ def _quantiles(of: Quantiles | None, limit_s: float | None) -> str:
     return GAP.join(row if limit_s is None else [*row, f"(limit {duration_text(limit_s)})"])
 
 
-def sampling_text(sampled: Sampling) -> str:
+def sampling_text(sampled: TraceSample) -> str:
     """How a long trace was judged, and what the replay of all of it found."""
     text = (
         f"{sampled.windows:,} of {sampled.of_windows:,} windows ({count_text(sampled.requests)} requests)"
@@ -342,7 +342,7 @@ def affinity_text(other: Affinity) -> str:
     )
 
 
-def offload_text(host: HostMemory) -> str:
+def offload_text(host: KvOffload) -> str:
     """What KV offload to CPU memory does to hits, workers and dollars on the recorded trace."""
     text = (
         f"{host.gib:.4g} GiB a worker at {host.gb_per_s:.3g} GB/s a GPU reload {share_text(host.loaded)} of"

@@ -17,10 +17,10 @@ from controlplane.worker_type import KvLink, WorkerType
 from tokenfleet.planning.classes import separate_usd
 from tokenfleet.planning.comparisons import DemandLine, TierWorth
 from tokenfleet.planning.estimate import Estimate
-from tokenfleet.planning.explain import Binding, Plateau
-from tokenfleet.planning.fleet import Fleet, Spares, apportioned
+from tokenfleet.planning.explain import AttainmentPlateau, Binding
+from tokenfleet.planning.fleet import Fleet, StandbyWorkers, apportioned
 from tokenfleet.planning.plan_file import SCHEMA, PlanFile
-from tokenfleet.planning.result import QUANTILES, Candidate, Doubt, Latency, OneFewer, Plan, Sampled
+from tokenfleet.planning.result import QUANTILES, Candidate, Doubt, Latency, Plan, Sampled, SmallerFleet
 from tokenfleet.planning.traffic.sample import ROUGHLY
 from tokenfleet.profiles.form import profile_document
 from tokenfleet.report.answer import says, tables
@@ -187,7 +187,7 @@ def _class_targets(one: SloClass) -> dict[str, Any]:
     }
 
 
-def _one_fewer(fewer: OneFewer) -> dict[str, Any]:
+def _one_fewer(fewer: SmallerFleet) -> dict[str, Any]:
     expected = fewer.estimate.expected if fewer.estimate else fewer.on_trace
     return {
         "workers": fewer.workers,
@@ -216,7 +216,7 @@ def _binding(bind: Binding | None) -> dict[str, Any]:
     return {"binding": bind.constraint, "binding_window_s": window_s, "binding_detail": detail}
 
 
-def _plateau(flat: Plateau) -> dict[str, Any]:
+def _plateau(flat: AttainmentPlateau) -> dict[str, Any]:
     """Where more workers change next to nothing; misses that no worker count mends, by target."""
     return {
         "workers": list(flat.workers),
@@ -339,7 +339,7 @@ def _paid(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _spares(spares: Spares) -> dict[str, Any]:
+def _spares(spares: StandbyWorkers) -> dict[str, Any]:
     return {
         "workers": spares.workers,
         "serving": fleet_json(spares.serving),

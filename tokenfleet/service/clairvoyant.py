@@ -26,10 +26,10 @@ from controlplane.placement.policies import Policy
 from controlplane.types import PLAIN_CLASS, Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
-from dataplane.history.fleet_log import Fleet, Timeline
+from dataplane.history.fleet_log import FleetSpec, LogWindows
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.planning.replicates import LONGEST_WAIT_S
-from tokenfleet.planning.schedule import Stretch, paid
+from tokenfleet.planning.schedule import ScheduleInterval, paid
 from tokenfleet.planning.sizing import smallest
 
 LEAD_S = 30.0, 300.0  # least and most of what a window begins with, so that it does not begin idle
@@ -60,7 +60,7 @@ class Requests:
     lead_s: float
 
     @classmethod
-    def of(cls, rows: pl.DataFrame, fleet: Fleet, begin_s: float) -> Requests:
+    def of(cls, rows: pl.DataFrame, fleet: FleetSpec, begin_s: float) -> Requests:
         """Of rows of history (history.files.SCHEMA). Those with rare targets count for the most frequent;
         a window shows what waits for LONGEST_WAIT_S at most."""
         told = pl.col("ttft_target_s", "tpot_target_s").is_not_null()
@@ -124,7 +124,7 @@ class Clairvoyant:
 
 
 def clairvoyant(
-    requests: Requests, timeline: Timeline, worker_type: WorkerType, fleet: Fleet, cold_start_s: float,
+    requests: Requests, timeline: LogWindows, worker_type: WorkerType, fleet: FleetSpec, cold_start_s: float,
     most: int, most_requests: int = MOST_REQUESTS,
 ) -> Clairvoyant:  # fmt: skip
     """The cheapest workers of a type for these requests, known beforehand."""
@@ -158,7 +158,7 @@ def clairvoyant(
         others = np.ceil(np.interp(rates, *known) - 1e-9).astype(np.int64)
         others[::every] = need[::every]
         need = np.where(rates > 0, others, 0)
-    spans = [Stretch(begin, end, int(n)) for (begin, end), n in zip(windows, need, strict=True)]
+    spans = [ScheduleInterval(begin, end, int(n)) for (begin, end), n in zip(windows, need, strict=True)]
     paid_s = 0.0
     for _, stretch in groupby(zip(timeline.stretch.tolist(), spans, strict=True), key=itemgetter(0)):
         told = paid([span for _, span in stretch], cold_start_s)
@@ -166,7 +166,7 @@ def clairvoyant(
     return Clairvoyant(worker_type, need, paid_s, late, len(looked))
 
 
-def cheapest(requests: Requests, timeline: Timeline, fleet: Fleet, most_requests: int) -> Clairvoyant:
+def cheapest(requests: Requests, timeline: LogWindows, fleet: FleetSpec, most_requests: int) -> Clairvoyant:
     """The cheapest of one type, of those that keep most windows in time; by GPUs without prices."""
     looks = [look for _, look, _ in timeline.pieces]
     cold_start_s = max(look.cold_start_s for look in looks)

@@ -268,7 +268,7 @@ class Compared(BaseModel):
     ratio: float | None
 
 
-class Serving(BaseModel):
+class ServedPeriod(BaseModel):
     """When a fleet ran under the plan; Unix time."""
 
     started_s: float
@@ -282,7 +282,7 @@ class Scorecard(BaseModel):
     plan: str
     fleet: list[FleetPart]
     slo: dict[str, float]
-    served: list[Serving]
+    served: list[ServedPeriod]
     requests: int
     not_served: Annotated[int, Field(description="turned away or failed; they count as missed")]
     workers: dict[str, int]
@@ -313,7 +313,7 @@ class JobList(BaseModel):
     plans: list[JobBrief]
 
 
-class Price(BaseModel):
+class QuotedPrice(BaseModel):
     """US dollars for a GPU for an hour, and where that is from."""
 
     usd_per_gpu_h: float
@@ -323,8 +323,8 @@ class Price(BaseModel):
 
 class KnownGpu(BaseModel):
     name: str
-    on_demand: Price | None
-    spot: Price | None
+    on_demand: QuotedPrice | None
+    spot: QuotedPrice | None
 
 
 class KnownKind(BaseModel):
@@ -352,7 +352,7 @@ class KnownHistory(BaseModel):
     last_s: float | None
 
 
-class Limits(BaseModel):
+class JobLimits(BaseModel):
     upload_bytes: int
     queued_jobs: int
     job_timeout_s: float
@@ -385,4 +385,4 @@ class Catalogue(BaseModel):
     engine_modes: list[str]
     sample: TraceSummary | None
     history: KnownHistory
-    limits: Limits
+    limits: JobLimits

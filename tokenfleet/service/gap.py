@@ -29,10 +29,10 @@ from controlplane.worker_type import WorkerType
 from dataplane.history.files import read_history
 from dataplane.history.fleet_log import (
     DAY_S,
-    Fleet,
+    FleetSpec,
+    LogWindows,
     Look,
     Ruled,
-    Timeline,
     day_begin_s,
     day_of,
     logged_days,
@@ -79,7 +79,7 @@ class Gap(TypedDict):
 
 
 def parts_of(
-    timeline: Timeline, requests: Requests, best: Clairvoyant, types: Mapping[str, WorkerType]
+    timeline: LogWindows, requests: Requests, best: Clairvoyant, types: Mapping[str, WorkerType]
 ) -> dict[str, dict[str, float]]:
     """Worker-seconds by part of the gap and by type; they add up to what is paid over the clairvoyant's."""
     rates = [requests.rate_rps(*window) for window in timeline.windows.tolist()]
@@ -122,11 +122,11 @@ def asked(rule: Ruled, slope: float, rate_rps: float) -> int:
 
 
 def gap_of(
-    looks: Sequence[Look], fleets: Sequence[Fleet], rows: pl.DataFrame, start_s: float, end_s: float,
+    looks: Sequence[Look], fleets: Sequence[FleetSpec], rows: pl.DataFrame, start_s: float, end_s: float,
     most_requests: int = MOST_REQUESTS,
 ) -> Gap | None:  # fmt: skip
     """The gap of [start_s, end_s) by a log and rows of history; None where the log tells nothing of it."""
-    timeline = Timeline.of(looks, start_s, end_s)
+    timeline = LogWindows.of(looks, start_s, end_s)
     if not timeline.pieces or not fleets:
         return None
     fleet, types = fleets[-1], {t.name: t for one in fleets for t in one.types}
@@ -164,7 +164,7 @@ def gap_of(
     }
 
 
-def _spent(timeline: Timeline) -> dict[str, float]:
+def _spent(timeline: LogWindows) -> dict[str, float]:
     """Worker-seconds paid, by type."""
     spent: defaultdict[str, float] = defaultdict(float)
     for _, look, seconds in timeline.pieces:
@@ -173,7 +173,7 @@ def _spent(timeline: Timeline) -> dict[str, float]:
     return dict(spent)
 
 
-def _untold(paid: Mapping[str, float], fleet: Fleet, types: Mapping[str, WorkerType]) -> str | None:
+def _untold(paid: Mapping[str, float], fleet: FleetSpec, types: Mapping[str, WorkerType]) -> str | None:
     """Why there is no clairvoyant; None where there is one."""
     if any(t.role != "any" for t in fleet.types):
         return "no hindsight optimum: it is not simulated for prefill and decode workers"
@@ -191,7 +191,7 @@ def _amount(seconds: Mapping[str, float], types: Mapping[str, WorkerType]) -> Am
     return {"gpu_h": round(gpu_h, 6), "usd": round(sum(usd), 6) if len(usd) == len(prices) else None}
 
 
-def _remarks(best: Clairvoyant, timeline: Timeline, types: int) -> list[str]:
+def _remarks(best: Clairvoyant, timeline: LogWindows, types: int) -> list[str]:
     says = []
     if best.looked < len(timeline.windows):
         says.append(

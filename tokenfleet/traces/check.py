@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenfleet.texts import duration_text
-from tokenfleet.traces.reuse import KEEPS, Reuse, reuse_of
+from tokenfleet.traces.reuse import KEEPS, TraceReuse, reuse_of
 from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, Tail, half_width, shape_of
 from tokenfleet.traces.trace import Trace
 
@@ -50,7 +50,7 @@ class Checkup:
     trace: Trace
     shape: Shape
     findings: tuple[Finding, ...]
-    reuse: Reuse | None
+    reuse: TraceReuse | None
 
     @property
     def warnings(self) -> int:
@@ -272,7 +272,7 @@ def _findings_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def _reuse_tables(reuse: Reuse, kv_tokens: Mapping[str, int]) -> list[RenderableType]:
+def _reuse_tables(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> list[RenderableType]:
     """What a prefix cache could serve, by where the prefix is from and by the size of the cache."""
     parts: list[RenderableType] = []
     if reuse.within_tokens is not None:
@@ -296,7 +296,7 @@ def _reuse_tables(reuse: Reuse, kv_tokens: Mapping[str, int]) -> list[Renderable
     return parts
 
 
-def _reuse_json(reuse: Reuse, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
+def _reuse_json(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
     within, hits = reuse.within_tokens, len(reuse.hits) > 0
     return {
         "ideal_hit_rate": reuse.ideal,

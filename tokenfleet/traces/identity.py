@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.prefixes import Prefixes, Sessions
-from tokenfleet.traces.sessions import Floats, Ints, Links, Rows, links_of
+from tokenfleet.traces.sessions import Floats, Ints, Links, RequestRows, links_of
 
 BLOCK_TOKENS = 16  # the unit of what follows from lengths
 
@@ -49,7 +49,7 @@ class Identity:
     from_lengths: bool = False
 
 
-def identify(rows: Rows) -> Identity:
+def identify(rows: RequestRows) -> Identity:
     """What the requests of a file share and wait for. Raises BadInput for what contradicts itself."""
     links = links_of(rows) if rows.has("session") else None
     arrival_s = rows.arrival_s if links is None else links.arrival_s
@@ -90,7 +90,7 @@ def _sessions(links: Links, order: Ints) -> tuple[Sessions, Ints]:
     return Sessions(links.session[order], offsets, before[by_owner], np.nan_to_num(think_s)), parent
 
 
-def _hashed(rows: Rows, links: Links | None) -> Prefixes:
+def _hashed(rows: RequestRows, links: Links | None) -> Prefixes:
     """The lists of `hash_ids`, checked, as ids from 0; those of partly filled blocks are left out."""
     lists = rows.table["hash_ids"]
     counts = lists.list.len().fill_null(0).to_numpy().astype(np.int64)
@@ -108,7 +108,7 @@ def _hashed(rows: Rows, links: Links | None) -> Prefixes:
     return prefixes
 
 
-def _block_tokens(rows: Rows) -> int:
+def _block_tokens(rows: RequestRows) -> int:
     """The unit of a file's ids."""
     if rows.form.format.block_tokens:
         return rows.form.format.block_tokens
@@ -128,7 +128,7 @@ def _block_tokens(rows: Rows) -> int:
     return int(units[named[0]]) if len(named) else BLOCK_TOKENS
 
 
-def _full_blocks(rows: Rows, counts: Ints, told: NDArray[np.bool_], block_tokens: int) -> Ints:
+def _full_blocks(rows: RequestRows, counts: Ints, told: NDArray[np.bool_], block_tokens: int) -> Ints:
     """How many of each row's ids are of full blocks; refuse more or fewer than its lengths allow."""
     prompt, output = (rows.table[name].to_numpy().astype(np.int64) for name in ("prompt", "output"))
     full = prompt // block_tokens
@@ -148,7 +148,7 @@ def _full_blocks(rows: Rows, counts: Ints, told: NDArray[np.bool_], block_tokens
     return full
 
 
-def _check_cumulative(rows: Rows, prefixes: Prefixes) -> None:
+def _check_cumulative(rows: RequestRows, prefixes: Prefixes) -> None:
     """Refuse an id that stands after different ids: it does not stand for all before it."""
     ids = prefixes.ids
     previous = np.concatenate([[-1], ids[:-1]]) if len(ids) else ids
@@ -229,7 +229,7 @@ def _of_lists(block_tokens: int, lists: Sequence[Ints]) -> Prefixes:
     return Prefixes(block_tokens, offsets, np.concatenate([*lists, np.zeros(0, np.int64)]))
 
 
-def _systems(rows: Rows, order: Ints) -> SystemPrompts | None:
+def _systems(rows: RequestRows, order: Ints) -> SystemPrompts | None:
     """The declared system prompts, in order of arrival."""
     if not rows.has("system"):
         return None

@@ -35,7 +35,7 @@ from tokenfleet.traces.formats import (
     open_container,
 )
 from tokenfleet.traces.identity import identify
-from tokenfleet.traces.sessions import Rows
+from tokenfleet.traces.sessions import RequestRows
 from tokenfleet.traces.trace import Trace, merged
 
 MOST_TOKENS = 100_000_000
@@ -50,7 +50,7 @@ NORMAL = ("normal", "0", "0.0")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ColumnRule:
     """A rule for the values of one column: `fault` is true of a row that breaks it."""
 
     column: str
@@ -84,7 +84,7 @@ def read_trace(path: str | Path) -> Trace:
     return _in_order(Path(path), form, table)
 
 
-def _numbers(container: TableFile, form: Match) -> tuple[pl.LazyFrame, list[Rule]]:
+def _numbers(container: TableFile, form: Match) -> tuple[pl.LazyFrame, list[ColumnRule]]:
     """The columns as numbers, a fault column for each rule, blank and empty rows still in."""
     wanted = list(
         dict.fromkeys(
@@ -100,20 +100,22 @@ def _numbers(container: TableFile, form: Match) -> tuple[pl.LazyFrame, list[Rule
     arrival = _date_ns(form.arrival, types[form.arrival]) if dated else _number(form.arrival)
     late = pl.lit(False) if dated else ~pl.col("arrival").is_between(0, LATEST_S)
     expected = f"a date and time, {DATE_FORM}" if dated else f"{form.format.clock}, not negative"
-    rules = [Rule(form.arrival, pl.col("arrival").is_null() | late, expected)]
+    rules = [ColumnRule(form.arrival, pl.col("arrival").is_null() | late, expected)]
     columns = [arrival.alias("arrival")]
     for name, column, least in (("prompt", form.prompt, 1), ("output", form.output, 0)):
         columns.append(_number(column).alias(name))
         value = pl.col(name)
         fault = value.is_null() | ~value.is_between(least, MOST_TOKENS) | (value != value.floor())
-        rules.append(Rule(column, fault, f"a whole number of tokens from {least} to {MOST_TOKENS}"))
+        rules.append(ColumnRule(column, fault, f"a whole number of tokens from {least} to {MOST_TOKENS}"))
     told, told_rules = _told(form.shared, types)
     columns, rules = columns + told, rules + told_rules
     if "priority" in form.optional:
         word = pl.col(form.optional["priority"]).cast(pl.String).str.strip_chars().str.to_lowercase()
         is_known = word.is_in([*HIGH, *NORMAL, ""]) | word.is_null()
         columns += [word.is_in(HIGH).fill_null(False).alias("priority"), is_known.alias("known_priority")]
-        rules.append(Rule(form.optional["priority"], ~pl.col("known_priority"), "high or normal (1 or 0)"))
+        rules.append(
+            ColumnRule(form.optional["priority"], ~pl.col("known_priority"), "high or normal (1 or 0)")
+        )
     for name in ("tenant", "slo_class"):
         if name in form.optional:
             text = pl.col(form.optional[name]).cast(pl.String).str.strip_chars().replace("", None)
@@ -129,7 +131,7 @@ WHOLE = {  # from
 }  # fmt: skip
 
 
-def _told(shared: dict[str, str], types: pl.Schema) -> tuple[list[pl.Expr], list[Rule]]:
+def _told(shared: dict[str, str], types: pl.Schema) -> tuple[list[pl.Expr], list[ColumnRule]]:
     """The columns that tell what requests share and wait for; a row may leave any of them empty."""
     columns, rules = [], []
     for name, column in shared.items():
@@ -149,7 +151,7 @@ def _told(shared: dict[str, str], types: pl.Schema) -> tuple[list[pl.Expr], list
                 expected = f"a whole number, at least {WHOLE[name]}"
         columns += [value.alias(name), (has_value & bad).fill_null(False).alias(f"__bad_{name}")]
         if name not in ANSWERED:
-            rules.append(Rule(column, pl.col(f"__bad_{name}"), expected))
+            rules.append(ColumnRule(column, pl.col(f"__bad_{name}"), expected))
     return columns, rules
 
 
@@ -192,7 +194,7 @@ def _collect(container: TableFile, frame: pl.LazyFrame) -> pl.DataFrame:
         raise blame(container, error) from error
 
 
-def _first_fault(container: TableFile, table: pl.DataFrame, rule: Rule, fault: str) -> BadInput:
+def _first_fault(container: TableFile, table: pl.DataFrame, rule: ColumnRule, fault: str) -> BadInput:
     row = int(table.filter(pl.col(fault))[ROW][0])
     raw = container.scan([rule.column]).filter(pl.col(ROW) == row).select(pl.col(rule.column).cast(pl.String))
     value = _collect(container, raw).item()
@@ -215,7 +217,7 @@ def _in_order(path: Path, form: Match, table: pl.DataFrame) -> Trace:
         raise BadInput(f"{path}: {form.arrival}: {length}; are these {form.format.clock}?")
     apart = form.name == "weka"
     late = 0 if apart else int((np.diff(arrival_s) < 0).sum())
-    found = identify(Rows(str(path), form, table, arrival_s))
+    found = identify(RequestRows(str(path), form, table, arrival_s))
     if late or apart:
         table = table[found.order]
     tokens = np.int32 if len(table) > NARROW else np.int64

@@ -22,7 +22,7 @@ KEEPS = 0.9  # of the ideal hits: what the working set is large enough for
 
 
 @dataclass(frozen=True)
-class Reuse:
+class TraceReuse:
     """Token counts of a trace: its prompts, ideal hits, hits on what the same session had (None where no
     sessions are known), and all unique tokens. `distances` [reuses] in tokens, rising, with their `hits`.
     """
@@ -50,7 +50,7 @@ class Reuse:
         return float(self.hits[self.distances <= cache_tokens].sum()) / self.prompt_tokens
 
 
-def reuse_of(workload: Workload) -> Reuse | None:
+def reuse_of(workload: Workload) -> TraceReuse | None:
     """What requests reuse; None where a trace does not say what they share."""
     prefixes = workload.prefixes
     if prefixes is None:
@@ -79,7 +79,7 @@ def reuse_of(workload: Workload) -> Reuse | None:
         last[ids] = r
     order = np.argsort(distances, kind="stable")
     counted = np.array(hits, np.int64)[order]
-    return Reuse(
+    return TraceReuse(
         prompt_tokens=int(workload.prompt_tokens.sum()),
         hit_tokens=int(counted.sum()),
         within_tokens=_within(workload, prefixes, usable),

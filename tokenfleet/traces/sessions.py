@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Rows:
+class RequestRows:
     """The rows of a file that hold requests, in its own order, and how to name one of them."""
 
     where: str
@@ -69,7 +69,7 @@ class Links:
     arrival_s: Floats
 
 
-def links_of(rows: Rows) -> Links:
+def links_of(rows: RequestRows) -> Links:
     """The turns of each session and what they wait for."""
     names = rows.table["session"]
     known = names.unique(maintain_order=True).drop_nulls()
@@ -100,7 +100,7 @@ def links_of(rows: Rows) -> Links:
     return Links(session, owner, before, np.where(heads, np.nan, think_s), turn, rows.arrival_s)
 
 
-def _check_turns(rows: Rows, turn: Ints, before: Ints, owner: Ints) -> None:
+def _check_turns(rows: RequestRows, turn: Ints, before: Ints, owner: Ints) -> None:
     """Refuse turns without a number, that stand twice, or that come before the one they follow."""
     lost = np.flatnonzero((turn < 0) & rows.table["session"].is_not_null().to_numpy())
     if len(lost):
@@ -116,7 +116,7 @@ def _check_turns(rows: Rows, turn: Ints, before: Ints, owner: Ints) -> None:
         rows.refuse(second, "turn", f"{turn[second]} of session {name!r} was {sent}")
 
 
-def _after(rows: Rows, session: Ints, turn: Ints) -> tuple[Ints, Ints]:
+def _after(rows: RequestRows, session: Ints, turn: Ints) -> tuple[Ints, Ints]:
     """The turns that the column `after` names; where it is empty, none."""
     row_of = {key: row for row, key in enumerate(zip(session.tolist(), turn.tolist(), strict=True))}
     owner, before = [], []
@@ -134,7 +134,7 @@ def _after(rows: Rows, session: Ints, turn: Ints) -> tuple[Ints, Ints]:
     return np.array(owner, np.int64), np.array(before, np.int64)
 
 
-def _answers_s(rows: Rows) -> Floats | None:
+def _answers_s(rows: RequestRows) -> Floats | None:
     """When each answer was complete, on the arrivals' clock; None where the file does not say."""
     if not rows.has("ttft_s", "tpot_s"):
         return None
@@ -162,7 +162,7 @@ def _ended_last(session: Ints, arrival_s: Floats, end_s: Floats) -> tuple[Ints, 
     return np.concatenate([*owner, np.zeros(0, np.int64)]), np.concatenate([*before, np.zeros(0, np.int64)])
 
 
-def _agents(rows: Rows, session: Ints) -> Links:
+def _agents(rows: RequestRows, session: Ints) -> Links:
     """The turns of agents and sub-agents."""
     columns = ("agent", "turn", "parent_agent", "parent_turn")
     agent, turn, parent_agent, parent_turn = (rows.whole(name) for name in columns)
@@ -194,7 +194,7 @@ def _agents(rows: Rows, session: Ints) -> Links:
     return _recorded(rows, session, own, before)
 
 
-def _recorded(rows: Rows, session: Ints, own: dict[int, int], before: list[list[int]]) -> Links:
+def _recorded(rows: RequestRows, session: Ints, own: dict[int, int], before: list[list[int]]) -> Links:
     """Starts that agree with what waits for what, and the waits that they and `think_s` give."""
     n = len(before)
     lasts_s = rows.seconds("api_s") if rows.has("api_s") else np.zeros(n)
@@ -216,7 +216,7 @@ def _recorded(rows: Rows, session: Ints, own: dict[int, int], before: list[list[
     return Links(session, owner, links, think_s, rank, sent_s)
 
 
-def _in_turn(rows: Rows, before: list[list[int]]) -> list[int]:
+def _in_turn(rows: RequestRows, before: list[list[int]]) -> list[int]:
     """The rows, each after those that it waits for; refuse rows that wait for each other."""
     after: list[list[int]] = [[] for _ in before]
     for row, earlier in enumerate(before):

@@ -32,7 +32,7 @@ Value = float | int | str | bool
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class GridAxis:
     """One thing to vary: its role, what a person calls it, and the option or options that it sets.
 
     `part` is the target of the SLO that it sets, where it sets one.
@@ -64,16 +64,18 @@ class Axis:
         return {option.field: value for option in self.options}
 
 
-def _axes() -> dict[str, Axis]:
+def _axes() -> dict[str, GridAxis]:
     """An axis for every option, by its key; one for each target, and one for both lengths."""
     by_key = {option.key: option for option in options()}
     slo = by_key.pop("slo")
     del by_key["classes"], by_key["class"]
     both = by_key["lengths.prompt"], by_key["lengths.output"]
-    return {key: Axis(option.about.role, option.about.name, (option,)) for key, option in by_key.items()} | {
-        "lengths": Axis("circumstance", "prompt and output lengths", both),
-        "slo.ttft": Axis("promise", "TTFT", (slo,), "ttft"),
-        "slo.tpot": Axis("promise", "TPOT", (slo,), "tpot"),
+    return {
+        key: GridAxis(option.about.role, option.about.name, (option,)) for key, option in by_key.items()
+    } | {
+        "lengths": GridAxis("circumstance", "prompt and output lengths", both),
+        "slo.ttft": GridAxis("promise", "TTFT", (slo,), "ttft"),
+        "slo.tpot": GridAxis("promise", "TPOT", (slo,), "tpot"),
     }
 
 

@@ -20,7 +20,7 @@ _SAME = 0.005  # dollars an hour below which two prices are the same
 
 
 @dataclass(frozen=True)
-class Clock:
+class TimeOfDay:
     """The time of day at the trace's zero; None where the trace does not have it."""
 
     zero_unix_s: float | None = None
@@ -32,10 +32,10 @@ class Clock:
         return datetime.fromtimestamp(self.zero_unix_s + second, UTC).strftime("%H:%M")
 
 
-NO_CLOCK = Clock()
+NO_CLOCK = TimeOfDay()
 
 
-def marginal(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str, list[dict[str, Any]]]:
+def marginal(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) -> dict[str, list[dict[str, Any]]]:
     """For each numeric axis: its steps between neighbouring values.
 
     `usd_per_hour` and `gpus` are what going from `from` to `to` adds (`cold-start`: to the schedule's price);
@@ -60,7 +60,9 @@ def marginal(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str
     return result
 
 
-def _step(key: str, x0: float, first: Scenario, x1: float, second: Scenario, clock: Clock) -> dict[str, Any]:
+def _step(
+    key: str, x0: float, first: Scenario, x1: float, second: Scenario, clock: TimeOfDay
+) -> dict[str, Any]:
     assert first.plan is not None
     assert second.plan is not None
     gpus = second.plan.gpus - first.plan.gpus
@@ -92,7 +94,7 @@ def _sentence(
     second: Scenario,
     usd: float | None,
     gpus: int,
-    clock: Clock,
+    clock: TimeOfDay,
 ) -> str:
     """The step in a sentence: a tighter target, more traffic, higher prices, and what it costs."""
     what = AXES[key].name
@@ -130,7 +132,7 @@ def _costs(usd: float | None, gpus: int, is_same: bool) -> str:
     return f"costs ${usd:,.2f}/h more" if usd > 0 else f"saves ${-usd:,.2f}/h"
 
 
-def _when(first: Scenario, second: Scenario, clock: Clock) -> str:
+def _when(first: Scenario, second: Scenario, clock: TimeOfDay) -> str:
     """When busier traffic needs more workers, in the trace's own time: `one more worker from 17:20 to 18:00`.
 
     Empty where the schedules are of different kinds of workers, or do not differ.

@@ -14,7 +14,7 @@ from tokenfleet.planning.plan_file import Paid, PlanFile
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import fleet_text, gpus_text, share_text, table, usd_text
 from tokenfleet.whatif.axes import Scenario, checked
-from tokenfleet.whatif.marginal import NO_CLOCK, Clock, marginal
+from tokenfleet.whatif.marginal import NO_CLOCK, TimeOfDay, marginal
 from tokenfleet.whatif.pareto import cost, cost_figure, is_priced, unbeaten
 
 SCHEMA = "tokenfleet.whatif/1"
@@ -23,7 +23,7 @@ _SENTENCES, _BRIEF = 12, 3
 _PARETO = "Pareto-optimal: nothing cheaper meets this target"
 
 
-def whatif_json(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str, Any]:
+def whatif_json(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) -> dict[str, Any]:
     """The JSON of `tokenfleet.whatif/1`."""
     best = unbeaten(scenarios)
     return {
@@ -43,7 +43,7 @@ def whatif_json(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[
 
 
 def whatif_tables(
-    scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK, verbose: bool = False
+    scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK, verbose: bool = False
 ) -> Iterable[RenderableType]:
     """The verdict, a row for each scenario, and the dearest steps; `verbose`: more steps, and commands."""
     keys = tuple(scenarios[0].changes)
@@ -76,7 +76,7 @@ def scenarios_text(count: int) -> str:
     return f"{count} scenario" + ("" if count == 1 else "s")
 
 
-def sentences(scenarios: Sequence[Scenario], clock: Clock) -> list[str]:
+def sentences(scenarios: Sequence[Scenario], clock: TimeOfDay) -> list[str]:
     """Marginal prices in words: of each axis in turn the dearest step first, a dozen in all.
 
     Steps that cost nothing are left out, except one of an axis that has no others.
@@ -138,7 +138,7 @@ def _paid(one: Scenario) -> Paid | None:
     return detail.paid if detail else None
 
 
-def whatif_report(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> str:
+def whatif_report(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) -> str:
     """The page: what each scenario costs, what a step along each axis costs, and the command of each row."""
     keys = tuple(scenarios[0].changes)
     best = unbeaten(scenarios)
@@ -167,7 +167,7 @@ def whatif_report(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> str
     )
 
 
-def _steps(scenarios: Sequence[Scenario], clock: Clock) -> Iterable[str]:
+def _steps(scenarios: Sequence[Scenario], clock: TimeOfDay) -> Iterable[str]:
     for key, steps in marginal(scenarios, clock).items():
         rows = [
             (

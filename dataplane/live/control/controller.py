@@ -29,11 +29,11 @@ import msgspec
 
 from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
-from controlplane.port import Outcome, run_round
+from controlplane.port import ActionOutcome, run_round
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
 from controlplane.snapshot import DRAINING, SERVING, STARTING, Migrate, Note, Reassign, Scale, Snapshot
 from controlplane.worker_type import WorkerType
-from dataplane.history.fleet_log import Fleet, FleetLog, Look, Ruled
+from dataplane.history.fleet_log import FleetLog, FleetSpec, Look, Ruled
 from dataplane.http.tls import own_host_context
 from dataplane.live.control.fleet_state import FleetState, Observer
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
@@ -115,7 +115,7 @@ class LivePlane:
         types = tuple(self._known(t) for t in told.worker_types)
         log.write(
             Look(at_s, counts, seen.cold_start_s, fixed, None if fixed else ruled),
-            Fleet(at_s, types, told.policy, told.attainment, told.classes),
+            FleetSpec(at_s, types, told.policy, told.attainment, told.classes),
         )
 
     def _known(self, worker_type: WorkerType) -> WorkerType:
@@ -134,7 +134,7 @@ class LivePlane:
             else:
                 print(f"controller: {refused}", file=sys.stderr)
 
-    def report(self, outcomes: Sequence[Outcome]) -> None:
+    def report(self, outcomes: Sequence[ActionOutcome]) -> None:
         """Log the refused actions; the next round decides again."""
         for outcome in outcomes:
             if outcome.refused is not None:

@@ -99,7 +99,7 @@ def run_supervised(jobs: Mapping[str, Job], settings: Supervised) -> None:
     serve_forks(folder / FORKS, jobs)
 
 
-class Orders:
+class EndSignals:
     """SIGTERM and SIGINT of this process: when it was first asked to end, and whether again."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Supervisor:
     """Runs a fleet to its end with `run`, once."""
 
     def __init__(
-        self, name: str, settings: Supervised, shared: Path, orders: Orders, again: bool = False
+        self, name: str, settings: Supervised, shared: Path, orders: EndSignals, again: bool = False
     ) -> None:
         """`shared`: the folder of all fleets; `again`: this fleet was run before."""
         self._job = f"{CORE} {name}".strip()
@@ -199,7 +199,7 @@ class Supervisor:
         return True
 
 
-class Running:
+class CoroutineProcess:
     """A coroutine, kept as a process is: its exit code is what it returns."""
 
     pid = 0
@@ -218,13 +218,13 @@ class Running:
         self._task.cancel()
 
 
-class Portfolio:
+class PortfolioSupervisor:
     """Runs the fleets of several models, and the front before them, until asked to end.
 
     One that ends before the front has shown that all serve ends them all; later another takes its place.
     """
 
-    def __init__(self, settings: Supervised, front: Pulse, shared: Path, orders: Orders) -> None:
+    def __init__(self, settings: Supervised, front: Pulse, shared: Path, orders: EndSignals) -> None:
         self._settings, self._front, self._shared, self._orders = settings, front, shared, orders
         self._begun: set[str] = set()
         self._failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -258,16 +258,16 @@ class Portfolio:
         log.warning("%s %s; it is started again in %g s", name, end.why, end.pause_s)
         return True
 
-    async def _fleet(self, name: str) -> Running:
+    async def _fleet(self, name: str) -> CoroutineProcess:
         again = name in self._begun
         self._begun.add(name)
-        return Running(Supervisor(name, self._settings, self._shared, self._orders, again).run())
+        return CoroutineProcess(Supervisor(name, self._settings, self._shared, self._orders, again).run())
 
 
 async def supervise(settings: Supervised, shared: Path, server: int) -> int:
     """Run what is below to its end; an exit code. `server`: the fork server's id."""
     loop = asyncio.get_running_loop()
-    orders, lost = Orders(), loop.create_future()
+    orders, lost = EndSignals(), loop.create_future()
 
     def reap() -> None:
         """Take the ends of children, those among them whose parents have died."""
@@ -290,11 +290,11 @@ async def supervise(settings: Supervised, shared: Path, server: int) -> int:
     return LOST
 
 
-async def _served(settings: Supervised, shared: Path, orders: Orders) -> int:
+async def _served(settings: Supervised, shared: Path, orders: EndSignals) -> int:
     while not (shared / FORKS).exists():
         await asyncio.sleep(LOOK_S)
     if settings.front is not None:
-        return await Portfolio(settings, Pulse(settings.front), shared, orders).run()
+        return await PortfolioSupervisor(settings, Pulse(settings.front), shared, orders).run()
     return await Supervisor("", settings, shared, orders).run()
 
 

@@ -15,7 +15,7 @@ from dataplane.live.control.settings import Autoscale
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.metrics import PRIORITY_NAMES
 from dataplane.live.gateway.request import Tracked
-from dataplane.live.migration.move import Move
+from dataplane.live.migration.move import MoveRecord
 from dataplane.live.pool.member import Member
 
 
@@ -96,7 +96,7 @@ def pace_view(pace: Pace) -> dict[str, Any]:
     }
 
 
-def move_view(move: Move) -> dict[str, Any]:
+def move_view(move: MoveRecord) -> dict[str, Any]:
     """A move, open or over."""
     return {
         "id": move.id,

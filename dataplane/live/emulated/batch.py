@@ -47,7 +47,7 @@ class StepOutput:
     is_first: bool
 
 
-class Batch:
+class EmulatedBatch:
     """Requests of one emulated engine. Times are the caller's monotonic clock, in seconds."""
 
     def __init__(self, profile: Profile, max_model_len: int, noise: Noise) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import WorkerId
-from dataplane.live.emulated.batch import Batch, PlannedStep, StepOutput
+from dataplane.live.emulated.batch import EmulatedBatch, PlannedStep, StepOutput
 from dataplane.live.emulated.segment import Noise
 from dataplane.live.engine_api import VLLM_VERSION
 from dataplane.live.engine_api.link import Adapters, Event, Lost, Outputs, SegmentRefused, WorkerInfo
@@ -82,7 +82,7 @@ class EmulatedEngine:
         self._fabric = fabric
         # A request longer than the KV memory could never end; vLLM refuses such a configuration.
         max_model_len = min(max_model_len, profile.kv.capacity_tokens)
-        self.batch = Batch(profile, max_model_len, noise or Noise())
+        self.batch = EmulatedBatch(profile, max_model_len, noise or Noise())
         self._info = WorkerInfo(
             worker=worker,
             engine="emulated",

@@ -30,7 +30,7 @@ Verb = Literal["begin", "release"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class CopyRate:
     """How fast a copy may go; the default is as fast as it can.
 
     At most `bytes_per_s` (0: no bound), and at work for at most `share` of the time in each process that
@@ -47,7 +47,7 @@ class Pace:
         return max(self.bytes_per_s, self.least_bytes_per_s) if self.bytes_per_s > 0 else 0.0
 
 
-UNBOUND = Pace()
+UNBOUND = CopyRate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class KvLoad:
     segment: str
     tokens: int
     inline: bool = False
-    pace: Pace = UNBOUND
+    pace: CopyRate = UNBOUND
     stream: bool = False
     secret: str = field(default="", repr=False)
 
@@ -108,7 +108,7 @@ def message_from(params: dict[str, Any] | None) -> Transfer | Control:
     load = None
     if "load" in body:
         addresses, segment, tokens, inline, pace, stream, secret = body["load"]
-        load = KvLoad(tuple(addresses), segment, tokens, inline, Pace(*pace), stream, secret)
+        load = KvLoad(tuple(addresses), segment, tokens, inline, CopyRate(*pace), stream, secret)
     return Transfer(load, body["hold"], tuple(body["drop"]))
 
 

@@ -41,7 +41,7 @@ QUEUED_BATCHES = 1024  # unsent outputs of one gateway, at the worker
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LinkTimings:
     """How often either end of a link says something, and how long the other waits for it.
 
     A worker that is silent for `suspect_s` gets no new requests. After `silence_s` it is given up.
@@ -52,7 +52,7 @@ class Patience:
     silence_s: float = 10.0
 
 
-PATIENCE = Patience()
+PATIENCE = LinkTimings()
 Noun = TypeVar("Noun")
 
 

@@ -51,7 +51,7 @@ from dataplane.live.gateway.mirrors import Found
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked, tracked_from
 from dataplane.live.migration.coordinator import Migrations
-from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
+from dataplane.live.migration.move import Mode, MoveBudget, MoveRecord, Running
 
 log = logging.getLogger(__name__)
 LAST_WORDS_S = 2.0
@@ -317,7 +317,7 @@ class FleetCore(FrontEndClient):
         reason: str,
         hurried: bool = False,
         mode: Mode = "live",
-    ) -> Move:
+    ) -> MoveRecord:
         """Move a request and return how it went; recorded with its reason, and counted."""
         move = await self.migrations.migrate(request, target, mode, why=reason, hurried=hurried)
         self.metrics.count_move(move.outcome, move.bytes, move.downtime_s)
@@ -327,7 +327,7 @@ class FleetCore(FrontEndClient):
         self.events.record(time.time(), "migrate", said, **facts, cost=cost)
         return move
 
-    async def _hand_over(self, tracked: Tracked, target: WorkerId, reason: str) -> Move:
+    async def _hand_over(self, tracked: Tracked, target: WorkerId, reason: str) -> MoveRecord:
         return await self.move(tracked.id, target, reason, hurried=True, mode="hand-over")
 
     async def abandon(self, ticket: Ticket) -> None:

@@ -17,7 +17,7 @@ from controlplane.types import WorkerId
 from dataplane.live.gateway.metrics import Metrics
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Tracked
-from dataplane.live.migration.move import Move
+from dataplane.live.migration.move import MoveRecord
 
 OFFER_EVERY_S = 0.1  # to the decode workers, of a request that found none
 STREAMS = 4  # prefills whose KV one decode worker takes at a time
@@ -30,7 +30,7 @@ class Handovers:
         self,
         placement: Placement,
         metrics: Metrics,
-        move: Callable[[Tracked, WorkerId, str], Awaitable[Move]],
+        move: Callable[[Tracked, WorkerId, str], Awaitable[MoveRecord]],
         why_fixed: Callable[[Tracked], str | None],
     ) -> None:
         self._placement, self._metrics = placement, metrics

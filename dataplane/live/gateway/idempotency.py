@@ -26,7 +26,7 @@ MOST_BYTES, LARGEST_BYTES = 64 << 20, 1 << 20  # of all answers kept, and of one
 LONGEST_KEY = 255
 
 
-class Kept(msgspec.Struct, array_like=True, frozen=True):
+class StoredAnswer(msgspec.Struct, array_like=True, frozen=True):
     """A whole answer."""
 
     status: int
@@ -43,16 +43,16 @@ class OtherBody(Exception):
     """The key was used for a request with another body."""
 
 
-class Claims(Protocol):
+class KeyClaims(Protocol):
     """Where keys are claimed: this process's answers, or those of the fleet's core."""
 
-    async def claim(self, name: str, digest: bytes) -> Kept | None:
+    async def claim(self, name: str, digest: bytes) -> StoredAnswer | None:
         """The answer that is kept under a name, waiting for one that is being made; None: make it.
 
         Raises OtherBody. Whoever gets None must `settle`.
         """
 
-    async def settle(self, name: str, answer: Kept | None) -> None:
+    async def settle(self, name: str, answer: StoredAnswer | None) -> None:
         """The request is over: keep its answer, or let the next in line run."""
 
 
@@ -71,15 +71,15 @@ class Answers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._under_way: dict[str, _UnderWay] = {}
-        self._kept: OrderedDict[str, tuple[bytes, Kept, float]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[bytes, StoredAnswer, float]] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
         """Answers that are kept."""
         return len(self._kept)
 
-    async def claim(self, name: str, digest: bytes, holder: object = None) -> Kept | None:
-        """As `Claims` says, for whoever `holder` is."""
+    async def claim(self, name: str, digest: bytes, holder: object = None) -> StoredAnswer | None:
+        """As `KeyClaims` says, for any `holder`."""
         while True:
             self._make_room()
             known, answer = self._find(name)
@@ -92,7 +92,7 @@ class Answers:
                 return answer
             await self._under_way[name].over.wait()
 
-    async def settle(self, name: str, answer: Kept | None) -> None:
+    async def settle(self, name: str, answer: StoredAnswer | None) -> None:
         running = self._under_way.pop(name, None)
         if running is None:
             return
@@ -107,7 +107,7 @@ class Answers:
         for name in [name for name, running in self._under_way.items() if running.holder == holder]:
             await self.settle(name, None)
 
-    def _find(self, name: str) -> tuple[bytes | None, Kept | None]:
+    def _find(self, name: str) -> tuple[bytes | None, StoredAnswer | None]:
         if name in self._under_way:
             return self._under_way[name].digest, None
         digest, answer, _ = self._kept.get(name, (None, None, 0.0))
@@ -143,7 +143,7 @@ class Recorder:
             self._is_whole = not message.get("more_body", False)
         await self._send(message)
 
-    def answer(self) -> Kept | None:
+    def answer(self) -> StoredAnswer | None:
         """The answer, where it is one to be kept."""
         if self._start is None or not self._is_whole or self._bytes > LARGEST_BYTES:
             return None
@@ -152,11 +152,11 @@ class Recorder:
         is_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
         if self._start["status"] != 200 or is_stream:
             return None
-        return Kept(200, headers, b"".join(self._body))
+        return StoredAnswer(200, headers, b"".join(self._body))
 
 
 async def answer_once(
-    claims: Claims,
+    claims: KeyClaims,
     name: str,
     receive: Receive,
     send: Send,

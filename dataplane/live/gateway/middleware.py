@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from controlplane.types import Slo
 from dataplane.http.keys import PRIORITIES, ApiKey, KeyRing
 from dataplane.http.rules import error_reply, send_reply
-from dataplane.live.gateway.idempotency import LONGEST_KEY, Claims, OtherBody, answer_once
+from dataplane.live.gateway.idempotency import LONGEST_KEY, KeyClaims, OtherBody, answer_once
 from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -54,7 +54,7 @@ class DoorPolicy:
     default_slo: Slo
     allow: Callable[[ApiKey], Awaitable[float]]
     abandon: Callable[[Ticket], Awaitable[None]]
-    claims: Claims
+    claims: KeyClaims
     page: str
     closing: str = ""
     is_leaving: bool = False

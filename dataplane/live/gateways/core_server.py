@@ -27,11 +27,11 @@ from dataplane.live.engine_api.messages import (
 )
 from dataplane.live.engine_api.processes import Tasks, cancel_all
 from dataplane.live.gateway.fleet_core import FleetCore
-from dataplane.live.gateway.idempotency import Answers, Kept, OtherBody
+from dataplane.live.gateway.idempotency import Answers, OtherBody, StoredAnswer
 from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 from dataplane.live.gateways.wire import (
     WIRE_VERSION,
-    Kind,
+    MessageType,
     NewRequest,
     TicketNews,
     Welcome,
@@ -68,7 +68,7 @@ class Connected:
     asking: Tasks = field(default_factory=Tasks)
     served: int = 0
 
-    def say(self, kind: Kind, *frames: Any) -> None:
+    def say(self, kind: MessageType, *frames: Any) -> None:
         if not self.writer.is_closing():
             self.writer.writelines(message(kind, *frames))
 
@@ -117,7 +117,7 @@ class CoreServer:
         self._retiring[name] = finish_s
         gateway = self._gateways.get(name)
         if gateway is not None:
-            gateway.say(Kind.RETIRE, pack(finish_s))
+            gateway.say(MessageType.RETIRE, pack(finish_s))
 
     async def close(self) -> None:
         """Part with every gateway."""
@@ -128,7 +128,7 @@ class CoreServer:
     def _close_doors(self, why: str) -> None:
         self._closing = why
         for gateway in self._gateways.values():
-            gateway.say(Kind.CLOSING, pack(why))
+            gateway.say(MessageType.CLOSING, pack(why))
 
     # Connections.
 
@@ -145,7 +145,7 @@ class CoreServer:
             slots, closing = self.core.settings.slots, self._closing
             targets, classes = (slo.ttft_s, slo.tpot_s), self.core.settings.classes
             said = Welcome(refused, slots, self._kv_blocks, *targets, closing, self.number, classes)
-            writer.writelines(message(Kind.WELCOME, pack(said)))
+            writer.writelines(message(MessageType.WELCOME, pack(said)))
             if refused:
                 return
             gateway = self._gateways[name] = Connected(name, writer)
@@ -165,25 +165,25 @@ class CoreServer:
     async def _listen(self, gateway: Connected, reader: asyncio.StreamReader) -> None:
         while True:
             kind, frames = await next_message(reader)
-            if kind == Kind.ADD:
+            if kind == MessageType.ADD:
                 new = msgspec.msgpack.decode(frames[0], type=NewRequest)
                 await self._add(gateway, new, self._codec.request(frames[1:]))
-            elif kind == Kind.ABORT:
+            elif kind == MessageType.ABORT:
                 names, has_left = msgspec.msgpack.decode(frames[0])
                 await self._abort(gateway, names, has_left)
-            elif kind == Kind.ABANDON:
+            elif kind == MessageType.ABANDON:
                 at = gateway.tickets.get(msgspec.msgpack.decode(frames[0]))
                 if at is not None:
                     await self.core.abandon(at.ticket)
-            elif kind == Kind.GIVE_UP:
+            elif kind == MessageType.GIVE_UP:
                 await self.core.fail(tuple(gateway.requests), msgspec.msgpack.decode(frames[0]))
-            elif kind == Kind.CLAIMED:
+            elif kind == MessageType.CLAIMED:
                 for name, digest in msgspec.msgpack.decode(frames[0]).items():
                     await self.answers.claim(name, digest, gateway)
                 self._awaited.discard(gateway.name)
                 if not self._awaited:
                     self._all_back.set()
-            elif kind == Kind.ASK:
+            elif kind == MessageType.ASK:
                 number, verb, arguments = msgspec.msgpack.decode(frames[0])
                 gateway.asking.spawn(self._answer(gateway, number, verb, arguments))
 
@@ -263,9 +263,9 @@ class CoreServer:
             if at.told is UNTOLD or output.finish_reason is not None:
                 news.append(_news(at))
         if any(news):
-            gateway.say(Kind.TICKETS, pack([n for n in news if n is not None]))
+            gateway.say(MessageType.TICKETS, pack([n for n in news if n is not None]))
         batch.outputs = outputs
-        gateway.say(Kind.OUTPUTS, *self._codec.encode(batch))
+        gateway.say(MessageType.OUTPUTS, *self._codec.encode(batch))
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(gateway, RequestId(output.request_id))
@@ -288,7 +288,9 @@ class CoreServer:
                 value = await self.answers.claim(name, digest, gateway)
             elif verb == "settle":
                 name, answer = arguments
-                await self.answers.settle(name, None if answer is None else msgspec.convert(answer, Kept))
+                await self.answers.settle(
+                    name, None if answer is None else msgspec.convert(answer, StoredAnswer)
+                )
             elif verb == "adapter":
                 await self.core.add_adapter(self._codec.adapter(arguments[0]))
         except OtherBody:
@@ -298,7 +300,7 @@ class CoreServer:
         except Exception as fault:  # of ours: whoever asks must not wait for ever
             log.exception("gateway %s: its question %r broke", gateway.name, verb)
             error = repr(fault)
-        gateway.say(Kind.ANSWER, pack([number, value, error]))
+        gateway.say(MessageType.ANSWER, pack([number, value, error]))
 
 
 def _news(at: OpenTicket) -> TicketNews | None:
@@ -311,9 +313,9 @@ def _news(at: OpenTicket) -> TicketNews | None:
     return TicketNews(at.number, now[0], now[1], 0 if refusal is None else refusal.retry_after_s, now[2])
 
 
-def _greeting(kind: Kind, frames: Sequence[memoryview], vllm_version: str) -> tuple[str, str]:
+def _greeting(kind: MessageType, frames: Sequence[memoryview], vllm_version: str) -> tuple[str, str]:
     """Why a gateway is not welcome, or an empty text; and its name. Raises ValueError for no greeting."""
-    if kind != Kind.HELLO:
+    if kind != MessageType.HELLO:
         raise ValueError("it did not greet")
     with suppress(ValueError, TypeError):
         version, theirs, name = msgspec.msgpack.decode(frames[0])

@@ -31,12 +31,12 @@ from dataplane.live.engine_api.messages import (
     StepOutputs,
 )
 from dataplane.live.gateway.connections import FrontEndClient
-from dataplane.live.gateway.idempotency import Kept, OtherBody
+from dataplane.live.gateway.idempotency import OtherBody, StoredAnswer
 from dataplane.live.gateway.middleware import Refusal
 from dataplane.live.gateway.request import CURRENT_TICKET, Rejection, Ticket
 from dataplane.live.gateways.wire import (
     WIRE_VERSION,
-    Kind,
+    MessageType,
     NewRequest,
     TicketNews,
     Welcome,
@@ -131,14 +131,14 @@ class RemoteCore(FrontEndClient):
         if self._is_gone:
             self._fail(name, GONE)
             return
-        self._say(Kind.ADD, pack(new), *self._codec.encode(request))
+        self._say(MessageType.ADD, pack(new), *self._codec.encode(request))
         with suppress(ConnectionError):  # its successor will be told
             await self._writer.drain()
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         for name in map(RequestId, request_ids):
             if name in self._requests:
-                self._say(Kind.ABORT, pack([[name], self._requests[name].ticket.client_left]))
+                self._say(MessageType.ABORT, pack([[name], self._requests[name].ticket.client_left]))
                 self._forget(name)
 
     @property
@@ -151,7 +151,7 @@ class RemoteCore(FrontEndClient):
         """The client of this ticket is gone: end all its requests."""
         ticket.client_left = True
         if ticket.requests:
-            self._say(Kind.ABANDON, pack(id(ticket)))
+            self._say(MessageType.ABANDON, pack(id(ticket)))
 
     async def allow(self, key: ApiKey) -> float:
         """Count a request of a key with limits with the core; the seconds until it may come, 0 for now."""
@@ -159,16 +159,16 @@ class RemoteCore(FrontEndClient):
             return 0.0
         return float(await self._ask("allow", key.name))
 
-    async def claim(self, name: str, digest: bytes) -> Kept | None:
-        """As `idempotency.Claims` has it."""
+    async def claim(self, name: str, digest: bytes) -> StoredAnswer | None:
+        """As `idempotency.KeyClaims` has it."""
         answer = await self._ask("claim", name, digest)
         if answer is None:
             self._claims[name] = digest
             return None
-        return msgspec.convert(answer, Kept)
+        return msgspec.convert(answer, StoredAnswer)
 
-    async def settle(self, name: str, answer: Kept | None) -> None:
-        """As `idempotency.Claims` has it."""
+    async def settle(self, name: str, answer: StoredAnswer | None) -> None:
+        """As `idempotency.KeyClaims` has it."""
         with suppress(CoreGone):  # and with it all keys
             await self._ask("settle", name, answer)
         self._claims.pop(name, None)
@@ -183,7 +183,7 @@ class RemoteCore(FrontEndClient):
                 if self._closing or not await self._find_successor():
                     self._lose()
                 continue
-            if kind == Kind.OUTPUTS:
+            if kind == MessageType.OUTPUTS:
                 self._deliver(self._codec.outputs(frames))
                 await self.unread.until_room()
             else:
@@ -208,20 +208,20 @@ class RemoteCore(FrontEndClient):
 
     def _tell_all(self) -> None:
         """Claims first: an answer that is being made is not made twice."""
-        self._say(Kind.CLAIMED, pack(self._claims))
+        self._say(MessageType.CLAIMED, pack(self._claims))
         for at in self._requests.values():
             again = msgspec.structs.replace(at.new, tokens=at.tokens, first_s=at.first_s)
-            self._say(Kind.ADD, pack(again), *self._codec.encode(at.request))
+            self._say(MessageType.ADD, pack(again), *self._codec.encode(at.request))
             if at.ticket.client_left:
-                self._say(Kind.ABANDON, pack(id(at.ticket)))
+                self._say(MessageType.ABANDON, pack(id(at.ticket)))
         for _, question in self._answers.values():
-            self._say(Kind.ASK, question)
+            self._say(MessageType.ASK, question)
 
-    def _take(self, kind: Kind, said: Any) -> None:
-        if kind == Kind.TICKETS:
+    def _take(self, kind: MessageType, said: Any) -> None:
+        if kind == MessageType.TICKETS:
             for news in msgspec.convert(said, list[TicketNews]):
                 self._write_on_ticket(news)
-        elif kind == Kind.ANSWER:
+        elif kind == MessageType.ANSWER:
             number, value, error = said
             asked, _ = self._answers.pop(number, (None, b""))
             if asked is not None and not asked.done():
@@ -229,9 +229,9 @@ class RemoteCore(FrontEndClient):
                     asked.set_exception(OtherBody() if error == OtherBody.__name__ else RuntimeError(error))
                 else:
                     asked.set_result(value)
-        elif kind == Kind.CLOSING:
+        elif kind == MessageType.CLOSING:
             self._close_doors(str(said))
-        elif kind == Kind.RETIRE and not self._is_retiring:  # a core's successor says it again
+        elif kind == MessageType.RETIRE and not self._is_retiring:  # a core's successor says it again
             self._is_retiring, self._finish_s = True, float(said)
             for tell in self.on_retire:
                 tell(self._finish_s)
@@ -302,7 +302,7 @@ class RemoteCore(FrontEndClient):
         why = self._closing or "the gateway is shutting down"
         self._close_doors(why)
         if self._requests and not self._is_gone:
-            self._say(Kind.GIVE_UP, pack(why))
+            self._say(MessageType.GIVE_UP, pack(why))
         until_s = time.monotonic() + LAST_WORDS_S
         while (self._requests or len(self.unread)) and time.monotonic() < until_s:
             await asyncio.sleep(LOOK_S)
@@ -318,13 +318,13 @@ class RemoteCore(FrontEndClient):
         number, asked = next(self._questions), self._loop.create_future()
         question = pack([number, verb, arguments])
         self._answers[number] = asked, question
-        self._say(Kind.ASK, question)
+        self._say(MessageType.ASK, question)
         try:
             return await asked
         finally:
             self._answers.pop(number, None)
 
-    def _say(self, kind: Kind, *frames: Any) -> None:
+    def _say(self, kind: MessageType, *frames: Any) -> None:
         if not self._is_gone and not self._is_lost:
             self._writer.writelines(message(kind, *frames))
 
@@ -333,7 +333,7 @@ async def _greet(address: Path, name: str, vllm_version: str) -> tuple[Ends, Wel
     """Greet the core at an address. Raises BadInput where it is not there, or refuses this gateway."""
     try:
         reader, writer = await asyncio.open_unix_connection(address, limit=1 << 20)
-        writer.writelines(message(Kind.HELLO, pack([WIRE_VERSION, vllm_version, name])))
+        writer.writelines(message(MessageType.HELLO, pack([WIRE_VERSION, vllm_version, name])))
         _, frames = await next_message(reader)
     except (EOFError, OSError) as error:
         raise BadInput(f"gateway {name}: {GONE}") from error

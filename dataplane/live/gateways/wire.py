@@ -39,7 +39,7 @@ WIRE_VERSION = 2
 MOST_FRAME_BYTES = 1 << 30
 
 
-class Kind(IntEnum):
+class MessageType(IntEnum):
     """What a message is."""
 
     HELLO, ADD, ABORT, ABANDON, GIVE_UP, ASK = range(1, 7)
@@ -98,13 +98,13 @@ def pack(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def message(kind: Kind, *frames: Any) -> list[Any]:
+def message(kind: MessageType, *frames: Any) -> list[Any]:
     """A message as buffers to be written one after another."""
     sizes = [memoryview(frame).nbytes for frame in frames]
     return [struct.pack(f"<BB{len(frames)}I", kind, len(frames), *sizes), *frames]
 
 
-async def next_message(reader: asyncio.StreamReader) -> tuple[Kind, Sequence[memoryview]]:
+async def next_message(reader: asyncio.StreamReader) -> tuple[MessageType, Sequence[memoryview]]:
     """The next message. Raises EOFError at the end of the stream, ValueError for what is no message."""
     try:
         kind, count = await reader.readexactly(2)
@@ -118,4 +118,4 @@ async def next_message(reader: asyncio.StreamReader) -> tuple[Kind, Sequence[mem
     for size in sizes:
         frames.append(body[at : at + size])
         at += size
-    return Kind(kind), frames
+    return MessageType(kind), frames

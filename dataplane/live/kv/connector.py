@@ -1,4 +1,4 @@
-"""The KV connector that vLLM loads: turns its hooks into calls of `Holds` and `Loads`, and counts step loads.
+"""The KV connector that vLLM loads: calls `Holds` and `KvLoads` from its hooks, and counts step loads.
 
 It is loaded through vLLM's public out-of-tree hook (`kv_connector_module_path`), once in the scheduler's
 process and once in each rank's. Only what NIXL's and LMCache's connectors use is used.
@@ -40,7 +40,7 @@ from dataplane.live.engine_api.vllm_surface import (
     sleep_while_spinning,
 )
 from dataplane.live.kv.holds import Holds, StepOrders
-from dataplane.live.kv.loads import Loads
+from dataplane.live.kv.loads import KvLoads
 from dataplane.live.kv.nixl import bypasses
 from dataplane.live.kv.transport import SocketTransport
 
@@ -106,7 +106,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             self._rank = vllm_config.parallel_config.rank
             self._block_errors: set[int] = set()
-            self._loads: Loads | None = None
+            self._loads: KvLoads | None = None
 
     # In the scheduler
 
@@ -207,7 +207,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_on_gpu = any(tensor.device.type != "cpu" for tensor in layers)
         around = bypasses(self._settings.get("transport", "auto"), address, is_on_gpu)
         transport = SocketTransport(self._settings["secret"], around)
-        self._loads = Loads(layers, transport, address, self._rank)
+        self._loads = KvLoads(layers, transport, address, self._rank)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

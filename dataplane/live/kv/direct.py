@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.live.engine_api.kv_messages import Pace
+from dataplane.live.engine_api.kv_messages import CopyRate
 from dataplane.live.kv.memory import KvMemory
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Share:
 class Pacer:
     """The pauses of one copy, made in the thread that copies."""
 
-    def __init__(self, pace: Pace, share: Share) -> None:
+    def __init__(self, pace: CopyRate, share: Share) -> None:
         self._pace, self._share = pace, share
         self._began_s, self._worked_s = time.monotonic(), time.thread_time()
 

@@ -28,7 +28,7 @@ TIMEOUT_S = 10.0  # between steps: a copy may be paced, but each piece of it mus
 INLINE_TIMEOUT_S = 2.0  # every request of the worker waits with it
 
 
-class Loads:
+class KvLoads:
     """Offers, loads and their results of one rank."""
 
     def __init__(

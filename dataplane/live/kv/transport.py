@@ -47,7 +47,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from dataplane.live.engine_api.kv_messages import UNBOUND, Pace
+from dataplane.live.engine_api.kv_messages import UNBOUND, CopyRate
 from dataplane.live.kv.direct import Bypass, Copy, Pacer, ProcessMemory, Share, peer_user
 from dataplane.live.kv.memory import BlockTables, KvMemory, Views
 
@@ -77,7 +77,7 @@ class Fetch:
     first: int
     last: int
     wait_s: float = 2.0
-    pace: Pace = UNBOUND
+    pace: CopyRate = UNBOUND
 
 
 class KvTransport(Protocol):
@@ -251,7 +251,7 @@ class SocketTransport:
             self._bypasses[way].lend(connection)
         if not way or _receive_exactly(connection, 1) != b"\x01":
             views, wait = memory.read(grant.blocks)
-            _send_views(connection, views, wait, Pacer(Pace(*pace), self._share))
+            _send_views(connection, views, wait, Pacer(CopyRate(*pace), self._share))
         del kept  # which the reader has read
         connection.sendall(b"\x01" if tables.holds(grant) else b"\x00")
 

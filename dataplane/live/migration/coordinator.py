@@ -51,7 +51,7 @@ from dataplane.live.engine_api.segment import (
     loader_request,
     obstacle_to_move,
 )
-from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
+from dataplane.live.migration.move import Mode, MoveBudget, MoveRecord, Running
 
 log = logging.getLogger(__name__)
 FIRST_TOKEN_S = 0.002  # between two looks for it
@@ -101,8 +101,8 @@ class Migrations:
         # What finished moves have shown, of any two workers and of each pair (source, target).
         self.usual = Pace()
         self.pairs: dict[tuple[WorkerId, WorkerId], Pace] = {}
-        self.open: dict[RequestId, Move] = {}
-        self.closed: deque[Move] = deque(maxlen=REMEMBERED_MOVES)
+        self.open: dict[RequestId, MoveRecord] = {}
+        self.closed: deque[MoveRecord] = deque(maxlen=REMEMBERED_MOVES)
 
     async def migrate(
         self,
@@ -111,7 +111,7 @@ class Migrations:
         mode: Mode = "live",
         why: str = "",
         hurried: bool = False,
-    ) -> Move:
+    ) -> MoveRecord:
         """Move a request, waiting for the budget; return the closed move. Raises nothing of its own.
 
         `stop-and-copy` copies all KV after the cut-over, `recompute` none: what live migration is measured
@@ -122,7 +122,7 @@ class Migrations:
         running = self._fleet.running(request)
         source = None if running is None else running.worker
         name = f"{LOADER_PREFIX}{self._gateway}-{next(self._ids)}"
-        move = Move(name, request, source, target, mode, time.time(), why=why, hurried=hurried)
+        move = MoveRecord(name, request, source, target, mode, time.time(), why=why, hurried=hurried)
         if request in self.open:
             move.take(Happened.REFUSED, "it is already being moved")
             return self._close(move)
@@ -177,12 +177,12 @@ class Migrations:
         if arrival is not None and output.finish_reason is not None and not arrival.done():
             arrival.set_result(output)
 
-    def find(self, move: str) -> Move | None:
+    def find(self, move: str) -> MoveRecord | None:
         """A move by its id, open or closed."""
         moves = [*self.open.values(), *self.closed]
         return next((m for m in moves if m.id == move), None)
 
-    def _close(self, move: Move) -> Move:
+    def _close(self, move: MoveRecord) -> MoveRecord:
         self.closed.append(move)
         self._learn(move)
         log.info("%s of %s to %s: %s %s", move.id, move.request, move.target, move.outcome, move.reason)
@@ -192,7 +192,7 @@ class Migrations:
         """A worker is gone, and with it what moves to and from it have shown."""
         self.pairs = {pair: pace for pair, pace in self.pairs.items() if worker not in pair}
 
-    def _learn(self, move: Move) -> None:
+    def _learn(self, move: MoveRecord) -> None:
         """Take a move that went through into the pace of its pair, and of all."""
         if (
             move.mode != "live"
@@ -226,7 +226,7 @@ class Migrations:
             for slots in taken:
                 slots.release()
 
-    async def _walk(self, move: Move) -> None:
+    async def _walk(self, move: MoveRecord) -> None:
         running = self._fleet.running(move.request)
         if running is None:
             move.take(Happened.ENDED, "it ended before its turn")
@@ -248,7 +248,7 @@ class Migrations:
             move.reason = f"{move.target} caches no prefixes, so nothing can be copied ahead"
         await self._move_running(move, running)
 
-    def _refusal(self, running: Running, move: Move) -> str | None:
+    def _refusal(self, running: Running, move: MoveRecord) -> str | None:
         source, target = self._fleet.link(running.worker), self._fleet.link(move.target)
         if source is None or target is None:
             return f"{running.worker if source is None else move.target} is gone"
@@ -258,7 +258,7 @@ class Migrations:
             return f"{running.worker} and {move.target} do not run the same model in the same way"
         return obstacle_to_move(running.request, running.output_token_ids, source.info)
 
-    async def _move_running(self, move: Move, running: Running) -> None:
+    async def _move_running(self, move: MoveRecord, running: Running) -> None:
         loader: str | None = None
         copied = 0
         move.take(Happened.ACCEPTED)
@@ -299,7 +299,7 @@ class Migrations:
             if move.mode != "recompute":
                 await self._release(move.id, running.request, running.worker, running.segment)
 
-    def _last_load(self, move: Move, running: Running, copied: int, loader: str | None) -> Transfer:
+    def _last_load(self, move: MoveRecord, running: Running, copied: int, loader: str | None) -> Transfer:
         if move.mode == "recompute":
             return Transfer()
         info = self._info(running.worker)
@@ -313,7 +313,7 @@ class Migrations:
         load = KvLoad(info.kv_addresses, running.segment, tokens, inline, secret=info.kv_secret)
         return Transfer(load, drop=() if loader is None else (loader,))
 
-    async def _cut_over(self, move: Move, running: Running, transfer: Transfer) -> bool:
+    async def _cut_over(self, move: MoveRecord, running: Running, transfer: Transfer) -> bool:
         """Switch the stream; return whether the target gave a token."""
         began_s = time.monotonic()
         # Runs up to its first wait in this very turn of the loop, so `running` is not stale in it.
@@ -331,7 +331,7 @@ class Migrations:
 
     async def _copy(
         self,
-        move: Move,
+        move: MoveRecord,
         running: Running,
         tokens: int,
         copied: int,
@@ -364,7 +364,7 @@ class Migrations:
         return name, _taken(answer, tokens - copied)
 
     async def _ask(
-        self, move: Move, running: Running, worker: WorkerId, name: str, request: EngineRequest
+        self, move: MoveRecord, running: Running, worker: WorkerId, name: str, request: EngineRequest
     ) -> SegmentOutput:
         """Send a request of the move's own and return its last output.
 
@@ -400,7 +400,7 @@ class Migrations:
         finally:
             del self._answers[name]
 
-    async def _begin(self, move: Move, running: Running) -> None:
+    async def _begin(self, move: MoveRecord, running: Running) -> None:
         """Lease the source's segment, and return once the source has said so."""
         name = f"{move.id}-begin-{running.segment}"
         request = control_request(running.request, name, Control("begin", running.segment))
@@ -408,7 +408,7 @@ class Migrations:
         if answer.finish_reason == Finish.ERROR:
             raise RequestEnded
 
-    def _check(self, move: Move, running: Running) -> None:
+    def _check(self, move: MoveRecord, running: Running) -> None:
         """Raise if the request or a worker of the move is no longer there."""
         now = self._fleet.running(move.request)
         if now is None:

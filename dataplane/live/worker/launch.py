@@ -39,7 +39,7 @@ ROOT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerResources:
     """What a worker is given: `gpus` of one node, or a part of one (0 on a CPU host), and `cores` to pin to.
 
     `accelerator` is Ray's name of the GPUs' type; None takes any.
@@ -140,7 +140,7 @@ async def launch_worker(
     worker: WorkerId,
     engine_settings: Mapping[str, Any],
     gateways: str,
-    place: Place = Place(),
+    place: WorkerResources = WorkerResources(),
     say: Callable[[str], None] = lambda phase: None,
     core: int = 0,
 ) -> RayWorker:
@@ -197,7 +197,7 @@ async def _follow_phases(actor: Any, say: Callable[[str], None]) -> None:
             await asyncio.sleep(PHASE_EVERY_S)
 
 
-async def _reserve(place: Place, lasting: Mapping[str, Any]) -> Any:
+async def _reserve(place: WorkerResources, lasting: Mapping[str, Any]) -> Any:
     """All GPUs of a worker on one node: tensor parallelism across nodes would wait for the network."""
     labels = {"bundle_label_selector": [dict(place.labels)]} if place.labels else {}
     group = placement_group([place.bundle], strategy="STRICT_PACK", **labels, **lasting)
@@ -211,7 +211,7 @@ async def _reserve(place: Place, lasting: Mapping[str, Any]) -> Any:
     return group
 
 
-def _environment(place: Place) -> dict[str, str]:
+def _environment(place: WorkerResources) -> dict[str, str]:
     variables = {
         # A rank that hangs is an engine's death after this long; vLLM's own is five minutes.
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "60"),

@@ -55,7 +55,7 @@ class WorkerLink:
         key: str,
         context: zmq.asyncio.Context,
         codec: Codec,
-        patience: wire.Patience = wire.PATIENCE,
+        patience: wire.LinkTimings = wire.PATIENCE,
     ) -> None:
         self.patience = patience
         self._endpoint = worker.endpoint
@@ -82,7 +82,7 @@ class WorkerLink:
         context: zmq.asyncio.Context,
         codec: Codec,
         timeout_s: float = 30.0,
-        patience: wire.Patience = wire.PATIENCE,
+        patience: wire.LinkTimings = wire.PATIENCE,
     ) -> WorkerLink:
         """Greet a worker, as its launch has it, and wait for its welcome; `key` is the gateways'.
 

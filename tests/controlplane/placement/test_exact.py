@@ -13,7 +13,7 @@ from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.placement.exact import solve
 from controlplane.placement.heartbeat import (
     Heartbeat,
-    NewRequest,
+    PendingRequest,
     WorkerState,
     best_fit,
     cost_of,
@@ -28,7 +28,7 @@ STEP = StepModel(20 * UNIT_S, 0.0, UNIT_S, UNIT_S / 4, hinges=(Hinge("sequences"
 PREFILL = PrefillModel(5 * UNIT_S, UNIT_S, hinges=(Hinge("prefill_tokens", 8, UNIT_S),))
 
 
-def keeps_its_constraints(beat: Heartbeat, state: WorkerState, new: list[NewRequest]) -> bool:
+def keeps_its_constraints(beat: Heartbeat, state: WorkerState, new: list[PendingRequest]) -> bool:
     """(b) to (e) for what `state` would carry, every coming step looked at."""
     batch = len(state.held_tokens) + len(new)
     context = sum(state.held_tokens) + sum(r.prompt_tokens for r in new)
@@ -63,7 +63,7 @@ def cheapest_by_trying_all(beat: Heartbeat) -> int:
     return min(cost_of(beat, p)[1] for p in placements if is_feasible(beat, p))
 
 
-new_requests = st.builds(NewRequest, st.integers(1, 12), st.integers(1, 8))
+new_requests = st.builds(PendingRequest, st.integers(1, 12), st.integers(1, 8))
 ongoing = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8)), min_size=1, max_size=3)
 busy_workers = st.builds(
     lambda held, slack, backlog: WorkerState(
@@ -133,7 +133,7 @@ def a_heartbeat(requests, workers, kv=10, **changes) -> Heartbeat:
 
 def test_packing_better_than_best_fit_is_found():
     # They hold 3, 3, 5, 5, 7, 7 of 10: in turn 3+3 | 5+5 | 7 | 7, at best 3+7 | 3+7 | 5+5.
-    requests = [NewRequest(p, 1) for p in (2, 2, 4, 4, 6, 6)]
+    requests = [PendingRequest(p, 1) for p in (2, 2, 4, 4, 6, 6)]
     beat = a_heartbeat(requests, [WorkerState()] * 4)
     start = best_fit(beat, [worker_rows(beat, s) for s in beat.workers])
     placement = solve(beat)
@@ -142,12 +142,12 @@ def test_packing_better_than_best_fit_is_found():
 
 def test_requests_that_outlive_one_another_share_memory_that_their_sums_exceed():
     # One short-lived and large, one long-lived and small: peaks 8 + 1 and 0 + 8 tokens, never at once.
-    beat = a_heartbeat([NewRequest(7, 1), NewRequest(1, 7)], [WorkerState()] * 2, kv=10)
+    beat = a_heartbeat([PendingRequest(7, 1), PendingRequest(1, 7)], [WorkerState()] * 2, kv=10)
     assert solve(beat).workers_used == 1
 
 
 def test_a_request_that_fits_nowhere_is_held_and_the_others_are_placed():
-    placement = solve(a_heartbeat([NewRequest(50, 1), NewRequest(2, 1)], [WorkerState()] * 2))
+    placement = solve(a_heartbeat([PendingRequest(50, 1), PendingRequest(2, 1)], [WorkerState()] * 2))
     assert placement.worker[0] is None
     assert placement.worker[1] is not None
     assert (placement.held, placement.workers_used, placement.proven) == (1, 1, True)
@@ -155,12 +155,12 @@ def test_a_request_that_fits_nowhere_is_held_and_the_others_are_placed():
 
 def test_a_worker_past_its_limits_takes_nothing_more():
     late = WorkerState((3,), (2,), min_slack_s=-1.0)
-    placement = solve(a_heartbeat([NewRequest(1, 1)], [late, WorkerState()]))
+    placement = solve(a_heartbeat([PendingRequest(1, 1)], [late, WorkerState()]))
     assert placement.worker == (1,)
 
 
 def test_no_time_at_all_gives_best_fits_answer_and_a_bound():
-    requests = [NewRequest(p, 1) for p in (2, 2, 4, 4, 6, 6)]
+    requests = [PendingRequest(p, 1) for p in (2, 2, 4, 4, 6, 6)]
     beat = a_heartbeat(requests, [WorkerState()] * 4)
     start = best_fit(beat, [worker_rows(beat, s) for s in beat.workers])
     placement = solve(beat, time_limit_s=0.0)
@@ -182,6 +182,6 @@ def test_knobs_out_of_range_are_refused(wrong):
 
 def test_unusable_nouns_are_refused():
     with pytest.raises(BadInput, match="at least 1"):
-        NewRequest(0, 1)
+        PendingRequest(0, 1)
     with pytest.raises(BadInput, match="one entry a request"):
         WorkerState((1, 2), (1,))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.heartbeat import NewRequest
+from controlplane.placement.heartbeat import PendingRequest
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.rebalance import Decoding, DeviationTracker, Error, Reassign, rebalance
 from controlplane.types import RequestId, WorkerId
@@ -94,8 +94,8 @@ def test_the_error_is_outstanding_work_less_the_plan(lengths, every):
         assert seen.get(A, Error(0, 0)) == want
 
 
-def a_queue(*sizes: int, name: str = "r") -> list[tuple[RequestId, NewRequest]]:
-    return [(RequestId(f"{name}{k}"), NewRequest(size, 1)) for k, size in enumerate(sizes)]
+def a_queue(*sizes: int, name: str = "r") -> list[tuple[RequestId, PendingRequest]]:
+    return [(RequestId(f"{name}{k}"), PendingRequest(size, 1)) for k, size in enumerate(sizes)]
 
 
 def anything(*_: object) -> bool:

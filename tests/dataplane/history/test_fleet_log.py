@@ -12,8 +12,8 @@ from dataplane.history.fleet_log import (
     EVERY_S,
     LASTS_S,
     FleetLog,
+    LogWindows,
     Ruled,
-    Timeline,
     day_begin_s,
     logged_days,
     read_fleet_log,
@@ -108,7 +108,7 @@ def test_old_days_go_with_the_history(tmp_path):
 def test_what_nobody_looked_at_is_in_no_window():
     looks = [look(60.0 * n, serving=1) for n in range(21)]  # 20 minutes and what the last one holds
     looks += [look(3600.0 + 60.0 * n, serving=2) for n in range(6)] + [look(7200.0, serving=3)]
-    found = Timeline.of(looks, NOON_S, NOON_S + 86_400.0)
+    found = LogWindows.of(looks, NOON_S, NOON_S + 86_400.0)
     assert found.stretch.tolist() == [0] * 4 + [1, 2]
     assert found.seconds.sum() == pytest.approx(1200 + LASTS_S + 300 + LASTS_S + LASTS_S)
     assert sum(seconds for _, _, seconds in found.pieces) == pytest.approx(found.seconds.sum())
@@ -119,6 +119,6 @@ def test_what_nobody_looked_at_is_in_no_window():
 
 def test_a_day_has_only_what_is_within_it():
     looks = [look(60.0 * n, serving=1) for n in range(100)]
-    found = Timeline.of(looks, NOON_S + 90.0, NOON_S + 690.0)
+    found = LogWindows.of(looks, NOON_S + 90.0, NOON_S + 690.0)
     assert found.windows.tolist() == [[NOON_S + 90.0, NOON_S + 390.0], [NOON_S + 390.0, NOON_S + 690.0]]
     assert day_begin_s(DAY) <= NOON_S < day_begin_s(DAY) + 86_400.0

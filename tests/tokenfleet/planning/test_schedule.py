@@ -25,8 +25,8 @@ from tokenfleet.planning.schedule import (
     CELL_S,
     DAY_S,
     WEEK_S,
-    Clock,
-    Stretch,
+    ScheduleInterval,
+    TraceClock,
     _Window,
     make_schedule,
     paid,
@@ -38,21 +38,23 @@ from tokenfleet.report.plan_json import week_rows
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> list[Stretch]:
+def schedules(draw: st.DrawFn) -> list[ScheduleInterval]:
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=7))
     edges = [0]
     for length in lengths:
         edges.append(edges[-1] + length)
     counts = [draw(st.integers(0, 5)) for _ in lengths]
-    return [Stretch(a, b, n) for (a, b), n in zip(pairwise(edges), counts, strict=True)]
+    return [ScheduleInterval(a, b, n) for (a, b), n in zip(pairwise(edges), counts, strict=True)]
 
 
-def wanted(schedule: list[Stretch], t: float) -> int:
+def wanted(schedule: list[ScheduleInterval], t: float) -> int:
     return next(s.workers for s in schedule if s.start_s <= t < s.end_s)
 
 
 @given(schedules(), st.integers(0, 40))
-def test_every_second_pays_for_what_the_cold_start_ahead_wants(schedule: list[Stretch], lead: int) -> None:
+def test_every_second_pays_for_what_the_cold_start_ahead_wants(
+    schedule: list[ScheduleInterval], lead: int
+) -> None:
     found = paid(schedule, lead)
     end = int(schedule[-1].end_s)
     for t in range(end):
@@ -63,7 +65,7 @@ def test_every_second_pays_for_what_the_cold_start_ahead_wants(schedule: list[St
 
 @given(schedules(), st.integers(0, 40))
 def test_every_worker_that_serves_was_there_at_first_or_ordered_in_time(
-    schedule: list[Stretch], lead: int
+    schedule: list[ScheduleInterval], lead: int
 ) -> None:
     """Walk through time with the paid workers only: they rise by orders alone, and by no more than needed."""
     found = paid(schedule, lead)
@@ -77,7 +79,7 @@ def test_every_worker_that_serves_was_there_at_first_or_ordered_in_time(
 
 
 def test_no_cold_start_pays_what_is_wanted() -> None:
-    schedule = [Stretch(0, 60, 2), Stretch(60, 120, 3), Stretch(120, 180, 1)]
+    schedule = [ScheduleInterval(0, 60, 2), ScheduleInterval(60, 120, 3), ScheduleInterval(120, 180, 1)]
     assert list(paid(schedule, 0.0).stretches) == schedule
 
 
@@ -192,7 +194,7 @@ def scheduled(monkeypatch: pytest.MonkeyPatch, days: float, start_s: float | Non
             sizing,
             sizing.fleet(5),
             pool,
-            Clock.of(start_s, faster),
+            TraceClock.of(start_s, faster),
         )
 
 

@@ -15,7 +15,7 @@ from prose import BANNED_TURNS, OLD_WORDS, prose_of
 from controlplane.placement.lengths import LengthTable
 from controlplane.worker_type import WorkerType
 from tokenfleet.cli.main import main
-from tokenfleet.planning.plan_file import HostMemory, PlanFile
+from tokenfleet.planning.plan_file import KvOffload, PlanFile
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.result import Plan
 from tokenfleet.profiles.library import write_profile
@@ -155,7 +155,7 @@ def test_a_gpu_has_the_name_that_people_use(gpu: str, others: list[str], text: s
 
 @pytest.mark.parametrize(("usd", "words"), [(2.0, "$2.00/h less in all"), (-1.0, "$1.00/h more in all")])
 def test_what_kv_offload_saves_is_net_of_its_price(usd: float, words: str) -> None:
-    host = HostMemory(
+    host = KvOffload(
         gib=64.0, gb_per_s=25.0, prefix_hit_rate=0.5, loaded=0.2, prefix_hit_rate_without=0.4, workers=2,
         workers_without=3, host_usd_per_hour=0.5, saved_usd_per_hour=usd, tried_up_to=9,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from dataplane.history.files import read_history
 from dataplane.history.fleet_log import DAY_S, Ruled, day_begin_s, read_fleet_log
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.cli.main import main
-from tokenfleet.planning.schedule import Stretch, paid
+from tokenfleet.planning.schedule import ScheduleInterval, paid
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.service.app import fleet_extension
 from tokenfleet.service.clairvoyant import fewest
@@ -100,7 +100,7 @@ def check_adds_up(one):
     st.sampled_from([0.0, 120.0, 300.0, 450.0, 900.0]),
 )
 def test_the_schedule_is_the_cheapest_of_all_that_are_never_below_the_need(need, cold_s):
-    wanted = [Stretch(300.0 * n, 300.0 * (n + 1), workers) for n, workers in enumerate(need)]
+    wanted = [ScheduleInterval(300.0 * n, 300.0 * (n + 1), workers) for n, workers in enumerate(need)]
     told = paid(wanted, cold_s).worker_hours * 3600.0
 
     def cost(counts):  # a start is paid from a cold start before, within the day

@@ -25,7 +25,7 @@ ADAPTERS_AT_ONCE = 8  # in one batch; an engine sets memory aside for each
 
 
 @dataclass(frozen=True)
-class Member:
+class ServedFleet:
     """A fleet to serve: its flags, its plan if it has one, and in a portfolio its share, its model's
     adapters, and how many of its workers are on demand (None: that is not told)."""
 
@@ -41,7 +41,7 @@ class Asked:
     """The fleets to serve by the names of their models, "" for the only one, and what a portfolio's share."""
 
     flags: ServeFlags
-    members: Mapping[str, Member]
+    members: Mapping[str, ServedFleet]
     limits: Limits
 
 
@@ -51,7 +51,7 @@ def members_of(flags: ServeFlags) -> Asked:
         if len(flags.model) > 1:
             raise BadInput("--model: given twice; several models are served by --portfolio")
         plan = None if flags.plan is None else read_plan(flags.plan)
-        return Asked(flags, {"": Member(flags, plan)}, Limits({}))
+        return Asked(flags, {"": ServedFleet(flags, plan)}, Limits({}))
     _check_of_all(flags)
     low, high = (1, None) if flags.autoscale is None else bounds_of(flags.autoscale)
     planned = read_planned_portfolio(flags.portfolio)
@@ -81,7 +81,7 @@ def members_of(flags: ServeFlags) -> Asked:
         )
         share = replace(pool, right=right[name], share=right[name])
         plan = plan.with_workers(right[name])
-        members[name] = Member(own, plan, share, adapters, planned.on_demand.get(name))
+        members[name] = ServedFleet(own, plan, share, adapters, planned.on_demand.get(name))
     return Asked(flags, members, limits)
 
 

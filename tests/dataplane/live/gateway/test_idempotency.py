@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from dataplane.live.gateway import idempotency
-from dataplane.live.gateway.idempotency import Answers, Kept, OtherBody, answer_once
+from dataplane.live.gateway.idempotency import Answers, OtherBody, StoredAnswer, answer_once
 
 DIGEST = b"d"
 
 
 def kept(body=b"{}"):
-    return Kept(200, [(b"content-type", b"application/json")], body)
+    return StoredAnswer(200, [(b"content-type", b"application/json")], body)
 
 
 async def breathe():

@@ -12,11 +12,11 @@ from plain_codec import PlainCodec
 from controlplane.errors import BadInput
 from controlplane.placement.queue import QueueSettings
 from dataplane.http.keys import ApiKey
-from dataplane.live.gateway.idempotency import Kept, OtherBody
+from dataplane.live.gateway.idempotency import OtherBody, StoredAnswer
 from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 from dataplane.live.gateways.core_server import CoreServer
 from dataplane.live.gateways.remote_core import CoreGone, RemoteCore
-from dataplane.live.gateways.wire import Kind, message, next_message, pack
+from dataplane.live.gateways.wire import MessageType, message, next_message, pack
 from harness.bare_fleet import token_request
 
 STORY_S = 60.0
@@ -246,7 +246,7 @@ def test_what_was_claimed_or_asked_of_a_lost_core_is_asked_of_its_successor():
         await asyncio.sleep(0.05)  # for what it should not be told
         assert not waiting.done()
         may_return.set()
-        await first.core.settle("k", Kept(200, [], b"answer"))
+        await first.core.settle("k", StoredAnswer(200, [], b"answer"))
         assert (await waiting).body == b"answer"
 
     play(story)
@@ -342,7 +342,7 @@ def test_keys_and_answers_are_the_cores_for_all_gateways():
         with pytest.raises(OtherBody):
             await two.core.claim("k", b"e")
         second = asyncio.ensure_future(two.core.claim("k", b"d"))
-        answer = Kept(200, [(b"content-type", b"text/plain")], b"\x00\xff")
+        answer = StoredAnswer(200, [(b"content-type", b"text/plain")], b"\x00\xff")
         await one.core.settle("k", answer)
         assert await second == answer
 
@@ -365,9 +365,9 @@ def test_a_stranger_is_sent_away_and_others_do_not_notice():
         gateway = await world.gateway("g0")
         await gateway.send("r", tokens=200)
         for first in (
-            message(Kind.HELLO, pack([999, "0.0", "old"])),
-            message(Kind.ABORT, pack([[], False])),
-            message(Kind.HELLO, pack("what")),
+            message(MessageType.HELLO, pack([999, "0.0", "old"])),
+            message(MessageType.ABORT, pack([[], False])),
+            message(MessageType.HELLO, pack("what")),
             [b"\xff\x01\x04\x00\x00\x00abcd"],
             [b"GET / HTTP/1.1\r\n\r\n" * 20],
         ):
@@ -395,11 +395,11 @@ def test_a_gateway_of_another_version_is_refused_in_words(monkeypatch):
 def test_a_message_is_read_as_it_was_written_and_half_of_one_is_the_end():
     async def story(world):
         reader = asyncio.StreamReader()
-        whole = b"".join(message(Kind.OUTPUTS, b"", b"abc", b"x" * 70_000))
+        whole = b"".join(message(MessageType.OUTPUTS, b"", b"abc", b"x" * 70_000))
         reader.feed_data(whole + whole[:-1])
         reader.feed_eof()
         kind, frames = await next_message(reader)
-        assert (kind, [bytes(f) for f in frames]) == (Kind.OUTPUTS, [b"", b"abc", b"x" * 70_000])
+        assert (kind, [bytes(f) for f in frames]) == (MessageType.OUTPUTS, [b"", b"abc", b"x" * 70_000])
         with pytest.raises(EOFError):
             await next_message(reader)
 

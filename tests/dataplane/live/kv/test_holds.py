@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.live.engine_api.kv_messages import Control, KvLoad, Pace, Transfer, message_from, params_from
+from dataplane.live.engine_api.kv_messages import (
+    Control,
+    CopyRate,
+    KvLoad,
+    Transfer,
+    message_from,
+    params_from,
+)
 from dataplane.live.kv.holds import Holds
 
 LOADER = Transfer(KvLoad(("somewhere",), "source", 64), hold=True)
@@ -230,7 +237,7 @@ def test_blocks_used_and_free_always_add_up(events):
                     st.text(),
                     st.integers(0, 10**6),
                     st.booleans(),
-                    st.builds(Pace, st.floats(0, 1e9), st.floats(0.01, 1), st.floats(0, 1e9)),
+                    st.builds(CopyRate, st.floats(0, 1e9), st.floats(0.01, 1), st.floats(0, 1e9)),
                 ),
             ),
             st.booleans(),

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="vLLM is not installed (requirements
 from late_cuda import Cuda  # noqa: E402
 
 from dataplane.live.kv.holds import StepOrders  # noqa: E402
-from dataplane.live.kv.loads import Loads  # noqa: E402
+from dataplane.live.kv.loads import KvLoads  # noqa: E402
 from dataplane.live.kv.memory import KEPT_BYTES, BlockTables, HostBuffers, StagedMemory  # noqa: E402
 from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport, reserve_addresses  # noqa: E402
 
@@ -79,7 +79,7 @@ def test_a_step_s_orders_are_known_only_after_its_event(cuda, monkeypatch):
         BlockTables, "update", lambda *a: (cuda.log.append(("tables", "updated")), update(*a))[1]
     )
     (address,), release = reserve_addresses("127.0.0.1", 1)
-    one = Loads(caches(), SocketTransport("secret"), address, 0)
+    one = KvLoads(caches(), SocketTransport("secret"), address, 0)
     one.take_orders(StepOrders(offered={"s": [1]}))
     one.close()
     release()

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own deprecations
     torch = pytest.importorskip("torch", reason="torch is not installed (requirements/live-cpu.txt)")
 
-from dataplane.live.engine_api.kv_messages import Pace
+from dataplane.live.engine_api.kv_messages import CopyRate
 from dataplane.live.kv import direct as kv_direct
 from dataplane.live.kv import transport as kv_transport
 from dataplane.live.kv.memory import BlockTables, DirectMemory, StagedMemory, kv_memory
@@ -95,7 +95,7 @@ def test_the_bytes_that_arrive_are_the_bytes_that_were_sent(served, memory):
     assert moved == 4 * kind.block_bytes
 
 
-@pytest.mark.parametrize("pace", [Pace(1e6), Pace(share=0.5), Pace(1e6, 0.5, 1e7)])
+@pytest.mark.parametrize("pace", [CopyRate(1e6), CopyRate(share=0.5), CopyRate(1e6, 0.5, 1e7)])
 def test_a_paced_fetch_brings_the_same_bytes(served, pace):
     transport, address, tables, source = served
     target = caches(seed=1)

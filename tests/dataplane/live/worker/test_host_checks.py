@@ -7,7 +7,7 @@ import pytest
 
 from controlplane.errors import BadInput
 from dataplane.live.worker import host_checks
-from dataplane.live.worker.host_checks import Finding, HostFindings, differences, first_stop, look
+from dataplane.live.worker.host_checks import HostFinding, HostFindings, differences, first_stop, look
 
 
 def states(findings):
@@ -137,7 +137,9 @@ def test_memory_that_may_not_be_read_is_a_warning(tmp_path, monkeypatch):
 
 def test_hosts_with_other_engines_or_clocks_are_told_apart():
     def host(name, vllm, clock_s):
-        return HostFindings(name, (Finding("vllm", "fine", "", vllm), Finding("memory", "fine", "")), clock_s)
+        return HostFindings(
+            name, (HostFinding("vllm", "fine", "", vllm), HostFinding("memory", "fine", "")), clock_s
+        )
 
     heard_s = {"a": 100.0, "b": 100.2}
     assert differences([host("a", "0.32.0", 100.0), host("b", "0.32.0", 100.3)], heard_s) == ()
@@ -176,6 +178,6 @@ def test_nodes_that_do_not_answer_are_named():
 
 
 def test_the_first_that_stops_is_told_as_bad_input():
-    first_stop([Finding("memory", "warns", "little")])
+    first_stop([HostFinding("memory", "warns", "little")])
     with pytest.raises(BadInput, match=r"^ray: not there$"):
-        first_stop([Finding("memory", "warns", "little"), Finding("ray", "stops", "not there")])
+        first_stop([HostFinding("memory", "warns", "little"), HostFinding("ray", "stops", "not there")])

@@ -24,7 +24,7 @@ def play():
     """Runs a story with a far worker, a link to it, and how soon its silence counts."""
 
     def run(story, suspect_s=1e6, silence_s=1e6):
-        patience = wire.Patience(0.005, suspect_s, silence_s)
+        patience = wire.LinkTimings(0.005, suspect_s, silence_s)
 
         async def scene():
             context, key = zmq.asyncio.Context(), new_key()
