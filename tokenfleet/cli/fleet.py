@@ -206,14 +206,7 @@ def _portfolio_lines(view: dict[str, Any], verbose: bool) -> Iterator[Renderable
         [f"{name} does not answer" for name in down] + [f"{name} is missing its SLO" for name in missing]
     )
     yield " · ".join(filter(None, (counted(len(names), "model"), health or "healthy", taken)))
-    columns = ("workers", "allocation", "quota", "desired", "needed", "running", "waiting")
-    table = _bare_table(("model", "GPU"), columns)
-    for share in view["shares"]:
-        counts = [share[name] for name in ("held", "share", "right", "asked", "needed")]
-        gpu = ", ".join(filter(None, (f"{share['gpus_per_worker']} {share['gpu']}", share.get("zone"))))
-        load = models[share["name"]]["requests"] if share["name"] in models else {}
-        table.add_row(share["name"], gpu, *map(str, counts), *(str(load.get(k, "–")) for k in columns[-2:]))
-    yield table
+    yield _allocations(view, models)
     for name, one in models.items():
         yield f"{name}: {_lately(one['lately'], one['attainment_target'])}"
         if verbose:
@@ -221,6 +214,18 @@ def _portfolio_lines(view: dict[str, Any], verbose: bool) -> Iterator[Renderable
     for change in view["changes"][-SHOWN_DECISIONS:] if verbose else ():
         at = datetime.fromtimestamp(change["at_s"]).astimezone()
         yield f"{at:%H:%M:%S}  {change['model']}: allocation {change['before']} → {change['share']}"
+
+
+def _allocations(view: dict[str, Any], models: dict[str, Any]) -> Table:
+    """The workers that each model may have and has; what runs and waits, of those that answer."""
+    columns = ("workers", "allocation", "quota", "desired", "needed", "running", "waiting")
+    table = _bare_table(("model", "GPU"), columns)
+    for share in view["shares"]:
+        counts = [share[name] for name in ("held", "share", "right", "asked", "needed")]
+        gpu = ", ".join(filter(None, (f"{share['gpus_per_worker']} {share['gpu']}", share.get("zone"))))
+        load = models[share["name"]]["requests"] if share["name"] in models else {}
+        table.add_row(share["name"], gpu, *map(str, counts), *(str(load.get(k, "–")) for k in columns[-2:]))
+    return table
 
 
 def _workers_table(view: dict[str, Any], verbose: bool) -> Table:
@@ -234,13 +239,16 @@ def _workers_table(view: dict[str, Any], verbose: bool) -> Table:
         load = w.get("telemetry") or {}
         kv = f"{load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0%}" if load else "–"
         cells = [duration_text(w["for_s"]), str(w["requests"]), kv]
-        if verbose:
-            step = duration_text(load["step_s"]) if load else "–"
-            cells += [str(w["tokens"]), _cached_text(w.get("prefix_tokens")), step]
-            cells.append(str(load.get("preemptions", "–")))
+        cells += _worker_details(w, load) if verbose else []
         state = "unresponsive" if w.get("silent") else w["state"]
         workers.add_row(w["worker"], *(w.get(name) or "–" for name in told), state, *cells)
     return workers
+
+
+def _worker_details(worker: dict[str, Any], load: dict[str, Any]) -> list[str]:
+    step = duration_text(load["step_s"]) if load else "–"
+    cached = _cached_text(worker.get("prefix_tokens"))
+    return [str(worker["tokens"]), cached, step, str(load.get("preemptions", "–"))]
 
 
 def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType]:

@@ -101,8 +101,6 @@ def simulate_command(
     --slo ttft=2s,tpot=40ms --most-agents --attainment 0.95 --confidence 0.95
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
-    from controlplane.placement.policies import PlacementSettings
-    from dataplane.simulated.simulate import simulate
     from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import what_drafts_do, without_work
@@ -122,16 +120,7 @@ def simulate_command(
         if as_sessions.most_agents:
             most = _most_agents(workload, classes, request, fleet, status.update)
             request = replace(request, agents=most.agents)
-        outcome = simulate(
-            workload,
-            fleet.specs(),
-            [one.slo for one in classes] or request.slo,
-            request.policy,
-            settings=PlacementSettings(headroom=request.priority_headroom),
-            seed=request.seed,
-            agents=request.agents,
-        )
-        outcome = replace(outcome, session_target_s=request.session_s)
+        outcome = _outcome(workload, classes, fleet, request)
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: requests_csv(outcome)})
@@ -143,6 +132,22 @@ def simulate_command(
     )
     warn(notes)
     return 0
+
+
+def _outcome(workload: Workload, classes: Sequence[SloClass], fleet: Fleet, request: PlanRequest) -> Outcome:
+    from controlplane.placement.policies import PlacementSettings
+    from dataplane.simulated.simulate import simulate
+
+    outcome = simulate(
+        workload,
+        fleet.specs(),
+        [one.slo for one in classes] or request.slo,
+        request.policy,
+        settings=PlacementSettings(headroom=request.priority_headroom),
+        seed=request.seed,
+        agents=request.agents,
+    )
+    return replace(outcome, session_target_s=request.session_s)
 
 
 def _answer_json(

@@ -59,8 +59,7 @@ def whatif_command(
     tokenfleet whatif --trace day.csv --model llama-3.1-70b --slo ttft=1.6s,tpot=75ms
     --reclaims-per-h 0.05 --cold-start 5m --vary spot=no,yes --vary gpu=a100,h100,a100+h100
     """
-    if ray is not None and jobs is not None:
-        raise BadInput("--jobs: a Ray cluster has its own processors; leave out --jobs or --ray")
+    _check_at_once(jobs, ray)
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.files import refuse_unwritable, write_files
@@ -78,8 +77,10 @@ def whatif_command(
     with console(stderr=True).status("reading"):
         read = read_traces(paths)
     words = _source(paths, source.data if is_biased else None)
-    planned = partial(_planned, read, request, cells, words, source.data)
-    scenarios, warnings = planned(jobs=jobs or os.cpu_count() or 1, ray=ray, cache=kept)
+    processes = jobs or os.cpu_count() or 1
+    scenarios, warnings = _planned(
+        read, request, cells, words, source.data, jobs=processes, ray=ray, cache=kept
+    )
     clock = _clock(read, request.window)
     text = json.dumps(whatif_json(scenarios, clock), indent=1) + "\n"
     if files:
@@ -87,6 +88,11 @@ def whatif_command(
     answer(output_format, text, lambda: whatif_tables(scenarios, clock, verbose))
     warn([*notes, *warnings])
     return 0 if any(one.feasible for one in scenarios) else 1
+
+
+def _check_at_once(jobs: int | None, ray: str | None) -> None:
+    if ray is not None and jobs is not None:
+        raise BadInput("--jobs: a Ray cluster has its own processors; leave out --jobs or --ray")
 
 
 def _cache(folder: Path | None, is_off: bool) -> Cache:
