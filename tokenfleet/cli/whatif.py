@@ -76,11 +76,8 @@ def whatif_command(
     paths, notes = asked_traces(source.trace, source.since, source.data, is_biased)
     with console(stderr=True).status("reading"):
         read = read_traces(paths)
-    words = _source(paths, source.data if is_biased else None)
-    processes = jobs or os.cpu_count() or 1
-    scenarios, warnings = _planned(
-        read, request, cells, words, source.data, jobs=processes, ray=ray, cache=kept
-    )
+    words, jobs = _source(paths, source.data if is_biased else None), jobs or os.cpu_count() or 1
+    scenarios, warnings = _planned(read, request, cells, words, source.data, jobs=jobs, ray=ray, cache=kept)
     clock = _clock(read, request.window)
     text = json.dumps(whatif_json(scenarios, clock), indent=1) + "\n"
     if files:

@@ -532,22 +532,29 @@ def _infeasible(
 
 
 def no_worker_fits(question: PlanRequest, sizings: Sequence[Sizing]) -> str | None:
-    """That the limits allow no worker, the smallest there is, and the flag to raise; None if one fits."""
+    """That the limits allow too few workers, with the flag to raise; None where they allow enough."""
     for sizing in sizings:
         limit = question.most_workers(sizing.worker_type)
-        if limit is None or limit >= sizing.fewest:
+        if limit is None or limit >= max(sizing.fluid, sizing.fewest):
             return None
     fewest = [of_one_kind(s.worker_type, max(s.fluid, s.fewest), 0.5) for s in sizings]
     flag = question.limit_text(sizings[0].worker_type)
     by_gpus = flag.startswith("--max-gpus")
     least_fleet = min(fewest, key=lambda fleet: fleet.cost[1:] if by_gpus else fleet.cost[:2])
-    kind = least_fleet.groups[0].worker_type
-    size = f"{kind.gpus} GPUs" if by_gpus else f"${kind.usd_per_h or 0.0:,.2f}/h"
+    types = [sizing.worker_type for sizing in sizings]
+    least_type = min(types, key=lambda kind: kind.gpus if by_gpus else kind.usd_per_h or math.inf)
     cents = math.ceil(100 * (least_fleet.usd_per_hour or 0.0))
+    size = (
+        f"{least_type.gpus} GPU{'s' * (least_type.gpus > 1)}"
+        if by_gpus
+        else f"${least_type.usd_per_h or 0.0:,.2f}/h"
+    )
+    needs = f"{least_fleet.gpus} GPU{'s' * (least_fleet.gpus > 1)}" if by_gpus else f"${cents / 100:,.2f}/h"
     least = f"{least_fleet.gpus}" if by_gpus else f"{cents / 100:g}"
+    some = any(question.most_workers(kind) for kind in types)
     return (
-        f"{flag} allows no worker: the smallest that holds this model is {kind.name} with {size}, and the"
-        f" load needs at least {least_fleet.workers}; set {flag.split()[0]} {least} or more"
+        f"{flag} allows {'too few workers' if some else 'no worker'}. The smallest that holds this model is"
+        f" {least_type.name} ({size}). The load needs at least {needs}: set {flag.split()[0]} {least} or more"
     )
 
 

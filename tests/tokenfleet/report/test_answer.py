@@ -120,11 +120,11 @@ def test_a_lower_bound_is_never_shown_above_the_expected_value() -> None:
     [
         (
             {"max_gpus": 1},
-            r"--max-gpus 1 allows no worker: .* made-gpu TP2 with 2 GPUs, .*; set --max-gpus \d+ or more",
+            r"--max-gpus 1 allows no worker. .* made-gpu TP2 \(2 GPUs\). .*: set --max-gpus \d+ or more",
         ),
         (
             {"budget_usd_per_h": 1.0},
-            r"--budget-usd-per-h 1 .* with \$4.00/h, .*; set --budget-usd-per-h \d+ or more",
+            r"--budget-usd-per-h 1 .* \(\$4.00/h\). .*: set --budget-usd-per-h \d+ or more",
         ),
     ],
 )
