@@ -34,6 +34,7 @@ import psutil
 
 from dataplane.live.engine_api.processes import FORKS, OWN_RAY, Pulse, cancel_all, descendants
 from dataplane.processes.fork_server import (
+    LOST,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
     SIGNS,
@@ -49,7 +50,7 @@ from dataplane.startup import child_environment
 log = logging.getLogger("tokenfleet.supervisor")
 CORE, FRONT, SWEEP = "core", "front", "sweep"
 RAY_PROGRAM = "dataplane.live.pool.own_ray"
-LOST, INTERRUPTED = 70, 130  # exit codes: the fork server has died, and a start was interrupted
+INTERRUPTED = 130  # the exit code of a start that was interrupted
 LOOK_S = 0.05
 
 
