@@ -157,7 +157,7 @@ class BareFleet:
 
     def _take(self, output: Any) -> None:
         if output.request_id.startswith(LOADER_PREFIX):
-            self.migrations.claim(output)
+            self.migrations.engines.claim(output)
             return
         stream = self._listening.get(output.request_id)
         if stream is None:

@@ -25,7 +25,7 @@ Every segment is built by `segment.segment_request(request, output_token_ids, se
 first stay (no outputs yet), a continuation after a move (with a `Transfer`), and a replay after a worker
 died.
 
-FleetCore's duties in a move (`MovableFleet` in migration/coordinator.py)
+FleetCore's duties in a move (`MovableFleet` in migration/engines.py)
 -------------------------------------------------------------------------
 `running(request)` gives a request's present segment, worker and live token list, or None once it is over.
 `cut_over(request, target, transfer)` switches the client's stream: stop listening to the old segment, send
@@ -39,7 +39,7 @@ A request waits, runs, or has ended; `Migrations.migrate` moves waiting ones wit
 
 FleetCore's calls of the coordinator
 ------------------------------------
-`Migrations(fleet, budget)` is made by FleetCore as its `migrations`; `claim(output: SegmentOutput)` takes
+`Migrations(fleet, budget)` is made by FleetCore as its `migrations`; its `engines.claim(output)` takes
 every output whose id begins with `LOADER_PREFIX`. `FleetCore.obstacle_to_replay(tracked)`
 names what could not continue exactly on another worker by recomputing (a grammar that would restart in
 mid-output), or None; such a request ends in an explicit error instead of a replay.

@@ -123,7 +123,7 @@ def test_a_move_sends_what_the_target_has_not_cached_and_all_of_it_once_that_is_
 
 
 def test_a_text_brought_to_another_workers_cache_is_hit_there_and_a_lost_one_is_computed_again(two_workers):
-    from dataplane.live.migration.coordinator import CopyFailed
+    from dataplane.live.migration.engines import CopyFailed
     from harness.bare_fleet import token_request
 
     async def story(fleet):

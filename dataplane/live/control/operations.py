@@ -183,9 +183,9 @@ class Operations:
                 ways.update(at.telemetry.kv_fetched)
         pairs = [
             {"source": source, "target": target} | pace_view(pace)
-            for (source, target), pace in self.core.migrations.pairs.items()
+            for (source, target), pace in self.core.migrations.paces.pairs.items()
         ]
-        return pace_view(self.core.migrations.usual) | {"ways": dict(ways), "pairs": pairs}
+        return pace_view(self.core.migrations.paces.usual) | {"ways": dict(ways), "pairs": pairs}
 
     def share(self) -> dict[str, Any]:
         """What a portfolio's broker goes by: the share, and the workers asked for, needed and held."""
@@ -227,8 +227,8 @@ class Operations:
             self.arrived.arrivals(),
             self.arrived.outcomes(),
             held,
-            moves.usual,
-            [(*pair, pace) for pair, pace in moves.pairs.items()],
+            moves.paces.usual,
+            [(*pair, pace) for pair, pace in moves.paces.pairs.items()],
             {} if self.step_times is None else self.step_times.profiles(),
             {} if self.step_times is None else self.step_times.believed(),
         )

@@ -409,7 +409,7 @@ class FleetCore(FrontEndClient):
             tracked = self.requests.listening_to(output.request_id)
             if tracked is None:
                 if output.request_id.startswith(LOADER_PREFIX):
-                    self.migrations.claim(output)
+                    self.migrations.engines.claim(output)
             elif output.finish_reason in (Finish.ERROR, Finish.ABORT):
                 broken.append(tracked)
             else:
@@ -484,7 +484,7 @@ class FleetCore(FrontEndClient):
         self._attached.discard(at.worker)
         self.placement.detach(at.worker)
         self.adapters.forget(at.worker)
-        self.migrations.forget(at.worker)
+        self.migrations.paces.forget(at.worker)
         self.metrics.forget_worker(at.worker)
         for tracked in self.requests.on_worker(at.worker):
             self._replay(tracked, f"{at.worker} is gone: {reason}")

@@ -26,14 +26,11 @@ import logging
 import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from itertools import count
-from typing import Protocol
 
 from controlplane.migration.move import CLOSED, Happened, Stage
-from controlplane.snapshot import Pace
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.kv_messages import (
     LOADER_PREFIX,
@@ -43,7 +40,7 @@ from dataplane.live.engine_api.kv_messages import (
     Transfer,
     loaded_tokens,
 )
-from dataplane.live.engine_api.link import EngineLink, WorkerInfo
+from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.messages import EngineRequest, Finish, SegmentOutput
 from dataplane.live.engine_api.segment import (
     control_request,
@@ -51,30 +48,14 @@ from dataplane.live.engine_api.segment import (
     loader_request,
     obstacle_to_move,
 )
-from dataplane.live.migration.move import Mode, MoveBudget, MoveRecord, Running
+from dataplane.live.migration.engines import CopyFailed, EngineCalls, MovableFleet
+from dataplane.live.migration.move import Mode, MoveBudget, MovePaces, MoveRecord, Running
 
 log = logging.getLogger(__name__)
 FIRST_TOKEN_S = 0.002  # between two looks for it
-LOOK_S = 0.1  # how often a waiting copy looks whether both sides are still there
 REMEMBERED_MOVES = 1000
 MOST_MOVES = 16  # at once, hand-overs not counted
 MOST_STAGES = 8  # of pre-copies, before the rest is copied in a pause
-
-
-class MovableFleet(Protocol):
-    """What a move needs of FleetCore; the package docstring states each duty."""
-
-    def running(self, request: RequestId) -> Running | None: ...
-
-    def link(self, worker: WorkerId) -> EngineLink | None: ...
-
-    async def cut_over(
-        self, request: RequestId, target: WorkerId, transfer: Transfer
-    ) -> asyncio.Future[bool]: ...
-
-
-class CopyFailed(Exception):
-    """A pre-copy did not succeed; the message says why."""
 
 
 class RequestEnded(Exception):
@@ -97,10 +78,8 @@ class Migrations:
         self._handover_slots: defaultdict[WorkerId, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(budget.handovers)
         )
-        self._answers: dict[str, asyncio.Future[SegmentOutput]] = {}
-        # What finished moves have shown, of any two workers and of each pair (source, target).
-        self.usual = Pace()
-        self.pairs: dict[tuple[WorkerId, WorkerId], Pace] = {}
+        self.engines = EngineCalls(fleet, budget.stage_s)
+        self.paces = MovePaces()
         self.open: dict[RequestId, MoveRecord] = {}
         self.closed: deque[MoveRecord] = deque(maxlen=REMEMBERED_MOVES)
 
@@ -147,35 +126,29 @@ class Migrations:
         keeper, loader = f"{name}-keeper", f"{name}-loader"
 
         def check() -> bool:
-            self._info(source), self._info(target)  # raise where one is gone
+            self.engines.info(source), self.engines.info(target)  # raise where one is gone
             return False
 
         async with self._budgeted(source, target, "live"):
-            info = self._info(source)
+            info = self.engines.info(source)
             try:
-                kept = await self._answered(check, source, keeper, keeper_request(text, keeper, tokens))
+                kept = await self.engines.answer(check, source, keeper, keeper_request(text, keeper, tokens))
                 if kept.finish_reason != Finish.LENGTH:
                     raise CopyFailed(f"{source} could not keep a text")
                 pace = self._budget.pace(tokens * info.kv_bytes_per_token)
                 load = KvLoad(info.kv_addresses, keeper, tokens, pace=pace, secret=info.kv_secret)
                 request = loader_request(text, (), loader, load, ())
-                answer = await self._answered(check, target, loader, request)
+                answer = await self.engines.answer(check, target, loader, request)
                 if answer.finish_reason not in (Finish.LENGTH, Finish.STOP):
                     raise CopyFailed(f"{target} could not load a text")
                 return _taken(answer, tokens)
             except BaseException:
-                await self._end(target, loader)
-                await self._end(source, keeper)
+                await self.engines.end(target, loader)
+                await self.engines.end(source, keeper)
                 raise
             finally:
-                await self._release(name, text, target, loader)
-                await self._release(name, text, source, keeper)
-
-    def claim(self, output: SegmentOutput) -> None:
-        """Take an output whose segment begins with `LOADER_PREFIX`."""
-        arrival = self._answers.get(output.request_id)
-        if arrival is not None and output.finish_reason is not None and not arrival.done():
-            arrival.set_result(output)
+                await self.engines.release(name, text, target, loader)
+                await self.engines.release(name, text, source, keeper)
 
     def find(self, move: str) -> MoveRecord | None:
         """A move by its id, open or closed."""
@@ -184,30 +157,9 @@ class Migrations:
 
     def _close(self, move: MoveRecord) -> MoveRecord:
         self.closed.append(move)
-        self._learn(move)
+        self.paces.learn(move)
         log.info("%s of %s to %s: %s %s", move.id, move.request, move.target, move.outcome, move.reason)
         return move
-
-    def forget(self, worker: WorkerId) -> None:
-        """A worker is gone, and with it what moves to and from it have shown."""
-        self.pairs = {pair: pace for pair, pace in self.pairs.items() if worker not in pair}
-
-    def _learn(self, move: MoveRecord) -> None:
-        """Take a move that went through into the pace of its pair, and of all."""
-        if (
-            move.mode != "live"
-            or not move.moved
-            or move.source is None
-            or not move.copied_bytes
-            or move.downtime_s is None
-        ):
-            return
-        bytes_per_s = move.copied_bytes / max(move.copy_s, 1e-6)
-        pair = (move.source, move.target)
-        # A pair begins with what the others have shown.
-        before = self.pairs.get(pair, replace(self.usual, moves=min(self.usual.moves, 1)))
-        self.pairs[pair] = before.after(bytes_per_s, move.downtime_s)
-        self.usual = self.usual.after(bytes_per_s, move.downtime_s)
 
     @asynccontextmanager
     async def _budgeted(self, source: WorkerId | None, target: WorkerId, mode: Mode) -> AsyncIterator[None]:
@@ -240,10 +192,10 @@ class Migrations:
             move.take(Happened.WAITING)
             await self._cut_over(move, running, Transfer())
             return
-        if layout(self._info(running.worker)) != layout(self._info(move.target)):
+        if layout(self.engines.info(running.worker)) != layout(self.engines.info(move.target)):
             move.mode = "recompute"
             move.reason = f"{running.worker} and {move.target} lay KV out differently, so it is computed anew"
-        elif move.mode == "live" and not self._info(move.target).caches_prefixes:
+        elif move.mode == "live" and not self.engines.info(move.target).caches_prefixes:
             move.mode = "stop-and-copy"
             move.reason = f"{move.target} caches no prefixes, so nothing can be copied ahead"
         await self._move_running(move, running)
@@ -266,7 +218,7 @@ class Migrations:
         try:
             if move.mode != "recompute":
                 await self._begin(move, running)
-            block = self._info(running.worker).block_tokens
+            block = self.engines.info(running.worker).block_tokens
             is_stream = not running.output_token_ids
             while move.mode in ("live", "hand-over") and len(move.stages) < MOST_STAGES:
                 tokens = (running.tokens - 1) // block * block
@@ -278,7 +230,7 @@ class Migrations:
                 is_stream = False
                 move.stages.append(tokens - copied)
                 move.cached_tokens += tokens - copied - taken
-                move.copied_bytes += taken * self._info(running.worker).kv_bytes_per_token
+                move.copied_bytes += taken * self.engines.info(running.worker).kv_bytes_per_token
                 copied = tokens
                 move.take(Happened.COPIED)
                 while not running.output_token_ids:  # on its way: the KV overtook it
@@ -295,14 +247,14 @@ class Migrations:
         finally:
             # The continuation drops the loader as it is admitted; one that gave no token may never have been.
             if loader is not None and not resumed:
-                await self._release(move.id, running.request, move.target, loader)
+                await self.engines.release(move.id, running.request, move.target, loader)
             if move.mode != "recompute":
-                await self._release(move.id, running.request, running.worker, running.segment)
+                await self.engines.release(move.id, running.request, running.worker, running.segment)
 
     def _last_load(self, move: MoveRecord, running: Running, copied: int, loader: str | None) -> Transfer:
         if move.mode == "recompute":
             return Transfer()
-        info = self._info(running.worker)
+        info = self.engines.info(running.worker)
         tokens = running.tokens - 1
         move.tail_tokens = tokens - copied
         blocks = -(-tokens // info.block_tokens) - copied // info.block_tokens
@@ -344,7 +296,7 @@ class Migrations:
         """
         self._check(move, running)
         name = f"{move.id}-{len(move.stages)}"
-        source = self._info(running.worker)
+        source = self.engines.info(running.worker)
         size = tokens * source.kv_bytes_per_token
         pace = UNBOUND if move.hurried else self._budget.pace(size)
         where, secret = source.kv_addresses, source.kv_secret
@@ -357,9 +309,9 @@ class Migrations:
                 raise CopyFailed(f"{move.target} could not load the KV of {running.segment}")
         except BaseException:
             # Whatever went wrong, this loader and what it was to take over from must go.
-            await self._end(move.target, name)
+            await self.engines.end(move.target, name)
             for loader in (name, *drop):
-                await self._release(move.id, running.request, move.target, loader)
+                await self.engines.release(move.id, running.request, move.target, loader)
             raise
         return name, _taken(answer, tokens - copied)
 
@@ -375,30 +327,7 @@ class Migrations:
             self._check(move, running)
             return not running.output_token_ids  # what is waited for is the prefill
 
-        return await self._answered(check, worker, name, request)
-
-    async def _answered(
-        self, check: Callable[[], bool], worker: WorkerId, name: str, request: EngineRequest
-    ) -> SegmentOutput:
-        """The last output of a request of ours; `check` raises what ends the wait, or says to be patient."""
-        check()
-        link = self._fleet.link(worker)
-        assert link is not None  # just checked
-        arrival: asyncio.Future[SegmentOutput] = asyncio.get_running_loop().create_future()
-        self._answers[name] = arrival
-        deadline_s = time.monotonic() + self._budget.stage_s
-        try:
-            await link.add(request)
-            while True:
-                await asyncio.wait([arrival], timeout=LOOK_S)
-                if arrival.done():
-                    return arrival.result()
-                if check():
-                    deadline_s = time.monotonic() + self._budget.stage_s
-                if time.monotonic() > deadline_s:
-                    raise CopyFailed(f"{worker} had no room, or no time, in {self._budget.stage_s:g} s")
-        finally:
-            del self._answers[name]
+        return await self.engines.answer(check, worker, name, request)
 
     async def _begin(self, move: MoveRecord, running: Running) -> None:
         """Lease the source's segment, and return once the source has said so."""
@@ -418,23 +347,6 @@ class Migrations:
         for worker in (running.worker, move.target):
             if self._fleet.link(worker) is None:
                 raise CopyFailed(f"{worker} is gone")
-
-    def _info(self, worker: WorkerId) -> WorkerInfo:
-        link = self._fleet.link(worker)
-        if link is None:
-            raise CopyFailed(f"{worker} is gone")
-        return link.info
-
-    async def _release(self, move: str, of: EngineRequest, worker: WorkerId, segment: str) -> None:
-        link = self._fleet.link(worker)
-        if link is not None:
-            name = f"{move}-release-{segment}"
-            await link.add(control_request(of, name, Control("release", segment)))
-
-    async def _end(self, worker: WorkerId, segment: str) -> None:
-        link = self._fleet.link(worker)
-        if link is not None:
-            await link.abort([segment])
 
 
 def _taken(answer: SegmentOutput, most: int) -> int:

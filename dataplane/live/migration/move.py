@@ -1,13 +1,14 @@
-"""A move of one request from worker to worker: its stage, its budget, and its outcome."""
+"""A move of one request from worker to worker: its stage, its budget, its outcome, and its pace."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from controlplane.migration.move import CLOSED, Happened, Stage, step
+from controlplane.snapshot import Pace
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.kv_messages import CopyRate
 from dataplane.live.engine_api.messages import EngineRequest
@@ -101,3 +102,32 @@ class MoveRecord:
             self.reason = reason
         if self.stage in CLOSED:
             self.finished_s = time.time()
+
+
+class MovePaces:
+    """What finished moves have shown: `usual` of any two workers, `pairs` of each (source, target)."""
+
+    def __init__(self) -> None:
+        self.usual = Pace()
+        self.pairs: dict[tuple[WorkerId, WorkerId], Pace] = {}
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker is gone, and with it what moves to and from it have shown."""
+        self.pairs = {pair: pace for pair, pace in self.pairs.items() if worker not in pair}
+
+    def learn(self, move: MoveRecord) -> None:
+        """Take a move that went through into the pace of its pair, and of all."""
+        if (
+            move.mode != "live"
+            or not move.moved
+            or move.source is None
+            or not move.copied_bytes
+            or move.downtime_s is None
+        ):
+            return
+        bytes_per_s = move.copied_bytes / max(move.copy_s, 1e-6)
+        pair = (move.source, move.target)
+        # A pair begins with what the others have shown.
+        before = self.pairs.get(pair, replace(self.usual, moves=min(self.usual.moves, 1)))
+        self.pairs[pair] = before.after(bytes_per_s, move.downtime_s)
+        self.usual = self.usual.after(bytes_per_s, move.downtime_s)

@@ -31,7 +31,8 @@ from dataplane.live.engine_api.processes import cancel_all
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.request import Tracked
-from dataplane.live.migration.coordinator import CopyFailed, layout, meaning
+from dataplane.live.migration.coordinator import layout, meaning
+from dataplane.live.migration.engines import CopyFailed
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.05
@@ -313,7 +314,7 @@ class Exit:
         if self._sent:
             return Way((self._sent + self._under.half_sent) / max(self._moving_s, 1e-3), 0.0)
         size = 0 if link is None else link.info.kv_bytes_per_token
-        return Way(self._core.migrations.usual.bytes_per_s / max(size, 1))
+        return Way(self._core.migrations.paces.usual.bytes_per_s / max(size, 1))
 
 
 async def bring_to(core: FleetCore, worker: WorkerId, is_open: Callable[[WorkerId], bool]) -> None:
@@ -376,7 +377,7 @@ def _copied_in_time(core: FleetCore, worker: WorkerId) -> float:
     """The tokens that moves copy in the time that there is for this."""
     link = core.link(worker)
     size = 0 if link is None else link.info.kv_bytes_per_token
-    return BRING_S * core.migrations.usual.bytes_per_s / max(size, 1)
+    return BRING_S * core.migrations.paces.usual.bytes_per_s / max(size, 1)
 
 
 def _haven(at: Attached, tokens: int, requests: int, reads_kv: bool) -> Haven:

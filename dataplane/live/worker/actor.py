@@ -174,29 +174,9 @@ class Worker:
             await self._peers.dismiss_all("the worker was stopped")
             self._door.close(LINGER_MS)
         if hasattr(self, "_core"):
-            await self._end_engine()
+            await _end_engine(self._core)
         unlink(self._shared)
         return True
-
-    async def _end_engine(self) -> None:
-        """End an engine that has no request any more: kill it where it does not end at once.
-
-        Its orderly end takes seconds and finishes nothing. The resource tracker removes what a killed one has
-        left in shared memory, once this process no longer uses it.
-        """
-        engines = [child.pid for child in active_children()]
-        ending = asyncio.create_task(asyncio.to_thread(self._core.shutdown, SHUTDOWN_S))
-        await asyncio.wait([ending], timeout=ORDERLY_S)
-        if not ending.done():
-            for pid in filter(None, engines):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        await ending
-        if (needed := resource_tracker.getfd()) is not None:
-            os.close(needed)
-        until_s = time.monotonic() + CLEANED_S
-        while any(map(_is_running, descendants())) and time.monotonic() < until_s:
-            await asyncio.sleep(0.02)
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         async def run() -> None:
@@ -371,11 +351,32 @@ class Worker:
         """End this process, which nobody needs or can reach any more, and what Ray reserves for it."""
         log.warning("%s: no gateway for %g s, or Ray's daemon is gone: it ends itself", self._worker, ALONE_S)
         with suppress(Exception):  # however the engine takes it
-            await self._end_engine()
+            await _end_engine(self._core)
         unlink(self._shared)
         if not self._daemon.is_gone and (group := ray.util.get_current_placement_group()) is not None:
             remove_placement_group(group)
         os._exit(1)
+
+
+async def _end_engine(core: Any) -> None:
+    """End an engine that has no request any more: kill it where it does not end at once.
+
+    Its orderly end takes seconds and finishes nothing. The resource tracker removes what a killed one has
+    left in shared memory, once this process no longer uses it.
+    """
+    engines = [child.pid for child in active_children()]
+    ending = asyncio.create_task(asyncio.to_thread(core.shutdown, SHUTDOWN_S))
+    await asyncio.wait([ending], timeout=ORDERLY_S)
+    if not ending.done():
+        for pid in filter(None, engines):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    await ending
+    if (needed := resource_tracker.getfd()) is not None:
+        os.close(needed)
+    until_s = time.monotonic() + CLEANED_S
+    while any(map(_is_running, descendants())) and time.monotonic() < until_s:
+        await asyncio.sleep(0.02)
 
 
 def _is_running(pid: int) -> bool:

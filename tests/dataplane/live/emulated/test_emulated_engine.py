@@ -152,14 +152,14 @@ def test_moves_that_went_through_teach_their_pairs_pace_and_others_do_not():
         stream = await fleet.start(A, prompt(800), {"max_tokens": 1000})
         await stream.until(5)
         refused = await fleet.move(stream, WorkerId("nobody"))
-        assert (refused.moved, fleet.migrations.usual) == (False, Pace())
+        assert (refused.moved, fleet.migrations.paces.usual) == (False, Pace())
         move = await fleet.move(stream, B)
-        learned = fleet.migrations.pairs[A, B]
-        assert learned.moves == fleet.migrations.usual.moves == 1
+        learned = fleet.migrations.paces.pairs[A, B]
+        assert learned.moves == fleet.migrations.paces.usual.moves == 1
         assert learned.bytes_per_s == pytest.approx(move.copied_bytes / move.copy_s)
         assert learned.pause_s == pytest.approx(move.downtime_s)
-        fleet.migrations.forget(B)
-        assert (fleet.migrations.pairs, fleet.migrations.usual.moves) == ({}, 1)
+        fleet.migrations.paces.forget(B)
+        assert (fleet.migrations.paces.pairs, fleet.migrations.paces.usual.moves) == ({}, 1)
         await fleet.abort(stream)
 
     run(story, speed=1.0, bytes_per_s=1e7)
