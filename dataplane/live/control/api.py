@@ -14,7 +14,7 @@ from sse_starlette.sse import EventSourceResponse
 
 from controlplane.errors import BadInput
 from controlplane.snapshot import Fact, Note, Scale
-from controlplane.types import Role
+from controlplane.types import Role, WorkerId
 from dataplane.http.keys import KeyRing
 from dataplane.http.rules import ErrorReply, application, error_reply
 from dataplane.http.server import Extension, QuietServer, server_options
@@ -217,7 +217,8 @@ def _add_changes(app: FastAPI, operations: Operations) -> None:
     @app.post("/v1/workers/{worker}/restart", status_code=202)
     async def restart(worker: str, order: Annotated[RestartOrder, Body()]) -> dict[str, Any]:
         """Replace a worker by a new one, its requests moved or finished."""
-        return operations.restart(worker, order.finish_s)
+        operations.check_worker(worker)
+        return operations.updates.restart(WorkerId(worker), order.finish_s)
 
     @app.post("/v1/gateways/restart", status_code=202)
     async def restart_gateways(order: Annotated[RestartOrder, Body()]) -> dict[str, Any]:
@@ -227,12 +228,12 @@ def _add_changes(app: FastAPI, operations: Operations) -> None:
     @app.post("/v1/fleet/update", status_code=202)
     async def update(order: Annotated[UpdateOrder, Body()]) -> dict[str, Any]:
         """Replace all workers, one after another, by ones of another model or with other flags."""
-        return await operations.update(order.model, order.flags, order.finish_s)
+        return await operations.updates.begin(order.model, order.flags, order.finish_s)
 
     @app.delete("/v1/fleet/update")
     async def cancel_update() -> dict[str, Any]:
         """Roll back the update that is under way."""
-        return operations.cancel_update()
+        return operations.updates.cancel()
 
 
 def _open_controllers_door(app: FastAPI, operations: Operations) -> None:

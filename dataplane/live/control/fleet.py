@@ -380,7 +380,7 @@ class _Fleet:
             self.learning.reasons,
             gateways,
         )
-        operations.resume()
+        operations.updates.resume()
         self._register(REGISTRY if gateways is None else gateways.registry())
         for extension in settings.extensions:
             await self._cleanup.enter_async_context(extension.running())

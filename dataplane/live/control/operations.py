@@ -19,6 +19,7 @@ from dataplane.http.rules import Conflict, UnknownName
 from dataplane.live.control.fleet_state import FleetState, MoveRow, RequestRow, WorkerRow, copied
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
+from dataplane.live.control.updates import Updates
 from dataplane.live.control.views import (
     bounds_view,
     move_view,
@@ -30,12 +31,11 @@ from dataplane.live.control.views import (
 from dataplane.live.engine_api.processes import Estate, Tasks
 from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.gateway.metrics import Metrics
 from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.timeline import BUCKET_S
 from dataplane.live.gateways.keeper import Gateways
-from dataplane.live.pool.member import Revision
 from dataplane.live.pool.pool import WorkerPool
-from dataplane.live.pool.rollout import Rollout
 
 LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
 LAST_SCALING = 5
@@ -61,6 +61,55 @@ class FleetFacts:
     estate: Estate | None = None
 
 
+def set_gauges(m: Metrics, core: FleetCore, states: Sequence[str], policy: str) -> None:
+    """Bring the gauges of a fleet's workers up to date."""
+    for state in ("starting", "serving", "draining"):
+        m.workers.labels(state).set(states.count(state))
+    m.waiting.set(core.waiting)
+    m.handovers_open.set(len(core.handovers))
+    for at in core.attached():
+        m.running.labels(at.worker).set(len(core.requests.on_worker(at.worker)))
+        for what, tokens in asdict(core.placement.prefix_hits(at.worker)).items():
+            m.prefix_tokens.labels(at.worker, what, policy).set(tokens)
+        if at.telemetry is not None:
+            load = at.telemetry
+            m.context.labels(at.worker).set(load.context_tokens)
+            m.kv_used.labels(at.worker).set(load.kv_used_blocks / max(1, load.kv_total_blocks))
+            m.step_s.labels(at.worker).set(load.step_s)
+            m.preemptions.labels(at.worker).set(load.preemptions)
+
+
+def transport_view(core: FleetCore) -> dict[str, Any]:
+    """The pace of moves, and `ways`: the bytes of KV that workers have fetched by each."""
+    ways: Counter[str] = Counter()
+    for at in core.attached():
+        if at.telemetry is not None:
+            ways.update(at.telemetry.kv_fetched)
+    pairs = [
+        {"source": source, "target": target} | pace_view(pace)
+        for (source, target), pace in core.migrations.paces.pairs.items()
+    ]
+    return pace_view(core.migrations.paces.usual) | {"ways": dict(ways), "pairs": pairs}
+
+
+def _kept_by(core: FleetCore, worker: WorkerId) -> dict[str, Any]:
+    """A worker's LoRA adapters, and what it had cached of prompts."""
+    placement = core.placement
+    return {
+        "adapters": sorted(core.adapters.of(worker)),
+        "prefix_tokens": asdict(placement.prefix_hits(worker)),
+        "cache_known": "told" if placement.tells_cached(worker) else "predicted",
+    }
+
+
+def _classes(core: FleetCore) -> list[dict[str, Any]]:
+    """The SLO classes with their targets, and how many requests of each have met them."""
+    return [
+        {"name": one.name, **asdict(one.slo), "target": one.attainment} | core.metrics.attainment_of(one.name)
+        for one in core.settings.classes
+    ]
+
+
 class Operations:
     """Verbs and views over one FleetCore and its cluster."""
 
@@ -83,9 +132,7 @@ class Operations:
         self.core_number = 1 if facts.estate is None else facts.estate.number
         self.auto: bool = facts.autoscale is not None and before.get("auto", True)
         self._began_s = time.time()
-        self._revised = revised
-        self.rollout: Rollout | None = None
-        self._number = 1  # of the last revision that was tried
+        self.updates = Updates(cluster, revised)
         self.needed: int | None = None  # of what the controller asks for
         self._moves = Tasks()
 
@@ -102,37 +149,20 @@ class Operations:
     def _policy(self) -> str:
         return self.facts.policy + (MIGRATE if self.facts.moves else "")
 
-    def _kept_by(self, worker: WorkerId) -> dict[str, Any]:
-        """A worker's LoRA adapters, and what it had cached of prompts."""
-        placement = self.core.placement
-        return {
-            "adapters": sorted(self.core.adapters.of(worker)),
-            "prefix_tokens": asdict(placement.prefix_hits(worker)),
-            "cache_known": "told" if placement.tells_cached(worker) else "predicted",
-        }
-
-    def _classes(self) -> list[dict[str, Any]]:
-        """The SLO classes with their targets, and how many requests of each have met them."""
-        return [
-            {"name": one.name, **asdict(one.slo), "target": one.attainment}
-            | self.metrics.attainment_of(one.name)
-            for one in self.core.settings.classes
-        ]
-
     def fleet(self) -> dict[str, Any]:
         """Workers, their load, what is moving, and the last decisions with their reasons."""
         attached = {at.worker: at for at in self.core.attached()}
         book, scale = self.core.requests, self.facts.autoscale
         views = [
             worker_view(m, self.cluster.types[m.kind].role, attached.get(m.worker), book.on_worker(m.worker))
-            | self._kept_by(m.worker)
+            | _kept_by(self.core, m.worker)
             for m in self.cluster.members()
         ]
         return {
             "schema": "tokenfleet.fleet/1",
             "model": self.cluster.revision.model,
             "flags": list(self.cluster.revision.flags),
-            "update": None if self.rollout is None else self.rollout.as_json(),
+            "update": self.updates.as_json(),
             "engine": self.facts.engine,
             "gateway": self.facts.gateway,
             "wanted_workers": self.cluster.wanted,
@@ -144,7 +174,7 @@ class Operations:
             "autoscale": None if scale is None else bounds_view(scale),
             "advisory": self.facts.advisory,
             "slo": asdict(self.core.settings.default_slo),
-            "classes": self._classes(),
+            "classes": _classes(self.core),
             "attainment_target": self.facts.attainment,
             "placement": {
                 "policy": self._policy,
@@ -169,23 +199,11 @@ class Operations:
             "drain_s": round(self.cluster.drain_s, 3),
             # Why requests that run cannot be moved, and how many.
             "fixed": dict(Counter(filter(None, map(self.core.why_fixed, book)))),
-            "transport": self._transport(),
+            "transport": transport_view(self.core),
             "moving": [move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
             "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
         }
-
-    def _transport(self) -> dict[str, Any]:
-        """The pace of moves, and `ways`: the bytes of KV that workers have fetched by each."""
-        ways: Counter[str] = Counter()
-        for at in self.core.attached():
-            if at.telemetry is not None:
-                ways.update(at.telemetry.kv_fetched)
-        pairs = [
-            {"source": source, "target": target} | pace_view(pace)
-            for (source, target), pace in self.core.migrations.paces.pairs.items()
-        ]
-        return pace_view(self.core.migrations.paces.usual) | {"ways": dict(ways), "pairs": pairs}
 
     def share(self) -> dict[str, Any]:
         """What a portfolio's broker goes by: the share, and the workers asked for, needed and held."""
@@ -266,23 +284,8 @@ class Operations:
 
     def exposition(self) -> bytes:
         """The metrics, with gauges brought up to date."""
-        m = self.metrics
-        states = [member.state for member in self.cluster.members()]
-        for state in ("starting", "serving", "draining"):
-            m.workers.labels(state).set(states.count(state))
-        m.waiting.set(self.core.waiting)
-        m.handovers_open.set(len(self.core.handovers))
-        for at in self.core.attached():
-            m.running.labels(at.worker).set(len(self.core.requests.on_worker(at.worker)))
-            for what, tokens in asdict(self.core.placement.prefix_hits(at.worker)).items():
-                m.prefix_tokens.labels(at.worker, what, self._policy).set(tokens)
-            if at.telemetry is not None:
-                load = at.telemetry
-                m.context.labels(at.worker).set(load.context_tokens)
-                m.kv_used.labels(at.worker).set(load.kv_used_blocks / max(1, load.kv_total_blocks))
-                m.step_s.labels(at.worker).set(load.step_s)
-                m.preemptions.labels(at.worker).set(load.preemptions)
-        return m.exposition()
+        set_gauges(self.metrics, self.core, [member.state for member in self.cluster.members()], self._policy)
+        return self.metrics.exposition()
 
     # Verbs. All raise BadInput for what cannot be done.
 
@@ -312,16 +315,16 @@ class Operations:
             self._estate.record.note(auto=auto)
 
     def drain(self, worker: str) -> None:
-        self._known(worker)
+        self.check_worker(worker)
         self.cluster.drain(WorkerId(worker), "an operator asked")
 
     def cancel_drain(self, worker: str) -> None:
-        self._known(worker)
+        self.check_worker(worker)
         self.cluster.cancel_drain(WorkerId(worker), "an operator cancelled the drain")
 
     def evacuate(self, worker: str, seconds: float, reason: str) -> dict[str, Any]:
         """Empty a worker within `seconds`; what its requests are to do, counted."""
-        self._known(worker)
+        self.check_worker(worker)
         plan = self.cluster.evacuate([WorkerId(worker)], seconds, reason)
         return {"worker": worker, "state": "draining", "deadline_s": seconds, "plan": plan_view(plan)}
 
@@ -336,30 +339,8 @@ class Operations:
         return {"node": address, "workers": here, "deadline_s": seconds, "plan": plan_view(plan)}
 
     def set_role(self, worker: str, role: Role) -> None:
-        self._known(worker)
+        self.check_worker(worker)
         self.cluster.set_role(WorkerId(worker), role, "an operator asked")
-
-    async def update(self, model: str | None, flags: Sequence[str] | None, finish_s: float) -> dict[str, Any]:
-        """Begin to replace every worker by one of another model or with other flags; how it stands."""
-        if model is None and flags is None:
-            raise BadInput("update: give a model, or the engine flags from now on")
-        self._check_no_rollout()
-        now = self.cluster.revision
-        model, flags = model or now.model, now.flags if flags is None else tuple(flags)
-        if (model, flags) == (now.model, now.flags):
-            raise BadInput("update: that is what the fleet runs already; a restart starts a worker anew")
-        settings = await asyncio.to_thread(self._revised, model, flags)
-        self._check_no_rollout()
-        self._number = max(self._number, now.number) + 1
-        return self._roll(Rollout(self.cluster, Revision(self._number, model, flags, settings), finish_s))
-
-    def restart(self, worker: str, finish_s: float) -> dict[str, Any]:
-        """Begin to replace one worker by another of its kind; how it stands."""
-        self._known(worker)
-        self._check_no_rollout()
-        if (state := self.cluster.state_of(WorkerId(worker))) != "serving":
-            raise BadInput(f"worker {worker}: is {state}, so it cannot be restarted")
-        return self._roll(Rollout(self.cluster, self.cluster.revision, finish_s, WorkerId(worker)))
 
     def restart_gateways(self, finish_s: float) -> dict[str, Any]:
         """Begin to replace every gateway by a new process; how many there are. Raises UnknownName."""
@@ -370,49 +351,13 @@ class Operations:
         self._gateways.renew(finish_s)
         return {"gateways": self._gateways.count}
 
-    def cancel_update(self) -> dict[str, Any]:
-        """Roll the update back that is under way."""
-        if self.rollout is None or not self.rollout.is_open:
-            raise BadInput("update: none is under way")
-        self.rollout.cancel("an operator cancelled it")
-        return self.rollout.as_json()
-
-    def resume(self) -> None:
-        """Go on with the update or restart that was under way as the core before was lost."""
-        left, now = self.cluster.rollout_left, self.cluster.revision
-        if left is None:
-            return
-        revisions, obstacle = [], ""
-        for number, model, flags in (left["revision"], left["before"]):
-            settings: Mapping[str, Any] = {}
-            try:
-                settings = now.settings if number == now.number else self._revised(model, flags)
-            except BadInput as why:
-                obstacle = f"a new core cannot go on with it: {why}"
-            revisions.append(Revision(number, model, tuple(flags), settings))
-        to, before = revisions
-        self._number = max(self._number, to.number)
-        rollout = Rollout(self.cluster, to, left["finish_s"], left["only"])
-        rollout.resume(left, before, obstacle)
-        self._roll(rollout)
-
-    def _roll(self, rollout: Rollout) -> dict[str, Any]:
-        self.rollout = rollout
-        self.cluster.tasks.spawn(rollout.run())
-        return rollout.as_json()
-
-    def _check_no_rollout(self) -> None:
-        if self.rollout is not None and self.rollout.is_open:
-            under_way = f"{self.rollout.what} is under way, {self.rollout.replaced} workers replaced"
-            raise BadInput(f"update: {under_way}; wait for its end, or cancel it")
-
     async def migrate(self, name: str, target: str | None, reason: str) -> dict[str, Any]:
         """Begin a move and return its record; without a target the worker that it fits best is taken."""
         tracked = self.core.requests.find(name)
         if tracked is None:
             raise UnknownName(f"request {name}: is not running")
         if target is not None:
-            self._known(target)
+            self.check_worker(target)
             if self.cluster.state_of(WorkerId(target)) != "serving":
                 raise BadInput(f"target {target}: is not serving")
             if tracked.worker == target:
@@ -456,7 +401,8 @@ class Operations:
     def _advise(self, kind: str, reason: str, **said: Any) -> None:
         self.events.record(time.time(), f"advice-{kind}", reason, **said)
 
-    def _known(self, worker: str) -> None:
+    def check_worker(self, worker: str) -> None:
+        """Raises UnknownName for a worker that the fleet does not have."""
         if self.cluster.state_of(WorkerId(worker)) is None:
             names = ", ".join(member.worker for member in self.cluster.members()) or "none"
             raise UnknownName(f"worker {worker}: no such worker, there are: {names}")

@@ -351,11 +351,11 @@ class Reign:
 
     async def order(self, what):
         if what == "restart":
-            self.operations.restart("w1", 20.0)
+            self.operations.updates.restart(WorkerId("w1"), 20.0)
             return
-        await self.operations.update(NEW, None, 20.0)
+        await self.operations.updates.begin(NEW, None, 20.0)
         if what == "cancelled":
-            rollout = self.operations.rollout
+            rollout = self.operations.updates.rollout
             await until(lambda: rollout.replaced or not rollout.is_open)
             if rollout.state == "running":
                 rollout.cancel("an operator cancelled it")
@@ -388,13 +388,15 @@ def reigns(monkeypatch, tmp_path):
             first = Reign(*await deaths.core(2, most))
             dead = first.die_at(note)
             ordered = asyncio.ensure_future(first.order(what))
-            await until(lambda: dead.is_set() or (ordered.done() and not first.operations.rollout.is_open))
+            await until(
+                lambda: dead.is_set() or (ordered.done() and not first.operations.updates.rollout.is_open)
+            )
             has_died = dead.is_set()
             ordered.cancel()
             await deaths.die()
             next_one = Reign(*await deaths.core(2, most), **second)
-            next_one.operations.resume()
-            left = next_one.operations.rollout
+            next_one.operations.updates.resume()
+            left = next_one.operations.updates.rollout
             await until(lambda: left is None or not left.is_open)
             await until(lambda: next_one.standing)
             ends.append((has_died, left, dict(next_one.standing), next_one.pool.revision.number))
@@ -452,14 +454,14 @@ def test_a_stream_goes_on_with_its_own_model_or_not_at_all_where_a_core_dies_in_
         await first.until("r", 3)
         old = first.core.requests.get("r").worker
         reign = Reign(first, pool)
-        await reign.operations.update(NEW, None, 600.0)
+        await reign.operations.updates.begin(NEW, None, 600.0)
         await until(lambda: pool.state_of(old) == "draining")
         await until(lambda: reign.standing_of(2) == 2)
         await deaths.die()
         if dies_too:
             deaths.engines[old].kill("kill -9")
         front, pool = await deaths.core(2, 4)
-        Reign(front, pool).operations.resume()
+        Reign(front, pool).operations.updates.resume()
         (left,) = deaths.requests
         so_far = list(left.output_token_ids)
         left.ticket.requests.clear()
