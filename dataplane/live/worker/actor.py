@@ -102,7 +102,7 @@ class Worker:
     ) -> WorkerInfo:
         """Start the engine, warm it up, open the door; return what gateways need to find it, and no secret.
 
-        `engine_settings` are vLLM engine arguments; the others as in launch.py's `Place`. Raises
+        `engine_settings` are vLLM engine arguments; the others as in launch.py's `WorkerResources`. Raises
         BadInput for an argument that cannot be, and whatever vLLM raises for a model it cannot load.
         """
         ranks = int(engine_settings.get("tensor_parallel_size") or 1)
