@@ -373,12 +373,12 @@ class Reign:
 @pytest.fixture
 def reigns(monkeypatch, tmp_path):
     """A fleet of two, whose first core dies at a note of it; how its rollout ends under the next."""
-    from dataplane.live.control import operations
+    from dataplane.live.control import updates
     from dataplane.live.engine_api import processes
     from dataplane.live.pool import rollout
 
     monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(operations, "Rollout", partial(rollout.Rollout, gate_s=0.02))
+    monkeypatch.setattr(updates, "Rollout", partial(rollout.Rollout, gate_s=0.02))
 
     def run(what, most, note, **second):
         deaths, ends = Deaths(tmp_path / f"{what}-{most}-{note}"), []
@@ -441,11 +441,11 @@ def test_what_a_new_core_cannot_go_on_with_leaves_the_fleet_as_it_is_and_says_wh
 def test_a_stream_goes_on_with_its_own_model_or_not_at_all_where_a_core_dies_in_an_update(
     monkeypatch, tmp_path, dies_too
 ):
-    from dataplane.live.control import operations
+    from dataplane.live.control import updates
     from dataplane.live.gateway.request import CURRENT_TICKET
     from dataplane.live.pool.rollout import Rollout
 
-    monkeypatch.setattr(operations, "Rollout", partial(Rollout, gate_s=0.02))
+    monkeypatch.setattr(updates, "Rollout", partial(Rollout, gate_s=0.02))
     deaths = Deaths(tmp_path)
 
     async def story():
