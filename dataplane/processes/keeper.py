@@ -2,7 +2,7 @@
 
 Supervisor, portfolio, controller and gateways are kept by it, each by a `Spec`. Programs get their settings
 through a pipe: settings may hold keys, and other users can read a command line but no pipe. A `helper` works
-for one question and ends with whoever asked it.
+for one question and ends with the process that asked it.
 """
 
 from __future__ import annotations

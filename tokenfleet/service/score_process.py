@@ -1,4 +1,4 @@
-"""Scorecards and gaps, made in a process that ends with whoever asked.
+"""Scorecards and gaps, made in a process that ends with the one that asked.
 
 Replays take processor time that a gateway must not lose. Folder and plan are arguments, without a plan the
 last whole day's gap is made and kept; stdout has one line, the scorecard, gaps, or `{"error", "unknown"}`.

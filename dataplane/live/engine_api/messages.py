@@ -1,4 +1,4 @@
-"""What a gateway and an engine say to each other: requests down, the outputs of steps up.
+"""Messages between a gateway and an engine: requests down, the outputs of steps up.
 
 The fields have vLLM's names, order and defaults, and msgpack writes them as vLLM's own messages. So either
 side may use either, and nothing is converted token by token: vllm_surface.py turns frames into vLLM's

@@ -1,4 +1,4 @@
-"""What a gateway serves, and where; its flags for vLLM's server."""
+"""The settings of a gateway: the model, the address, and its flags for vLLM's server."""
 
 from __future__ import annotations
 

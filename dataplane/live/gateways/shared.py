@@ -1,4 +1,4 @@
-"""What gateways in processes share: their settings, the table of their loads, and a file of counts."""
+"""State that gateways in processes share: settings, the table of their loads, and a file of counts."""
 
 from __future__ import annotations
 
