@@ -10,7 +10,9 @@ on by value: seven words and more for each array, from every function to every o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import numba
@@ -33,15 +35,23 @@ class _ByModule(caching.UserProvidedCacheLocator):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any], file: str) -> None:
         super().__init__(function, file)
         self._cache_path = f"{numba.config.CACHE_DIR}/{function.__module__}"
+        self._source = file
 
     def get_source_stamp(self) -> str:
-        return ""  # the folder's name stands for it
+        """A digest of the kernel's own file: a process may have inherited the folder of other sources."""
+        return _digest(self._source)
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], file: str) -> _ByModule | None:
         if not function.__module__.startswith(PACKAGES):
             return None
         return cast("_ByModule | None", super().from_function(function, file))
+
+
+@lru_cache
+def _digest(file: str) -> str:
+    with open(file, "rb") as source:
+        return hashlib.sha256(source.read()).hexdigest()
 
 
 caching.CacheImpl._locator_classes.insert(0, _ByModule)

@@ -69,7 +69,10 @@ def https(tmp_path):
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self):
-            body = b'{"requests": [], "scaling": []}'
+            body = (
+                b'{"requests": [], "scaling": [], "wanted_workers": 2, "auto": false, '
+                b'"advisory": false, "max_workers": 8}'
+            )
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()

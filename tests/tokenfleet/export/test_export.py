@@ -88,10 +88,10 @@ def test_the_check_finds_what_an_api_would_refuse(path: tuple[Any, ...], value: 
 
 
 def test_the_command_in_every_export_is_one_that_serve_takes() -> None:
-    from tokenfleet.cli.main import VERBS, _command
+    from tokenfleet.cli.main import VERBS, command_of
     from tokenfleet.export.deployment import serve_words
 
-    command = _command(VERBS["serve"])
+    command = command_of(VERBS["serve"])
     context = command.make_context("serve", serve_words(fleet(), "/p.json", [])[2:], resilient_parsing=False)
     assert context.params["plan"] == Path("/p.json")
     assert (context.params["max_workers"], context.params["engine_flags"]) == (5, ())

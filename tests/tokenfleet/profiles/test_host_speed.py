@@ -114,5 +114,5 @@ def test_a_grid_with_its_times_is_read_as_at_the_machine_s_mean_speed(tmp_path: 
     growth = np.log(steady.step_s[order] / true_s(np.arange(BATCHES)))
     as_it_was = np.log(measured.step_s[order] / true_s(np.arange(BATCHES)))
     assert growth.std() <= as_it_was.std()
-    assert "times their usual" in speed_text(told[0])
+    assert "times the usual" in speed_text(told[0])
     assert "nothing" in speed_text(HostSpeed(np.ones(1), None, 0.1, 0.1))
