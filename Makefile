@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
-# With `COVERAGE=1`, as CI runs them, the unit tests also say what they cover; they take a third more time.
+# With `COVERAGE=1` the unit tests also say what they cover; they take a third more time.
 COVER := $(if $(COVERAGE),--cov=controlplane --cov=dataplane --cov=tokenfleet --cov-report=)
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
 .PHONY: help demo quick test check pure unit live kernels serve-demo clean
