@@ -8,8 +8,6 @@ import sys
 import psutil
 from checkout import ROOT
 
-KEEP = "import sys; from pathlib import Path; from dataplane.live.pool.ray_host import keep_own_ray as keep;"
-
 
 def test_rays_own_end_is_not_waited_for(live_extra, scratch):
     """Its processes are stopped before its end, so whatever waited for them would wait for ever."""
@@ -17,7 +15,7 @@ def test_rays_own_end_is_not_waited_for(live_extra, scratch):
     folder.mkdir()
     file = folder / "ray.txt"
     keeper = subprocess.Popen(
-        [sys.executable, "-c", f"{KEEP} keep(Path(sys.argv[1]))", str(file)],
+        [sys.executable, "-m", "dataplane.live.pool.own_ray", str(file)],
         cwd=ROOT,
         env=os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
     )
