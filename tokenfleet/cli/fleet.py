@@ -53,7 +53,7 @@ def fleet(
 
 @fleet_app.command()
 def status(context: typer.Context, verbose: Verbose = False, format: Format = OutputFormat.TABLE) -> None:
-    """Show the fleet's health, its SLO attainment, its cost and its workers.
+    """Show the fleet's health, SLO attainment, cost and workers.
 
     `--verbose` adds step times, prefix hits, KV transfers, gateways and the last decisions.
     """

@@ -106,7 +106,7 @@ class MadeUp:
 )
 @takes(MadeUp)
 def synth_command(asked: MadeUp) -> None:
-    """Generate a trace: arrivals from one distribution, lengths from another.
+    """Generate a trace from laws of arrivals and lengths.
 
     `--lengths S-S --requests 10000` (also M-M, L-L, S-L, …) makes the workloads of the Llumnix paper. With
     `--turns`, arrivals are arrivals of sessions, and lengths are of a turn's message and answer. Chats:

@@ -115,4 +115,4 @@ def test_a_grid_with_its_times_is_read_as_at_the_machine_s_mean_speed(tmp_path: 
     as_it_was = np.log(measured.step_s[order] / true_s(np.arange(BATCHES)))
     assert growth.std() <= as_it_was.std()
     assert "times the usual" in speed_text(told[0])
-    assert "nothing" in speed_text(HostSpeed(np.ones(1), None, 0.1, 0.1))
+    assert "without slow spells" in speed_text(HostSpeed(np.ones(1), None, 0.1, 0.1))
