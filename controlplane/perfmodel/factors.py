@@ -71,7 +71,7 @@ class Terms:
         return np.asarray((regressors(self._step, batch) * self._prior)[self._known])
 
     def times(self, factors: Floats) -> StepModel:
-        """The profile's step model with its terms so many times as long."""
+        """The profile's step model, each term multiplied by its factor."""
         values = self._prior.copy()
         values[self._known] *= factors
         return with_coefficients(self._step, values)

@@ -120,7 +120,7 @@ def is_full(k: Floats, seats: int, budget: int) -> bool:
 
 @compiled
 def chunk_of(k: Floats, left: int, budget: int) -> int:
-    """The tokens that a step takes of a prompt of which so many are left: all, where it does not chunk."""
+    """The tokens that a step takes of a prompt's remaining ones: all, where it does not chunk."""
     return min(left, budget) if k[speed.MODE] == speed.CHUNKED else left
 
 
@@ -132,14 +132,14 @@ def is_too_long(k: Floats, prefill: int, chunk: int, budget: int) -> bool:
 
 @compiled
 def squares(before: int, chunk: int) -> float:
-    """What a chunk adds to the step's sum of squared lengths, behind so many computed tokens."""
+    """The growth of a step's sum of squared lengths by a chunk behind the computed tokens."""
     start, end = float(before), float(before + chunk)
     return end * end - start * start
 
 
 @compiled
 def lasts_s(ledger: Ledger, w: int, prefill: int, sum_sq: float) -> float:
-    """Seconds of a worker's step that carries so much prefill; 0 for one that has nothing to do."""
+    """Seconds of a worker's step with this prefill; 0 for a worker without work."""
     k = ledger.coefficients[ledger.workers[w].variant]
     if k[speed.MODE] != speed.CHUNKED and prefill > 0:
         return speed.prefill_s(k, prefill, sum_sq)
@@ -203,7 +203,7 @@ def begin_step(ledger: Ledger, w: int, computed: Ints, chunks: Ints, now_s: floa
 
 @compiled
 def end_step(ledger: Ledger, w: int, computed: Ints, chunks: Ints, prefilled: int) -> None:
-    """The step is over and has computed so many tokens of prompts; less than 0: as many as was thought."""
+    """End the step, which computed these tokens of prompts; below 0: as many as planned."""
     more = prefilled
     for i in range(ledger.workers[w].running_n):
         r = ledger.running[w, i]

@@ -42,7 +42,7 @@ def cached_tokens(ledger: Ledger, w: int, r: int, guess: int, in_use: bool) -> i
 
 @compiled
 def host_copies(ledger: Ledger, w: int, r: int, cached: int, guess: int) -> int:
-    """Copies in its host memory that worker `w` would load for a request of which so much is cached.
+    """Copies in its host memory that worker `w` would load for a request with these tokens cached.
 
     At least a whole one. `guess`: the likely answer, which costs least.
     """
@@ -57,7 +57,7 @@ def host_copies(ledger: Ledger, w: int, r: int, cached: int, guess: int) -> int:
 
 @compiled
 def with_loads(ledger: Ledger, r: int, cached: int, copies: int) -> int:
-    """Tokens of a request that are not computed where it has so many cached and loads so many copies."""
+    """Tokens of a request that are not computed, by those cached and the copies it loads."""
     if copies == 0:
         return cached
     unit = ledger.host.chunks.tokens

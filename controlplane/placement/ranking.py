@@ -24,7 +24,7 @@ SLOWEST_FIRST = 1e6  # of load, for a second of step time that work which yields
 def load(
     ledger: Ledger, policy: int, settings: SettingsRow, w: int, r: int, cached: int, now_s: float
 ) -> float:
-    """The policy's rank of a worker that has so much of the request cached; the least is taken."""
+    """The policy's rank of a worker with these tokens of the request cached; the least is taken."""
     if policy == policies.SLACK_FIT and ledger.workers[w].role == state.ANY_PHASE:
         return outlook.spare_s(ledger, w, r, cached, now_s)
     requests = float(ledger.workers[w].decoding + ledger.workers[w].queued)
@@ -58,7 +58,7 @@ def load(
 
 @compiled
 def added_work_s(ledger: Ledger, settings: SettingsRow, w: int, r: int, cached: int, now_s: float) -> float:
-    """Seconds of prefill that a worker has to do, once it has a request of which so much is cached.
+    """Seconds of prefill that a worker has to do with a request of these cached tokens.
 
     And what loading it takes, where a part of that is in host memory.
     """

@@ -56,7 +56,7 @@ def whole_gpus(
 
 
 def bought(parts: Takes) -> Takes:
-    """The whole GPUs that so many parts of a group lie on."""
+    """The whole GPUs that hold these parts of a group."""
     return np.ceil(parts - HAIR)
 
 

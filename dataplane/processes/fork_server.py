@@ -27,7 +27,7 @@ from pathlib import Path
 
 Job = Callable[[bytes], int]  # from its settings to its exit code
 SIGNS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-LOST = 70  # the exit code where the server has died, and so nobody knows another
+LOST = 70  # the exit code where the server has died and the process's own is unknown
 ORDER_S = 5.0  # an asker has written its order long before
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 

@@ -25,7 +25,7 @@ def blocks_of(tokens: int, block: int) -> int:
 
 @compiled
 def blocks_held(k: Floats, tokens: int) -> int:
-    """KV blocks of a request of so many tokens, where nothing is cached."""
+    """KV blocks of a request with this number of tokens, where nothing is cached."""
     return blocks_of(tokens, int(k[speed.BLOCK_TOKENS])) + speed.window_blocks(k, tokens)
 
 
@@ -70,7 +70,7 @@ def room(ledger: Ledger, engines: Engines, w: int) -> int:
 
 @compiled
 def look_up(ledger: Ledger, w: int, r: int, tokens: int) -> tuple[int, int, int]:
-    """What a waiting request of so many tokens would hit: copies, tokens, and blocks of these asleep."""
+    """The hits of a waiting request among its tokens: copies, tokens, and blocks of these asleep."""
     if ledger.caches.tokens == 0:
         return 0, 0, 0
     most, most_tokens = table.most_hits(ledger.caches, tokens, block_tokens(ledger, w))
@@ -80,7 +80,7 @@ def look_up(ledger: Ledger, w: int, r: int, tokens: int) -> tuple[int, int, int]
 
 @compiled
 def wanted(ledger: Ledger, w: int, tokens: int, cached: int, asleep: int) -> int:
-    """Blocks that a waiting request takes for so many tokens behind those that it hits."""
+    """Blocks that a waiting request takes for its tokens behind those that it hits."""
     k = ledger.coefficients[ledger.workers[w].variant]
     if ledger.caches.tokens == 0:
         return blocks_held(k, tokens)
@@ -117,7 +117,7 @@ def use_hits(ledger: Ledger, w: int, r: int, copies: int, cached: int) -> None:
 
 @compiled
 def receive(ledger: Ledger, engines: Engines, w: int, r: int, tokens: int) -> None:
-    """A request comes with the KV of so many tokens: what the worker has cached of it is used, not stored."""
+    """Take in a request with the KV of its tokens: the cached part is used, not stored."""
     copies, cached, _ = look_up(ledger, w, r, tokens + 1)
     use_hits(ledger, w, r, copies, cached)
     take(ledger, engines, w, r, 0, cached, tokens)

@@ -251,7 +251,7 @@ def know_computed(ledger: Ledger, engines: Engines, w: int, r: int, computed: in
 
 @compiled
 def carry(ledger: Ledger, engines: Engines, w: int, r: int, chunk: int) -> None:
-    """Put so many tokens of a request's prefill into the step."""
+    """Put these tokens of a request's prefill into the step."""
     engines.requests[r].chunk = chunk
     ledger.workers[w].queued_tokens -= chunk
     engines.workers[w].prefill += chunk

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import quiet_vllm  # noqa: F401  # first
@@ -16,6 +18,7 @@ from dataplane.live.emulated.engine import EmulatedEngine, Fabric
 from dataplane.live.engine_api import wire
 from dataplane.live.engine_api.link import Lost
 from dataplane.live.engine_api.processes import RayDaemon
+from dataplane.live.engine_api.step_trace import StepTrace
 from dataplane.live.engine_api.vllm_surface import VllmCodec
 from dataplane.live.worker.actor import Worker
 from dataplane.live.worker.door import new_key, public_key
@@ -132,3 +135,45 @@ def test_a_checkout_is_named_to_workers_and_an_installed_package_is_not(monkeypa
     monkeypatch.setattr(launch, "ROOT", Path(root))
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert ("PYTHONPATH" in launch._environment(launch.WorkerResources())) is is_sent
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "has_work", "loads_adapter", "is_stuck"),
+    [
+        (11.0, True, False, True),
+        (9.0, True, False, False),
+        (11.0, False, False, False),
+        (11.0, True, True, False),
+    ],
+)
+def test_an_engine_is_stuck_that_is_silent_with_work_and_loads_no_adapter(
+    monkeypatch, silent_s, has_work, loads_adapter, is_stuck
+):
+    killed = []
+
+    async def nothing(segments):
+        pass
+
+    async def scene():
+        worker = Worker("w", "secret")
+        worker._core = Engine()
+        worker._core.resources = SimpleNamespace(engine_dead=False)
+        worker._peers = GatewayPeers(Silent(), nothing, PlainCodec())
+        worker._trace = StepTrace("w", 100)
+        load = dict.fromkeys(
+            ("prefill_tokens", "context_tokens", "prefill_sum_sq", "prefill_sequences"), 0
+        ) | {"sequences": 1}
+        worker._trace.add(load, 0.01, 0.0, 1, 0, 0.1)
+        if has_work:
+            await worker._peers.welcome(b"gateway", b"")
+            worker._peers.admit(worker._peers.get(b"gateway"), "r#1")
+        worker._heard_s, worker._is_loading = 0.0, loads_adapter
+        await worker._end_stuck(silent_s)
+        return worker._lost
+
+    monkeypatch.setattr("dataplane.live.worker.actor.descendants", lambda: [17])
+    monkeypatch.setattr("os.kill", lambda pid, sign: killed.append((pid, sign)))
+    lost = asyncio.run(scene())
+    assert (lost, killed) == (
+        ("its engine made no step for 11 s", [(17, signal.SIGKILL)]) if is_stuck else ("", [])
+    )

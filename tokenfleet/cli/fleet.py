@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -261,7 +262,7 @@ def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType
         return
     counts, serving = view["requests"], _serving(view)
     yield (
-        f"{view['model']} · {_health(view)} · {len(serving)} of {_wanted(view)} ({_sized(view)})"
+        f"{_model_name(view['model'])} · {_health(view)} · {len(serving)} of {_wanted(view)} ({_sized(view)})"
         f" · {counts['running']} running, {counts['waiting']} waiting"
     )
     yield _lately(view["lately"], view["attainment_target"])
@@ -278,6 +279,11 @@ def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType
         yield f"No step times of {kind}: {why}"
     if verbose:
         yield from _details(view)
+
+
+def _model_name(model: str) -> str:
+    """The name of a model; of a local folder its own, without the path."""
+    return Path(model).name if model.startswith(("/", ".", "~")) else model
 
 
 def _serving(view: dict[str, Any]) -> list[dict[str, Any]]:

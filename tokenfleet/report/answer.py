@@ -196,16 +196,17 @@ def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
 def fewer_text(fewer: OneFewer, target: float) -> str:
     """Why one worker less does not do."""
     workers, asked = workers_text(fewer.workers), asked_text(target)
+    reaches, expects = ("reaches", "is") if fewer.workers == 1 else ("reach", "are")
     if fewer.attainment is None or fewer.workers == 0:
         return "One worker is the smallest fleet."
     if fewer.low is None and fewer.on_trace == 0.0:
         return f"{workers} cannot carry the load."
     if fewer.on_trace is not None and fewer.on_trace < target:
-        return f"{workers} reaches {share_text(fewer.on_trace)} on the recorded trace, below {asked}."
+        return f"{workers} {reaches} {share_text(fewer.on_trace)} on the recorded trace, below {asked}."
     if fewer.attainment < target:
-        return f"{workers} reaches {share_text(fewer.attainment)}, below {asked}."
+        return f"{workers} {reaches} {share_text(fewer.attainment)}, below {asked}."
     if fewer.low is not None and fewer.low < target:
-        expected = f"{workers} is expected to reach {share_text(fewer.attainment)}"
+        expected = f"{workers} {expects} expected to reach {share_text(fewer.attainment)}"
         return f"{expected}, but its lower bound of {share_text(fewer.low)} is below {asked}."
     return f"{workers} in these proportions may do, too; the mix was chosen for its price."
 

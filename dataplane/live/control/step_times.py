@@ -25,7 +25,7 @@ from dataplane.live.gateway.events import EventLog
 TELL_EVERY = 50  # steps learned from between two corrections of placement
 TURN_S = 0.05  # between two steps learned from, as often as a lone worker tells of them
 FORGET_EVERY = 256  # turns after which workers that have gone are looked for
-BELIEVED_STEPS = 200  # before the controller goes by a refit
+BELIEVED_STEPS = 200  # before the controller uses a refit
 WORKER_STEPS = 100  # memory of a worker's own factor
 LAST_DRIFTS = 10
 LEARNT = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq")
@@ -184,7 +184,7 @@ class StepTimes(Collector):
         return {kind: times.refit.profile for kind, times in self.kinds.items()}
 
     def believed(self) -> dict[str, StepModel]:
-        """The refitted step times of each kind of which enough steps were seen."""
+        """The refitted step times of each worker type with enough steps."""
         return {
             k: times.refit.model for k, times in self.kinds.items() if times.refit.steps >= BELIEVED_STEPS
         }

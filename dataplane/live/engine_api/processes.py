@@ -90,7 +90,7 @@ def exit_with_parent(pid: int | None = None) -> None:
         parent = None
 
     def wait() -> None:
-        if parent is not None:  # else it is gone already, and whoever adopts orphans is our parent
+        if parent is not None:  # else it is gone already
             select.select([parent], [], [])
         unlink(shared_memory([os.getpid()]))
         os.kill(os.getpid(), signal.SIGTERM)

@@ -79,6 +79,7 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._shared: set[Path] = set()
         self._adapters: frozenset[int] = frozenset()
+        self._is_loading = False  # an adapter, for which the engine makes no step
         self._lost = ""
         self.patience = wire.PATIENCE
         self._phase = "loading the model"
@@ -265,7 +266,7 @@ class Worker:
 
         No other message is read meanwhile: the engine could not act on it.
         """
-        why = ""
+        why, self._is_loading = "", True
         try:
             await self._core.add_lora_async(adapter)
             self._adapters = frozenset(await self._core.list_loras_async())
@@ -273,6 +274,8 @@ class Worker:
             raise
         except Exception as error:  # what an engine's utility call raises: whatever is wrong with the files
             why = str(error)
+        finally:
+            self._is_loading, self._heard_s = False, time.monotonic()
         told = Adapters(tuple(sorted(self._adapters)), adapter.lora_int_id, why)
         self._peers.offer_all([wire.ADAPTERS, wire.pack(asdict(told))])
         return why
@@ -339,7 +342,12 @@ class Worker:
     async def _end_stuck(self, now_s: float) -> None:
         """End an engine that has work and makes no step any more, so that its requests go on elsewhere."""
         silent_s = now_s - self._heard_s
-        if self._lost or not len(self._peers) or silent_s <= self._trace.longest_silence_s:
+        if (
+            self._lost
+            or self._is_loading
+            or not len(self._peers)
+            or silent_s <= self._trace.longest_silence_s
+        ):
             return
         log.error("%s: its engine has work and was silent for %.1f s", self._worker, silent_s)
         await self._end(f"its engine made no step for {silent_s:.0f} s")
