@@ -104,7 +104,11 @@ def _whole(found: Mapping[str, Mapping[str, float]], where: str) -> dict[str, di
 def _named(values: Mapping[str, float]) -> dict[str, float]:
     """An engine's counters by our names, each from the newest of theirs that there is."""
     newest = {name: next((a for a in aliases if a in values), None) for name, aliases in NAMES.items()}
-    return {name: values[alias] for name, alias in newest.items() if alias is not None}
+    named = {name: values[alias] for name, alias in newest.items() if alias is not None}
+    if named and not any(named.values()):
+        # Several API servers leave gauges out until one is set: this engine has not stepped since its start.
+        named.setdefault("running", 0.0)
+    return named
 
 
 def _kv(labels: Mapping[str, str]) -> tuple[int, int, bool]:

@@ -20,7 +20,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.cli.main import main
 from tokenfleet.profiles import engine_metrics
-from tokenfleet.profiles.engine_metrics import NAMES, drafts, engine_counts, intervals_of, kv_of
+from tokenfleet.profiles.engine_metrics import GAUGES, NAMES, drafts, engine_counts, intervals_of, kv_of
 from tokenfleet.profiles.library import read_profile, write_profile
 
 TRUTH = StepModel(0.012, 6e-5, 2e-4, 1e-7)
@@ -116,6 +116,20 @@ def test_a_page_of_something_else_is_refused_by_the_name_that_is_missing():
         engine_counts("python_gc_objects_collected_total 4\n", 0.0, "u")
     with pytest.raises(BadInput, match="u: not Prometheus metrics"):
         engine_counts("<html>\n", 0.0, "u")
+
+
+def test_an_engine_that_has_not_stepped_yet_needs_no_gauges():
+    """As several API servers of vLLM show it: a gauge of the most recent value is absent until one is set."""
+
+    def gaugeless(**counted):
+        return page({name: value for name, value in zeros(**counted).items() if name not in GAUGES})
+
+    first = engine_counts(gaugeless(), 0.0)
+    assert [one.values["running"] for one in first.values()] == [0.0]
+    later = engine_counts(page(zeros(gaps=8.0, gaps_s=1.0, first_tokens=1.0, running=1.0)), 3.0)
+    assert len(intervals_of([first, later])) == 1
+    with pytest.raises(BadInput, match="vllm:num_requests_running is missing"):
+        engine_counts(gaugeless(gaps=8.0), 0.0)
 
 
 def test_speculative_decoding_is_noticed():
