@@ -50,9 +50,9 @@ from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.estimate import HOPELESS, replicates_for
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.replicates import Memory
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
+from tokenfleet.planning.search import Replayer, Search
 from tokenfleet.planning.sizing import smallest
 from tokenfleet.planning.threads import Threads, threads
 from tokenfleet.planning.traffic import drift
@@ -77,15 +77,14 @@ def attained(later: Workload, workers: int, truth: Profile, slo: Slo, predictor:
     return float(simulate(later, specs, slo, "spread", predictor=predictor).attainment)
 
 
-def said(plan: Plan, known: Workload, memory: Memory) -> float:
+def said(plan: Plan, known: Workload, replayer: Replayer, pool: Threads) -> float:
     """The probability with which the plan's own replicates say that its fleet holds."""
     asked = plan.question
     assert plan.best is not None
-    predictor = LengthTable.from_history(known.prompt_tokens, known.output_tokens)
-    replicates = memory.replicates(known, asked.slo, asked.policy, asked.seed, predictor, lambda: None)
+    search = Search.of(asked, known, (), pool, replayer=replayer)
     count = replicates_for(asked.confidence)
     # As the planner breaks a replicate off, so that its replays are known.
-    replays = [replicates.replay(plan.best.fleet, w, most_missed=HOPELESS) for w in range(1, count + 1)]
+    replays = [search.replay(plan.best.fleet, w, most_missed=HOPELESS) for w in range(1, count + 1)]
     return (sum(r.attainment >= asked.attainment for r in replays) + 0.5) / (count + 1)
 
 
@@ -115,10 +114,10 @@ def judged(pair: Pair, worker_type: WorkerType, slo: Slo, seed: int, pool: Threa
         return seen[workers]
 
     row: dict[str, Any] = {"shown": shown(known)}
-    memory = Memory()
+    replayer = Replayer()
     guess = 1
 
-    def planned(confidence: float, memory: Memory) -> Plan:
+    def planned(confidence: float, replayer: Replayer) -> Plan:
         question = PlanRequest(slo, attainment=TARGET, confidence=confidence, seed=seed)
         return make_plan(
             known,
@@ -127,22 +126,22 @@ def judged(pair: Pair, worker_type: WorkerType, slo: Slo, seed: int, pool: Threa
             described("window", known, ()),
             pool,
             explained=False,
-            replicates_of=memory.replicates,
+            replayer=replayer,
         )
 
     for confidence in CONFIDENCES:
-        plan = planned(confidence, memory)
+        plan = planned(confidence, replayer)
         workers = guess = plan.best.fleet.workers if plan.best is not None else 0
         row[f"workers {confidence:g}"] = workers
         row[f"held {confidence:g}"] = workers > 0 and share(workers) >= TARGET
-        row[f"said {confidence:g}"] = said(plan, known, memory) if workers else 0.0
+        row[f"said {confidence:g}"] = said(plan, known, replayer, pool) if workers else 0.0
         sure = plan.best.estimate if plan.best is not None else None
         row[f"low {confidence:g}"] = sure.low if sure is not None else 1.0
         row[f"got {confidence:g}"] = share(workers) if workers else 0.0
     row["as if steady"] = row[f"workers {MIDDLE:g}"]
     if row["shown"] != "steady":
         with patch.object(drift, "shown", lambda _: "steady"):
-            plan = planned(MIDDLE, Memory())
+            plan = planned(MIDDLE, Replayer())
         row["as if steady"] = plan.best.fleet.workers if plan.best is not None else 0
     row["fewest"] = smallest(lambda n: share(n) >= TARGET, 1, guess, MOST_WORKERS)
     return row

@@ -27,16 +27,15 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from controlplane.placement.lengths import LengthTable
 from controlplane.workload import Workload
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, azure_hour
 from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.classes import separate_usd
 from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest, read_targets
 from tokenfleet.planning.result import Plan
+from tokenfleet.planning.search import Search
 from tokenfleet.planning.threads import threads
 from tokenfleet.traces import Trace
 
@@ -90,8 +89,8 @@ def margin(plan: Plan, workload: Workload, seeds: range) -> float:
     """The least attainment over what is asked, of any class in other draws of the traffic."""
     assert plan.best is not None
     of, classes = plan.inputs.classes, plan.inputs.classes
-    lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
-    made = Replicates(workload, plan.question.slo, "spread", plan.question.seed, lengths, classes=of)
+    with threads(1) as pool:
+        made = Search.of(plan.question, workload, (), pool, classes=of)
     outcomes = [made.replay(plan.best.fleet, seed) for seed in seeds]
     return float(min((o.class_attainments / [c.attainment for c in classes]).min() for o in outcomes))
 

@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from controlplane.placement.lengths import LengthTable
 from controlplane.workload import Workload
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, azure_hour
 from experiments.lib.results import bar, flags, show
 from experiments.planning.classes import BATCH, dealt, slos, with_lengths
 from tokenfleet.planning.inputs import gather
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest, read_targets
+from tokenfleet.planning.search import Search
 from tokenfleet.planning.sizing import size_on_trace
+from tokenfleet.planning.threads import threads
 from tokenfleet.traces import Trace
 
 MODEL, GPU, TPS = "llama-3.1-70b", ("a100",), (2, 4)
@@ -77,14 +77,14 @@ def fewest(load: Workload, batch: str, tp: int, seed: int) -> dict[str, Any]:
     request = PlanRequest(**asked, model=MODEL, gpu=GPU, tp=(tp,), seed=seed, drop_too_long=True)
     gathered = gather(Trace("day", "plain", classed), request)
     workload, classes, (kind,) = gathered.workload, gathered.inputs.classes, gathered.worker_types
-    lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
     several = classes if batch else ()
-    made = Replicates(workload, classes[0].slo, "spread", seed, lengths, classes=several)
-    sizing = size_on_trace(made, request, kind)
+    with threads(1) as pool:
+        made = Search.of(request, workload, (), pool, classes=several).on(slo=classes[0].slo)
+    sizing = size_on_trace(made, kind)
     assert sizing.workers is not None, sizing.reason
     less = None
     if sizing.workers > 1:
-        most = 8.0 * made.may_miss(ATTAINMENT)
+        most = 8.0 * made.may_miss
         less = made.replay(sizing.fleet(sizing.workers - 1), most_missed=most)
     return {
         "workers": sizing.workers,

@@ -43,10 +43,10 @@ from tokenfleet.planning.comparisons import BASELINES
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.inputs import Gathered, gather
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH
+from tokenfleet.planning.search import Search
 from tokenfleet.planning.sizing import MostAgents, alone_session_s, most_agents
 from tokenfleet.planning.threads import Threads, threads
 from tokenfleet.planning.traffic.draws import next_like, units_of
@@ -92,14 +92,13 @@ def swept(plan: Plan, workload: Workload, pool: Threads) -> tuple[float | None, 
     """Where a sweep loses hits and target."""
     assert plan.best is not None
     asked = plan.question
-    lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
-    replicates = Replicates(workload, asked.slo, asked.policy, asked.seed, lengths)
+    search = Search.of(replace(asked, session_s=None, agents=None), workload, (), pool)
     fleet = plan.best.fleet
-    kept = LOST * (replicates.replay(fleet).prefix_hit_rate or 0.0)
+    kept = LOST * (search.replay(fleet).prefix_hit_rate or 0.0)
     cold, late = [], []
     for first in np.arange(1.0, MOST_GROWTH + STEP / 2, 2 * STEP):
         scales = (float(first), float(first) + STEP)
-        outcomes = pool.map(lambda s: replicates.replay(fleet, growth=s), scales)
+        outcomes = pool.map(lambda s: search.replay(fleet, growth=s), scales)
         cold += [s for s, o in zip(scales, outcomes, strict=True) if (o.prefix_hit_rate or 0.0) < kept]
         late += [s for s, o in zip(scales, outcomes, strict=True) if o.attainment < asked.attainment]
         if cold and late:
@@ -175,9 +174,8 @@ def of_agents(trace: Trace, agents: int, seed: int, pool: Threads) -> dict[str, 
 def carried(gathered: Gathered, request: PlanRequest, workers: int, pool: Threads) -> MostAgents:
     """The most agents of so many workers."""
     workload = gathered.workload
-    lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
-    replicates = Replicates(workload, request.slo, request.policy, request.seed, lengths)
-    return most_agents(replicates, request, of_one_kind(gathered.worker_types[0], workers), pool)
+    search = Search.of(request, workload, (), pool)
+    return most_agents(search, of_one_kind(gathered.worker_types[0], workers))
 
 
 def most_of_all(trace: Trace, workers: int, seed: int, pool: Threads) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +37,6 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
@@ -48,8 +48,8 @@ from tokenfleet.planning import planner
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.search import Search
 from tokenfleet.planning.threads import threads
 from tokenfleet.planning.traffic.sample import Sampler
 from tokenfleet.profiles.library import find_profiles
@@ -183,10 +183,9 @@ def case(data: Path, number: int, requests: int, seed: int) -> dict[str, Any]:
             row[how] = plan.best.fleet.workers if plan.best else 0
             row[f"{how} s"] = round(time.perf_counter() - began, 1)
     fleet = of_one_kind(worker_type, row["sample"])
-    table = LengthTable.from_history(long.prompt_tokens, long.output_tokens)
-    whole = Replicates(long, SLO_70B, "spread", question.seed, table)
+    whole = Search.of(question, long, (), pool)
     taken = Sampler(long, 1 - question.attainment, SLO_70B.tpot_s, question.seed, OF_SAMPLE)
-    seen = Replicates(long, SLO_70B, "spread", question.seed, table, sampler=taken).replay(fleet)
+    seen = replace(whole, traffic=replace(whole.traffic, sampler=taken)).replay(fleet)
     row["sample says"] = seen.attainment
     row["at least"] = seen.attainment - taken.as_it_is.reach(seen.met, question.confidence)
     row["full replay"] = whole.replay(fleet).attainment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +11,15 @@ import numpy as np
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.prefixes import Prefixes, Sessions
-from controlplane.types import EngineMode, Slo
+from controlplane.types import EngineMode, Slo, SloClass
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
+from tokenfleet.planning.search import Replayer, Search
 from tokenfleet.planning.threads import threads
 from tokenfleet.report.plan_json import plan_json
 
@@ -117,7 +117,7 @@ def planned(
     worker_types: list[WorkerType] | None = None,
     *,
     explained: bool = False,
-    replicates_of: Callable[..., Replicates] | None = None,
+    replayer: Replayer | None = None,
     **asked: object,
 ) -> Plan:
     """The plan of a small question; `asked` replaces fields of the question."""
@@ -131,8 +131,17 @@ def planned(
             described("made", workload, ()),
             pool,
             explained=explained,
-            replicates_of=replicates_of,
+            replayer=replayer,
         )
+
+
+def search_of(
+    workload: Workload, question: PlanRequest | None = None, classes: Sequence[SloClass] = (), **terms: object
+) -> Search:
+    """The search for a question on a workload, one thing at a time; `terms` replaces some of its terms."""
+    question = question or PlanRequest(SLO)
+    with threads(1) as pool:  # closed: what needs more is given a pool of its own
+        return Search.of(question, workload, (), pool, classes=classes).on(**terms)
 
 
 def said_of(plan: Plan) -> dict[str, str]:

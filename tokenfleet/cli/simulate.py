@@ -185,24 +185,14 @@ def _most_agents(
 
     Raises Infeasible where a single one is too many.
     """
-    from controlplane.placement.lengths import LengthTable
-    from controlplane.placement.policies import PlacementSettings
     from tokenfleet.planning.planner import strictest
-    from tokenfleet.planning.replicates import Memory
+    from tokenfleet.planning.search import Search
     from tokenfleet.planning.sizing import most_agents
     from tokenfleet.planning.threads import threads
 
     question = strictest(request, classes)
-    predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
-    memory = Memory(draws=False)
-    replicates = replace(
-        memory.replicates(workload, question.slo, request.policy, request.seed, predictor, lambda: None),
-        classes=tuple(classes) if len(classes) > 1 else (),
-        settings=PlacementSettings(headroom=request.priority_headroom),
-        session_s=request.session_s,
-    )
     with threads(os.cpu_count() or 1) as pool:
-        return most_agents(replicates, question, fleet, pool, tell)
+        return most_agents(Search.of(question, workload, (), pool, classes=classes), fleet, tell)
 
 
 def simulation_lines(

@@ -23,8 +23,7 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.fleet import Fleet, of_one_kind
-from tokenfleet.planning.replicates import Replicates, missed
-from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.search import Search, missed
 from tokenfleet.planning.sizing import (
     PER_REQUEST,
     Sizing,
@@ -32,14 +31,12 @@ from tokenfleet.planning.sizing import (
     ceiling,
     confirm,
     fluid_workers,
-    meets,
     nearest_possible,
     nearest_session_s,
     passes_on_trace,
     size_on_trace,
     smallest,
 )
-from tokenfleet.planning.threads import Threads
 
 RATE_SCALES = (0.5, 1.0, 1.5, 2.0)
 FOR_FEW = (2.0, 5.0, 8.0, 12.0)  # rates for a fleet of one or two, which says little about a slope
@@ -73,17 +70,15 @@ class DemandLine:
     output_tokens: float
 
 
-def demand_line(
-    replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
-) -> DemandLine | None:
+def demand_line(search: Search, sizing: Sizing) -> DemandLine | None:
     """The line for one kind of worker on this trace; None where too few rates say something."""
     assert sizing.workers is not None
-    agents = replicates.agents
-    rate = replicates.workload.rate_rps if agents is None else float(agents)
+    agents = search.terms.agents
+    rate = search.workload.rate_rps if agents is None else float(agents)
     scales: tuple[float, ...] = RATE_SCALES
     if sizing.workers <= sizing.fewest + 1:
         scales = FOR_FEW if agents is None else OF_FEW_AGENTS
-    counts = pool.map(lambda scale: crossing(replicates, question, sizing, scale), scales)
+    counts = search.pool.map(lambda scale: crossing(search, sizing, scale), scales)
     points = tuple((rate * scale, n) for scale, n in zip(scales, counts, strict=True) if n is not None)
     if len(points) < FEWEST_POINTS or rate <= 0:
         return None
@@ -92,26 +87,24 @@ def demand_line(
     spread = float(((y - y.mean()) ** 2).sum())
     left = float(((y - (slope * x + intercept)) ** 2).sum())
     r2 = 1.0 - left / spread if spread > 0 else 1.0
-    lengths = replicates.workload.prompt_tokens.mean(), replicates.workload.output_tokens.mean()
+    lengths = search.workload.prompt_tokens.mean(), search.workload.output_tokens.mean()
     return DemandLine(agents is not None, float(slope), float(intercept), r2, points, *map(float, lengths))
 
 
-def crossing(
-    replicates: Replicates, question: PlanRequest, sizing: Sizing, rate_scale: float
-) -> float | None:
+def crossing(search: Search, sizing: Sizing, rate_scale: float) -> float | None:
     """Workers, with a fraction, at which `rate_scale` times the traffic just meets the target.
 
     None where the smallest fleet there is meets it already: how much smaller it could be is not seen.
     """
     assert sizing.workers is not None
-    allowed, most = 1.0 - question.attainment, replicates.may_miss(question.attainment)
+    allowed, most = 1.0 - search.question.attainment, search.may_miss
     stop = min(_BROKEN_OFF * most, most + 0.2)  # the smallest fleets take longest to fail
-    if replicates.is_slow:
-        stop = broken_off(replicates, question)
+    if search.is_slow:
+        stop = broken_off(search)
     misses: dict[int, float] = {}  # their share by workers; infinite where the trial was broken off
 
     def passes(workers: int) -> bool:
-        outcome = replicates.replay(sizing.fleet(workers), growth=rate_scale, most_missed=stop)
+        outcome = search.replay(sizing.fleet(workers), growth=rate_scale, most_missed=stop)
         share = missed(outcome) / outcome.workload.requests
         misses[workers] = share if outcome.complete else math.inf
         return misses[workers] <= allowed
@@ -123,7 +116,7 @@ def crossing(
         return None
     if count - 1 not in misses or not math.isfinite(misses[count - 1]):
         return float(count)
-    half = 0.5 / len(replicates.workload)  # of a request, for none that is missed
+    half = 0.5 / len(search.workload)  # of a request, for none that is missed
     few, many, just = (math.log(share + half) for share in (misses[count - 1], misses[count], allowed))
     share = (few - just) / (few - many) if few > many else 1.0
     return count - 1 + min(max(share, 0.0), 1.0)
@@ -152,22 +145,20 @@ class ScaledTarget:
     on: Literal["resampled traces", "recorded trace"]
 
 
-def baselines(
-    replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
-) -> tuple[Baseline, ...]:
+def baselines(search: Search, sizing: Sizing) -> tuple[Baseline, ...]:
     """The needs of the usual policies, sized like `sizing` on the trace as it is. They know no headroom."""
     assert sizing.workers is not None
-    plain = replace(replicates, settings=PlacementSettings())
+    plain = search.on(settings=PlacementSettings())
     cap = _HOPELESS * sizing.workers + 2
 
     def one(policy: str) -> Baseline:
-        others = replace(plain, policy=policy)
-        fleet = _fewest(others, question, sizing, cap)
-        if fleet is None or replicates.workload.prefixes is None:
+        others = plain.on(policy=policy)
+        fleet = _fewest(others, sizing, cap)
+        if fleet is None or search.workload.prefixes is None:
             return Baseline(policy, fleet, cap)
         return Baseline(policy, fleet, cap, others.replay(fleet).prefix_hit_rate)
 
-    return tuple(pool.map(one, [p for p in BASELINES if p != question.policy]))
+    return tuple(search.pool.map(one, [p for p in BASELINES if p != search.question.policy]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +186,7 @@ class TierWorth:
         return None if with_it is None or without is None else without - with_it
 
 
-def tier_worth(replicates: Replicates, question: PlanRequest, sizing: Sizing) -> TierWorth | None:
+def tier_worth(search: Search, sizing: Sizing) -> TierWorth | None:
     """The worth of the fleet's host memory; None where it keeps nothing."""
     answer = sizing.answer
     assert sizing.workers is not None
@@ -206,16 +197,15 @@ def tier_worth(replicates: Replicates, question: PlanRequest, sizing: Sizing) ->
         return None
     cap = _HOPELESS * sizing.workers + 2
     mix = None if sizing.mix is None else _without_tier(sizing.mix)
-    bare = Sizing(_bare(sizing.worker_type), prefill_share=sizing.prefill_share, mix=mix)
-    with_tier, without = replicates.replay(answer), replicates.replay(_without_tier(answer))
-    count = smallest(lambda n: passes_on_trace(replicates, question, bare, n), 1, sizing.workers, cap)
+    bare = replace(sizing, worker_type=_bare(sizing.worker_type), mix=mix)
+    with_tier, without = search.replay(answer), search.replay(_without_tier(answer))
     return TierWorth(
         host_kv,
         with_tier.prefix_hit_rate or 0.0,
         with_tier.host_hit_rate or 0.0,
         without.prefix_hit_rate or 0.0,
         sizing.fleet(sizing.workers),
-        None if count is None else bare.fleet(count),
+        _fewest(search, bare, cap),
         cap,
     )
 
@@ -235,29 +225,27 @@ def _without_tier(fleet: Fleet) -> Fleet:
     return Fleet(tuple(replace(group, worker_type=_bare(group.worker_type)) for group in fleet.groups))
 
 
-def cost_by_slo(
-    replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
-) -> tuple[ScaledTarget, ...]:
+def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
     """The fleet's size as both targets are eased and tightened, judged as the answer was.
 
     Looser targets never take more workers, so each search begins where the one before it ended. Where replays
     take long all of them are sized on the recorded trace alone, the target that was asked for among them.
     """
     assert sizing.workers is not None
-    on_trace = replicates.is_slow or sizing.confirmed is None
+    on_trace = search.is_slow or sizing.confirmed is None
     asked = sizing.workers if on_trace else sizing.confirmed
     assert asked is not None
     most = 4 * asked + 4
 
     def holds(scale: float, workers: int) -> bool:
-        eased, fresh = replicates.eased(scale, scale), replace(sizing, on_trace={}, fleets={})
-        if not passes_on_trace(eased, question, fresh, workers):
+        eased, fresh = search.eased(scale, scale), replace(sizing, on_trace={}, fleets={})
+        if not passes_on_trace(eased, fresh, workers):
             return False
-        return on_trace or Trial(eased, question, fresh.fleet(workers), pool).holds()
+        return on_trace or Trial(eased, fresh.fleet(workers)).holds()
 
     def count(scale: float, low: int, high: int) -> int | None:
-        eased = replicates.eased(scale, scale)
-        if ceiling(sizing.worker_type.profile, eased.outline, eased) < question.attainment:
+        eased = search.eased(scale, scale)
+        if ceiling(sizing.worker_type.profile, eased.outline, eased) < search.question.attainment:
             return None
         return smallest(lambda n: holds(scale, n), low, low if scale < 1.0 else high, high)
 
@@ -274,7 +262,7 @@ def cost_by_slo(
     return tuple(
         ScaledTarget(
             scale,
-            replicates.eased(scale, scale).slo,
+            search.eased(scale, scale).terms.slo,
             None if (n := counts[scale]) is None else sizing.fleet(n),
             on,
         )
@@ -282,13 +270,11 @@ def cost_by_slo(
     )
 
 
-def _fewest(replicates: Replicates, question: PlanRequest, sizing: Sizing, cap: int) -> Fleet | None:
+def _fewest(search: Search, sizing: Sizing, cap: int) -> Fleet | None:
     """The smallest fleet of the sizing's kind on the trace, searched outwards from the answer's count."""
     assert sizing.workers is not None
     fresh = Sizing(sizing.worker_type, prefill_share=sizing.prefill_share, mix=sizing.mix)
-    workers = smallest(
-        lambda n: passes_on_trace(replicates, question, fresh, n), sizing.fewest, sizing.workers, cap
-    )
+    workers = smallest(lambda n: passes_on_trace(search, fresh, n), sizing.fewest, sizing.workers, cap)
     return None if workers is None else fresh.fleet(workers)
 
 
@@ -313,56 +299,52 @@ class NearestTarget:
     session_s: float | None = None
 
 
-def nearest_feasible(
-    replicates: Replicates, question: PlanRequest, sizings: Sequence[Sizing], pool: Threads
-) -> NearestTarget | None:
+def nearest_feasible(search: Search, sizings: Sequence[Sizing]) -> NearestTarget | None:
     """Of all kinds the least loosened target, the cheaper fleet among equals; None if nothing helps."""
-    targets = pool.map(lambda sizing: nearest_of_kind(replicates, question, sizing, pool), sizings)
+    targets = search.pool.map(lambda sizing: nearest_of_kind(search, sizing), sizings)
     return min((n for n in targets if n is not None), key=lambda n: (n.looser, n.fleet.cost), default=None)
 
 
-def nearest_of_kind(
-    replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
-) -> NearestTarget | None:
+def nearest_of_kind(search: Search, sizing: Sizing) -> NearestTarget | None:
     """The nearest target for one kind of worker, within the question's limits and at its confidence.
 
     First only what a lone request or session breaks is loosened, then the time of sessions; where that is not
     enough, every target is.
     """
-    target, session_s, profile = replicates.slo, replicates.session_s, sizing.worker_type.profile
-    base = nearest_possible(profile, replicates.outline, target, question.attainment)
-    if replicates.classes:
+    target, session_s, profile = search.terms.slo, search.terms.session_s, sizing.worker_type.profile
+    base = nearest_possible(profile, search.outline, target, search.question.attainment)
+    if search.terms.classes:
         base = target  # the targets of all classes are loosened as much as each other
-    possible = replace(replicates, slo=base, session_s=nearest_session_s(replicates, question, profile))
+    possible = search.on(slo=base, session_s=nearest_session_s(search, profile))
     of_sessions = session_s is not None
-    broken = (base.ttft_s > target.ttft_s, base.tpot_s > target.tpot_s, possible.session_s != session_s)
-    limit = question.most_workers(sizing.worker_type)
+    broken = (base.ttft_s > target.ttft_s, base.tpot_s > target.tpot_s, possible.terms.session_s != session_s)
+    limit = search.question.most_workers(sizing.worker_type)
     fewest = 2 if sizing.worker_type.is_split else 1
     if limit is not None and limit < fewest:
         return None
-    bound = fluid_workers(possible, question, sizing.worker_type)
-    plenty = max(min(_PLENTY * bound, PER_REQUEST * len(replicates.workload)), 2 * fewest)
+    bound = fluid_workers(possible, sizing.worker_type)
+    plenty = max(min(_PLENTY * bound, PER_REQUEST * len(search.workload)), 2 * fewest)
     fleet = of_one_kind(
         sizing.worker_type, plenty if limit is None else min(limit, plenty), sizing.prefill_share or 0.5
     )
     for which in dict.fromkeys((broken, (False, False, of_sessions), (True, True, of_sessions))):
-        first = _first_step(possible, question, fleet, which) if any(which) else None
+        first = _first_step(possible, fleet, which) if any(which) else None
         if first is None:
             continue
         sized: dict[int, Sizing] = {}
 
         def holds(step: int, which: Which = which, sized: dict[int, Sizing] = sized) -> bool:
             eased = _eased(possible, which, step)
-            sized[step] = size_on_trace(eased, question, sizing.worker_type)
+            sized[step] = size_on_trace(eased, sizing.worker_type)
             if sized[step].workers is not None:
-                confirm(eased, question, sized[step], pool)
+                confirm(eased, sized[step])
             return sized[step].confirmed is not None
 
         # What holds on the trace may not hold in other replicates: looser still, it does.
         step = smallest(holds, first, first, len(LOOSER) - 1)
         if step is not None:
             eased, count = _eased(possible, which, step), sized[step].confirmed or 0
-            slo, took_s = eased.slo, eased.session_s
+            slo, took_s = eased.terms.slo, eased.terms.session_s
             looser = max(slo.ttft_s / target.ttft_s, slo.tpot_s / target.tpot_s)
             if took_s is not None and session_s is not None:
                 looser = max(looser, took_s / session_s)
@@ -370,26 +352,26 @@ def nearest_of_kind(
     return None
 
 
-def _first_step(replicates: Replicates, question: PlanRequest, fleet: Fleet, which: Which) -> int | None:
+def _first_step(search: Search, fleet: Fleet, which: Which) -> int | None:
     """The least loosening of the targets in `which` that the fleet meets on the trace."""
-    allowed = replicates.may_miss(question.attainment)
+    allowed = search.may_miss
 
     def passes(step: int) -> bool:
-        return meets(_eased(replicates, which, step).replay(fleet, most_missed=allowed), question)
+        return search.meets(_eased(search, which, step).replay(fleet, most_missed=allowed))
 
     return smallest(passes, 0, 1, len(LOOSER) - 1)
 
 
-def _eased(replicates: Replicates, which: Which, step: int) -> Replicates:
+def _eased(search: Search, which: Which, step: int) -> Search:
     """The same with the targets in `which` loosened by a step."""
-    slo, session_s, times = replicates.slo, replicates.session_s, LOOSER[step]
+    slo, session_s, times = search.terms.slo, search.terms.session_s, LOOSER[step]
     if which[2] and session_s is not None:
-        replicates = replace(replicates, session_s=_rounded_up(session_s * times))
-    if replicates.classes:
-        return replicates.eased(times, times) if which[0] or which[1] else replicates
+        search = search.on(session_s=_rounded_up(session_s * times))
+    if search.terms.classes:
+        return search.eased(times, times) if which[0] or which[1] else search
     ttft_s = _rounded_up(slo.ttft_s * times) if which[0] else slo.ttft_s
     tpot_s = _rounded_up(slo.tpot_s * times) if which[1] else slo.tpot_s
-    return replace(replicates, slo=Slo(ttft_s, tpot_s))
+    return search.on(slo=Slo(ttft_s, tpot_s))
 
 
 def _rounded_up(seconds: float) -> float:

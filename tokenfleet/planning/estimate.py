@@ -31,9 +31,8 @@ from scipy import stats
 
 from dataplane.simulated.outcome import class_counts, joint
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.replicates import Replicates, missed
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.search import Search, missed
 
 REPLICATES = 19  # r is a whole number for each multiple of 0.05
 MOST_REPLICATES = 39  # a confidence above 0.975 would take more than pay
@@ -123,13 +122,13 @@ class TooFew(NamedTuple):
     showable: float
 
 
-def too_few(replicates: Replicates, question: PlanRequest) -> TooFew | None:
+def too_few(search: Search) -> TooFew | None:
     """Whether the trace has too few requests, of several classes of one of them; None where it has enough."""
-    confidence = question.confidence
-    asked = [(len(replicates.workload), question.attainment, "")]
-    if replicates.classes:
-        whose = [f" of class {one.name}" for one in replicates.classes]
-        asked = list(zip(replicates.counts, replicates.asked, whose, strict=True))
+    confidence = search.question.confidence
+    asked = [(len(search.workload), search.question.attainment, "")]
+    if search.terms.classes:
+        whose = [f" of class {one.name}" for one in search.terms.classes]
+        asked = list(zip(search.counts, search.terms.asked, whose, strict=True))
     for requests, target, of in asked:
         if (showable := most_showable(requests, confidence)) < target:
             return TooFew(
@@ -147,45 +146,47 @@ class Trial:
     off once it is lost: of a fleet that fails it is known that it does, not by how much.
     """
 
-    def __init__(self, replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads) -> None:
-        self.fleet, self._replicates, self._question, self._pool = fleet, replicates, question, pool
+    def __init__(self, search: Search, fleet: Fleet) -> None:
+        self.fleet, self._search = fleet, search
         self._seen: dict[int, ReplicateOutcome] = {}
-        self.numbers = range(1, replicates_for(question.confidence) + 1)
+        self.numbers = range(1, replicates_for(search.question.confidence) + 1)
 
     def holds(self, *, screening: bool = False) -> bool:
         """Whether the lower bound meets the target; `screening`: whether it may, by the hardest."""
-        hardest = min(SCREENED, len(self.numbers)) if self._replicates.hardness else len(self.numbers)
+        hardest = min(SCREENED, len(self.numbers)) if self._search.hardest else len(self.numbers)
         upto = hardest if screening else len(self.numbers)
-        width = self._pool.count if screening else ROUND
+        width = self._search.pool.count if screening else ROUND
         while len(self._seen) < upto and self._is_open:
-            left = [i for i in self._replicates.hardest_first(self.numbers) if i not in self._seen]
-            self._look(left[: min(width, upto - len(self._seen))], self._replicates.is_slow)
+            left = [i for i in self._search.hardest_first(self.numbers) if i not in self._seen]
+            self._look(left[: min(width, upto - len(self._seen))], self._search.is_slow)
         if screening or not self._is_open:
             return self._is_open
         self._look([i for i, seen in self._seen.items() if seen.lost], False)
-        return self.verdict().low >= self._question.attainment
+        return self.verdict().low >= self._search.question.attainment
 
     @property
     def _is_open(self) -> bool:
-        return open_still(list(self._seen.values()), self._question)
+        return open_still(list(self._seen.values()), self._search.question)
 
     def _look(self, numbers: Sequence[int], hurries: bool) -> None:
-        allowed = self._replicates.may_miss(self._question.attainment) if hurries else None
-        seen = look(self._replicates, self.fleet, numbers, self._pool, allowed)
+        allowed = self._search.may_miss if hurries else None
+        seen = look(self._search, self.fleet, numbers, allowed)
         self._seen.update(zip(numbers, seen, strict=True))
         for i, one in zip(numbers, seen, strict=True):
-            self._replicates.hardness[i] = one.missed / one.requests
+            self._search.hardest.note(i, one.missed / one.requests)
 
     @property
     def is_told(self) -> bool:
         """Whether enough was replayed to its end for a verdict."""
-        if not self._replicates.is_slow:
+        if not self._search.is_slow:
             return True
         return len(self._seen) == len(self.numbers) and not any(s.lost for s in self._seen.values())
 
     def verdict(self) -> Estimate:
         """The estimate from what was seen."""
-        return verdict_on([self._seen[i] for i in sorted(self._seen)], self._question, self._replicates.asked)
+        return verdict_on(
+            [self._seen[i] for i in sorted(self._seen)], self._search.question, self._search.terms.asked
+        )
 
 
 class ReplicateOutcome(NamedTuple):
@@ -229,26 +230,22 @@ def open_still(seen: Sequence[ReplicateOutcome], question: PlanRequest) -> bool:
 
 
 def look(
-    replicates: Replicates,
-    fleet: Fleet,
-    numbers: Sequence[int] | range,
-    pool: Threads,
-    allowed: float | None = None,
+    search: Search, fleet: Fleet, numbers: Sequence[int] | range, allowed: float | None = None
 ) -> list[ReplicateOutcome]:
     """A fleet in each of the replicates.
 
     A hopeless replicate is broken off: with a fifth of its requests missed, the rest counts as missed too.
     With `allowed` it is as soon as more than that share has missed.
     """
-    hopeless = HOPELESS if not replicates.classes else 1.0
+    hopeless = HOPELESS if not search.terms.classes else 1.0
 
     def one(replicate: int) -> ReplicateOutcome:
-        outcome = replicates.replay(fleet, replicate, most_missed=hopeless if allowed is None else allowed)
+        outcome = search.replay(fleet, replicate, most_missed=hopeless if allowed is None else allowed)
         lost = allowed is not None and not outcome.complete
         counts, late = (of.round().astype(int).tolist() for of in class_counts(outcome.met, outcome.workload))
-        classes = tuple(zip(late, counts, strict=True)) if replicates.asked else ()
+        classes = tuple(zip(late, counts, strict=True)) if search.terms.asked else ()
         return ReplicateOutcome(
             missed(outcome), round(outcome.workload.requests), outcome.prefix_hit_rate, lost, classes
         )
 
-    return pool.map(one, numbers)
+    return search.pool.map(one, numbers)

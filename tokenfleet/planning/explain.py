@@ -17,11 +17,10 @@ from controlplane.perfmodel.profile import Profile
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.estimate import rank, replicates_for
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.replicates import AS_IT_IS, Replicates
-from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s, meets, smallest
-from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.search import Search
+from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s, smallest
 from tokenfleet.planning.traffic.draws import time_scale
+from tokenfleet.planning.traffic.replicates import AS_IT_IS
 
 RELIEF = 1.25
 WINDOW_S = 60.0
@@ -46,11 +45,11 @@ class Binding:
     rate_scale: float  # 1, or how much more traffic there had to be before this fleet failed
 
 
-def binding(replicates: Replicates, fleet: Fleet, pool: Threads, rate_scale: float = 1.0) -> Binding:
+def binding(search: Search, fleet: Fleet, rate_scale: float = 1.0) -> Binding:
     """The constraint that stops `fleet`, which fails the trace at `rate_scale`."""
-    constraints = CONSTRAINTS if replicates.session_s is None else OF_SESSIONS
-    trials = [(replicates, fleet), *(_relieved(replicates, fleet, c) for c in constraints)]
-    outcomes = pool.map(lambda trial: trial[0].replay(trial[1], growth=rate_scale), trials)
+    constraints = CONSTRAINTS if search.terms.session_s is None else OF_SESSIONS
+    trials = [(search, fleet), *(_relieved(search, fleet, c) for c in constraints)]
+    outcomes = search.pool.map(lambda trial: trial[0].replay(trial[1], growth=rate_scale), trials)
     failing = outcomes[0]
     relief = {
         name: outcome.attainment - failing.attainment
@@ -60,27 +59,27 @@ def binding(replicates: Replicates, fleet: Fleet, pool: Threads, rate_scale: flo
     # Where no relief helps (it can be noise below one request), what was missed decides.
     constraint = max(constraints, key=lambda c: relief[c]) if most > 0 else _missed_most(failing)
     start_s, end_s, attained = worst_window(failing)
-    faster = time_scale(replicates.workload, rate_scale)
+    faster = time_scale(search.workload, rate_scale)
     return Binding(
         constraint,
         relief,
         # In the trace's own time, and no longer than it is: the last window is seldom full.
-        (start_s * faster, min(end_s * faster, float(replicates.workload.arrival_s[-1]))),
+        (start_s * faster, min(end_s * faster, float(search.workload.arrival_s[-1]))),
         attained,
         fleet,
         failing.attainment,
         failing.prefix_hit_rate,
         outcomes[1 + CONSTRAINTS.index("kv")].prefix_hit_rate,
-        _worst_class(replicates, failing),
+        _worst_class(search, failing),
         rate_scale,
     )
 
 
-def _worst_class(replicates: Replicates, failing: Outcome) -> str | None:
-    if not replicates.classes:
+def _worst_class(search: Search, failing: Outcome) -> str | None:
+    if not search.terms.classes:
         return None
-    used = (1.0 - failing.class_attainments) / (1.0 - np.array(replicates.asked))
-    return replicates.classes[int(used.argmax())].name
+    used = (1.0 - failing.class_attainments) / (1.0 - np.array(search.terms.asked))
+    return search.terms.classes[int(used.argmax())].name
 
 
 def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, float, float]:
@@ -119,14 +118,14 @@ class AttainmentPlateau:
 
 
 def plateau(
-    replicates: Replicates, profile: Profile, on_trace: Mapping[int, float], workers: int, target: float
+    search: Search, profile: Profile, on_trace: Mapping[int, float], workers: int
 ) -> AttainmentPlateau | None:
     """The flat part of the curve `on_trace` around the answer; None where another worker counts.
 
     Flat: three counts or more in a row within a tenth of the misses that the target allows, at least half of
     which are missed there, so that it is not that nearly all requests are served.
     """
-    allowed = 1.0 - target
+    allowed = 1.0 - search.question.attainment
     near = [workers]
     for step in (-1, 1):
         n = workers + step
@@ -136,9 +135,9 @@ def plateau(
     missed = 1.0 - on_trace.get(max(near), 1.0)
     if len(near) < 3 or missed < allowed / 2:
         return None
-    workload = replicates.outline
+    workload = search.outline
     ttft_s, tpot_s = alone_ttft_s(profile, workload), alone_tpot_s(profile, workload)
-    ttft_target_s, tpot_target_s = replicates.targets_s(workload)
+    ttft_target_s, tpot_target_s = search.terms.targets_s(workload)
     late, slow = ttft_s[ttft_s > ttft_target_s], tpot_s[tpot_s > tpot_target_s]
     requests = len(workload)
     return AttainmentPlateau(
@@ -165,21 +164,21 @@ def _missed_most(outcome: Outcome) -> str:
     return "ttft" if late >= slow else "tpot"
 
 
-def _relieved(replicates: Replicates, fleet: Fleet, constraint: str) -> tuple[Replicates, Fleet]:
+def _relieved(search: Search, fleet: Fleet, constraint: str) -> tuple[Search, Fleet]:
     """The same trial with one constraint eased."""
     if constraint == "session":
-        assert replicates.session_s is not None
-        return replace(replicates, session_s=replicates.session_s * RELIEF), fleet
+        assert search.terms.session_s is not None
+        return search.on(session_s=search.terms.session_s * RELIEF), fleet
     if constraint == "ttft":
-        return replicates.eased(RELIEF, 1.0), fleet
+        return search.eased(RELIEF, 1.0), fleet
     if constraint == "tpot":
-        return replicates.eased(1.0, RELIEF), fleet
+        return search.eased(1.0, RELIEF), fleet
     ease = more_kv if constraint == "kv" else cheaper_prefill
     groups = tuple(
         replace(group, worker_type=replace(group.worker_type, known_profile=ease(group.worker_type.profile)))
         for group in fleet.groups
     )
-    return replicates, Fleet(groups)
+    return search, Fleet(groups)
 
 
 def more_kv(profile: Profile) -> Profile:
@@ -208,12 +207,11 @@ def cheaper_prefill(profile: Profile) -> Profile:
     return replace(profile, step=eased, prefill=prefill)
 
 
-def failing_rate(replicates: Replicates, fleet: Fleet, target: float) -> float:
+def failing_rate(search: Search, fleet: Fleet) -> float:
     """A rate scale at which a fleet of one worker, which has no smaller one, fails the target."""
     scale = 1.25
     while scale < 64.0:
-        outcome = replicates.replay(fleet, growth=scale, most_missed=replicates.may_miss(target))
-        if not outcome.complete or outcome.attainment < target:
+        if not search.meets(search.replay(fleet, growth=scale, most_missed=search.may_miss)):
             return scale
         scale *= 1.25
     return scale
@@ -233,29 +231,27 @@ class TrafficHeadroom:
     misses: float | None
 
 
-def headroom(
-    replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads
-) -> TrafficHeadroom | None:
+def headroom(search: Search, fleet: Fleet) -> TrafficHeadroom | None:
     """How much more traffic `fleet` bears, to a step of `GROWTHS`.
 
     None where prefixes are cached: there the search for more sessions tells it. The recorded trace comes
     first, since it takes one replay a step; no more than it bears is tried in the resampled ones. Of these
     the hardest so far come first, so that a step that misses takes few of them.
     """
-    if replicates.workload.prefixes is not None:
+    if search.workload.prefixes is not None:
         return None
-    numbers = list(range(1, replicates_for(question.confidence) + 1))
-    may_fail = max(len(numbers) - rank(len(numbers), question.confidence), 0)
-    allowed = replicates.may_miss(question.attainment)
+    numbers = list(range(1, replicates_for(search.question.confidence) + 1))
+    may_fail = max(len(numbers) - rank(len(numbers), search.question.confidence), 0)
+    allowed = search.may_miss
 
     def met(growth: float, replicate: int) -> bool:
-        return meets(replicates.replay(fleet, replicate, growth=growth, most_missed=allowed), question)
+        return search.meets(search.replay(fleet, replicate, growth=growth, most_missed=allowed))
 
     def holds(step: int) -> bool:
         failed = 0
-        for first in range(0, len(numbers), pool.count):
-            some = numbers[first : first + pool.count]
-            held = pool.map(lambda i: met(GROWTHS[step], i), some)
+        for first in range(0, len(numbers), search.pool.count):
+            some = numbers[first : first + search.pool.count]
+            held = search.pool.map(lambda i: met(GROWTHS[step], i), some)
             lost = [i for i, is_held in zip(some, held, strict=True) if not is_held]
             failed += len(lost)
             numbers[:] = lost + [i for i in numbers if i not in lost]

@@ -32,12 +32,11 @@ from controlplane.worker_type import WorkerGroup, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.fleet import Fleet, StandbyWorkers, spares_for
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan, SmallerFleet
 from tokenfleet.planning.schedule import Schedule, ScheduleInterval
-from tokenfleet.planning.sizing import Sizing, meets
-from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.search import Search
+from tokenfleet.planning.sizing import Sizing
 
 MORE = 1.06  # demand grows by this much after each mix that fails
 TRIES = 3
@@ -54,16 +53,14 @@ class Mixed:
     estimate: Estimate
 
 
-def cheaper_mix(
-    replicates: Replicates, question: PlanRequest, sizings: Sequence[Sizing], best: Fleet, pool: Threads
-) -> Mixed | None:
+def cheaper_mix(search: Search, sizings: Sequence[Sizing], best: Fleet) -> Mixed | None:
     """A verified mix cheaper than `best`, or None. Split fleets are not mixed."""
     usable = [s for s in sizings if s.workers is not None and not s.worker_type.is_split]
     if len(usable) < 2:
         return None
     types = tuple(s.worker_type for s in usable)
-    shares = {s.worker_type.name: 1.0 / fraction_needed(s, question) for s in usable}
-    limits = _limits(question, types)
+    shares = {s.worker_type.name: 1.0 / fraction_needed(s, search.question) for s in usable}
+    limits = _limits(search.question, types)
     demand, tried = 1.0, list[Fleet]()
     for _ in range(TRIES):
         try:
@@ -75,7 +72,7 @@ def cheaper_mix(
             return None
         if len(counts) > 1 and mix not in tried:
             tried.append(mix)
-            if mixed := _holding(replicates, question, mix, pool):
+            if mixed := _holding(search, mix):
                 return mixed
         demand *= MORE
     return None
@@ -89,9 +86,7 @@ def _limits(question: PlanRequest, types: Sequence[WorkerType]) -> MixSettings:
     )
 
 
-def cheaper_pool(
-    replicates: Replicates, question: PlanRequest, apart: Sequence[Fleet], best: Fleet | None, pool: Threads
-) -> Mixed | None:
+def cheaper_pool(search: Search, apart: Sequence[Fleet], best: Fleet | None) -> Mixed | None:
     """The cheapest verified fleet of the kinds in `apart`, the classes' own; None where `best` is no dearer.
 
     Split fleets are not mixed. `best` is None where no fleet is known that holds.
@@ -101,7 +96,7 @@ def cheaper_pool(
     if len(kinds) < 2 or any(kind.is_split for kind in kinds):
         return None
     sums = np.array([sum(g.workers for g in groups if g.worker_type.name == kind.name) for kind in kinds])
-    counts = _cheaper(kinds, 2 * sums, best, question)
+    counts = _cheaper(kinds, 2 * sums, best, search.question)
     found: Mixed | None = None
     for _ in range(POOL_TRIES):
         if len(counts) == 0:
@@ -109,7 +104,7 @@ def cheaper_pool(
         # The most of every kind that the middle of the dollars buys.
         upto = counts[: (len(counts) + 1) // 2]
         tried = upto[np.lexsort((np.arange(len(upto)), (upto / sums).min(axis=1)))[-1]]
-        mixed = _holding(replicates, question, _of(kinds, tried.tolist()), pool)
+        mixed = _holding(search, _of(kinds, tried.tolist()))
         if mixed is None:
             counts = counts[(counts > tried).any(axis=1)]
         else:
@@ -136,12 +131,12 @@ def _of(kinds: Sequence[WorkerType], counts: Sequence[int]) -> Fleet:
     return Fleet(tuple(WorkerGroup(kind, n) for kind, n in chosen if n))
 
 
-def _holding(replicates: Replicates, question: PlanRequest, mix: Fleet, pool: Threads) -> Mixed | None:
+def _holding(search: Search, mix: Fleet) -> Mixed | None:
     """The mix with its verdict, if it meets the target on the trace and at the asked confidence."""
-    if not meets(replicates.replay(mix, most_missed=replicates.may_miss(question.attainment)), question):
+    if not search.meets(search.replay(mix, most_missed=search.may_miss)):
         return None
-    trial = Trial(replicates, question, mix, pool)
-    holds = trial.holds(screening=replicates.is_slow) and trial.holds()
+    trial = Trial(search, mix)
+    holds = trial.holds(screening=search.is_slow) and trial.holds()
     return Mixed(mix, trial.verdict()) if holds else None
 
 

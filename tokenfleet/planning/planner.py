@@ -18,8 +18,6 @@ from typing import TypeVar
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.placement.lengths import LengthTable
-from controlplane.placement.policies import PlacementSettings
 from controlplane.types import SloClass
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
@@ -52,14 +50,15 @@ from tokenfleet.planning.mix import (
     stricter,
     with_spares,
 )
-from tokenfleet.planning.replicates import Doubted, Memory, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, InfeasibleType, Inputs, Plan, SmallerFleet, latency
 from tokenfleet.planning.reuse import reuse_of
 from tokenfleet.planning.schedule import Schedule, TraceClock, make_schedule, paid, waits
+from tokenfleet.planning.search import Replayer, Search
 from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
-from tokenfleet.planning.traffic.sample import CURVE, LONG, SAMPLED, Sampler
+from tokenfleet.planning.traffic.replicates import Doubted
+from tokenfleet.planning.traffic.sample import LONG, SAMPLED, Sampler
 from tokenfleet.planning.verified import verified
 
 R = TypeVar("R")
@@ -81,45 +80,28 @@ def make_plan(
     *,
     explained: bool = True,
     scheduled: bool = False,
-    replicates_of: Callable[..., Replicates] | None = None,
+    replayer: Replayer | None = None,
     parts: Parts | None = None,
 ) -> Plan:
     """The plan for `workload`; with `explained` false only the fleet and how sure it is (what-ifs).
 
     The fleet is the same then; kinds that cannot be cheaper are sized on the trace alone. `scheduled`: the
-    schedule even so. `replicates_of` makes the replicates; those of what-ifs share their replays. `parts`:
-    what is known of the classes by themselves. An infeasible question is a plan with a reason. Raises
+    schedule even so. `replayer` remembers replays; what-ifs of a family share it. `parts`: what is known of
+    the classes by themselves. An infeasible question is a plan with a reason. Raises
     BadInput on an empty workload or no type of worker.
     """
     if len(workload) == 0:
         raise BadInput(f"{inputs.trace}: no requests to plan for")
     if not worker_types:
         raise BadInput("plan: no kind of worker to plan with")
-    watch, parts = watch or Watch(), parts or Parts(worker_types, pool)
+    parts = parts or Parts(worker_types, pool)
     question = strictest(question, inputs.classes)
-    replicates_of = replicates_of or Memory(draws=False).replicates
-    outline = workload.thinned(CURVE)
+    replayer = replayer or Replayer(draws=False)
 
     def serving(request: PlanRequest) -> Plan:
-        replicates = replicates_of(
-            workload,
-            request.slo,
-            request.policy,
-            request.seed,
-            LengthTable.from_history(outline.prompt_tokens, outline.output_tokens),
-            watch.simulated,
-        )
-        settings = PlacementSettings(headroom=request.priority_headroom)
-        replicates = replace(
-            replicates,
-            classes=inputs.classes if len(inputs.classes) > 1 else (),
-            settings=settings,
-            session_s=request.session_s,
-            agents=request.agents,
-        )
-        replicates = replace(replicates, sampler=_sampler(replicates, request))
-        plan = Plan(request, inputs, tuple(worker_types), None)
-        return _serving(plan, replicates, pool, watch, parts, explained, scheduled)
+        search = Search.of(request, workload, worker_types, pool, watch, inputs.classes, replayer)
+        search = replace(search, traffic=replace(search.traffic, sampler=_sampler(search)))
+        return _serving(Plan(request, inputs, search.types, None), search, parts, explained, scheduled)
 
     plan = serving(question)
     if question.reclaims_per_h is not None and plan.best is not None:
@@ -141,18 +123,17 @@ def strictest(question: PlanRequest, classes: Sequence[SloClass]) -> PlanRequest
     return replace(question, slo=tightest.slo, attainment=max(one.attainment for one in classes))
 
 
-def _sampler(replicates: Replicates, question: PlanRequest) -> Sampler | None:
+def _sampler(search: Search) -> Sampler | None:
     """What samples a long trace; None where it is replayed whole.
 
     So it is where requests share prefixes or wait for each other, or may wait for minutes: a window does not
     show that.
     """
-    workload = replicates.workload
-    if len(workload) <= LONG or not replicates.units.is_plain or waits(replicates):
+    workload = search.workload
+    if len(workload) <= LONG or not search.traffic.units.is_plain or waits(search):
         return None
-    loosest_s = max(slo.tpot_s for slo in replicates.slos)
-    may_miss = replicates.may_miss(question.attainment)
-    return Sampler(workload, may_miss, loosest_s, question.seed, SAMPLED)
+    loosest_s = max(slo.tpot_s for slo in search.terms.slos)
+    return Sampler(workload, search.may_miss, loosest_s, search.traffic.seed, SAMPLED)
 
 
 class Parts:
@@ -196,127 +177,97 @@ def _classes(plan: Plan, workload: Workload, parts: Parts) -> tuple[ClassOfPlan,
     )
 
 
-def _serving(
-    blank: Plan,
-    replicates: Replicates,
-    pool: Threads,
-    watch: Watch,
-    parts: Parts,
-    explained: bool,
-    scheduled: bool,
-) -> Plan:
+def _serving(blank: Plan, search: Search, parts: Parts, explained: bool, scheduled: bool) -> Plan:
     """The plan of the fleet that serves; what spot workers need beyond it comes later."""
-    question, worker_types = blank.question, blank.worker_types
-    watch.stage("sizing each worker type on the recorded trace", 0.0)
-    sizings = size_all(replicates, question, worker_types, pool)
+    search.watch.stage("sizing each worker type on the recorded trace", 0.0)
+    sizings = size_all(search)
     possible = sorted((s for s in sizings if s.workers is not None), key=lambda s: s.cost)
     passed_over = tuple(InfeasibleType(s.worker_type, s.reason) for s in sizings if s.workers is None)
     blank = replace(blank, passed_over=passed_over)
-    if possible and (few := too_few(replicates, question)):
-        return _too_short(blank, replicates, few, possible)
-    watch.stage("confirming in resampled traces", 0.2)
-    _confirm_cheapest(replicates, question, possible, pool, CONFIRMED_KINDS if explained else 1)
-    watch.stage("looking for a cheaper mix", 0.45)
-    winner = _winner(blank, replicates, possible, pool, parts)
+    if possible and (few := too_few(search)):
+        return _too_short(blank, search, few, possible)
+    search.watch.stage("confirming in resampled traces", 0.2)
+    _confirm_cheapest(search, possible, CONFIRMED_KINDS if explained else 1)
+    search.watch.stage("looking for a cheaper mix", 0.45)
+    winner = _winner(blank, search, possible, parts)
     if winner is None:
         reasons = "; ".join(f"{s.worker_type.name}: {s.reason}" for s in possible if s.reason)
-        blank = replace(blank, reason=reasons, alternatives=_others(replicates, possible, None, pool))
-        return _infeasible(blank, replicates, sizings, pool, watch)
-    return _of_winner(blank, replicates, possible, winner, pool, watch, explained, scheduled)
+        blank = replace(blank, reason=reasons, alternatives=_others(search, possible, None))
+        return _infeasible(blank, search, sizings)
+    return _of_winner(blank, search, possible, winner, explained, scheduled)
 
 
 def _of_winner(
-    plan: Plan,
-    replicates: Replicates,
-    possible: Sequence[Sizing],
-    winner: Sizing,
-    pool: Threads,
-    watch: Watch,
-    explained: bool,
-    scheduled: bool,
+    plan: Plan, search: Search, possible: Sequence[Sizing], winner: Sizing, explained: bool, scheduled: bool
 ) -> Plan:
     """The plan of the cheapest fleet, proven on a long trace, with its reasons or its schedule as asked."""
     count = winner.confirmed or 0
-    best = _candidate(replicates, winner.mix or winner.fleet(count), winner.sure[count])
+    best = _candidate(search, winner.mix or winner.fleet(count), winner.sure[count])
     plan = replace(plan, best=best)
-    if replicates.sampler is not None and explained:
-        watch.stage("replaying the whole trace", 0.48)
-        plan = _proven(plan, replicates, winner, pool)
+    if search.traffic.sampler is not None and explained:
+        search.watch.stage("replaying the whole trace", 0.48)
+        plan = _proven(plan, search, winner)
         if plan.best is None:
             return plan
     plan = replace(
         plan,
-        alternatives=_others(replicates, possible, winner, pool),
+        alternatives=_others(search, possible, winner),
         on_trace=dict(winner.on_trace),
         sure=dict(winner.sure),
     )
     if explained:
-        return _explained(plan, replicates, winner, pool, watch)
+        return _explained(plan, search, winner)
     if scheduled:
-        return replace(plan, schedule=_schedule(plan, replicates, winner, pool))
+        return replace(plan, schedule=_schedule(plan, search, winner))
     return plan
 
 
-def _winner(
-    plan: Plan, replicates: Replicates, possible: Sequence[Sizing], pool: Threads, parts: Parts
-) -> Sizing | None:
+def _winner(plan: Plan, search: Search, possible: Sequence[Sizing], parts: Parts) -> Sizing | None:
     """The sizing of the cheapest fleet that is sure: of one kind, or of a mix; None where there is none."""
     single = min((s for s in possible if s.confirmed), key=lambda s: s.cost, default=None)
-    mixed = _mixed(plan, replicates, possible, single, pool, parts)
-    return single if mixed is None else _as_sizing(replicates, plan.question, mixed, single)
+    mixed = _mixed(plan, search, possible, single, parts)
+    return single if mixed is None else _as_sizing(search, mixed, single)
 
 
 def _mixed(
-    plan: Plan,
-    replicates: Replicates,
-    possible: Sequence[Sizing],
-    single: Sizing | None,
-    pool: Threads,
-    parts: Parts,
+    plan: Plan, search: Search, possible: Sequence[Sizing], single: Sizing | None, parts: Parts
 ) -> Mixed | None:
     """A mix cheaper than the best fleet of one kind, be it by shares or of the classes' own kinds."""
-    question, best = plan.question, None if single is None else single.answer
-    mixed = None if best is None else cheaper_mix(replicates, question, possible, best, pool)
-    if not replicates.classes or sum(not kind.is_split for kind in plan.worker_types) < 2:
+    best = None if single is None else single.answer
+    mixed = None if best is None else cheaper_mix(search, possible, best)
+    if not search.terms.classes or sum(not kind.is_split for kind in search.types) < 2:
         return mixed
-    serving = replace(question, reclaims_per_h=None)
-    own = [
-        parts.fleet(replicates.workload, plan.inputs, serving, [c]) for c in range(len(replicates.classes))
-    ]
+    serving = replace(search.question, reclaims_per_h=None)
+    own = [parts.fleet(search.workload, plan.inputs, serving, [c]) for c in range(len(search.terms.classes))]
     known = [fleet for fleet in own if fleet is not None]
-    return cheaper_pool(replicates, question, known, mixed.fleet if mixed else best, pool) or mixed
+    return cheaper_pool(search, known, mixed.fleet if mixed else best) or mixed
 
 
-def _proven(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads) -> Plan:
+def _proven(plan: Plan, search: Search, winner: Sizing) -> Plan:
     """The plan with its fleet replayed on the whole of a long trace, and enough workers for that."""
-    question = plan.question
     assert plan.best is not None
-    best, sampled = verified(replicates, question, winner, plan.best)
-    if sampled.whole is not None and sampled.whole < question.attainment:
+    best, sampled = verified(search, winner, plan.best)
+    if sampled.whole is not None and sampled.whole < search.question.attainment:
         reason = f"{best.fleet.label} met the target in samples; replayed whole, {sampled.whole:.4f} do"
         return replace(plan, best=None, reason=reason, sampled=sampled)
     if sampled.added:
-        verdict = winner.sure[best.fleet.workers] = _verdict(replicates, question, best.fleet, pool)
+        verdict = winner.sure[best.fleet.workers] = _verdict(search, best.fleet)
         best = replace(best, estimate=verdict)
     return replace(plan, best=best, sampled=sampled)
 
 
-def _schedule(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads) -> Schedule | None:
+def _schedule(plan: Plan, search: Search, winner: Sizing) -> Schedule | None:
     """The schedule of a fleet; None for agents, whose sessions know no time of day.
 
     Nor is there one for work that waits where requests share prefixes or wait for each other.
     """
-    question = plan.question
-    if question.agents is not None or (waits(replicates) and not replicates.units.is_plain):
+    if search.terms.agents is not None or (waits(search) and not search.traffic.units.is_plain):
         return None
     clock = TraceClock.of(plan.inputs.clock_start_s, plan.inputs.rate_scale)
-    full = winner.fleet(winner.confirmed or 0)
-    return make_schedule(replicates, question, winner, full, pool, clock)
+    return make_schedule(search, winner, winner.fleet(winner.confirmed or 0), clock)
 
 
-def _confirm_cheapest(
-    replicates: Replicates, question: PlanRequest, possible: list[Sizing], pool: Threads, kinds: int
-) -> None:
+def _confirm_cheapest(search: Search, possible: list[Sizing], kinds: int) -> None:
     """Confirm the `kinds` cheapest, and go on while a kind not yet confirmed might be the cheapest.
 
     How many has no say in which is the cheapest, only in how much is known of the others. Where replays
@@ -324,11 +275,11 @@ def _confirm_cheapest(
     """
     cheapest: tuple[float, int, int] | None = None
     for i, sizing in enumerate(possible):
-        floor, is_spare = sizing.fleet(sizing.workers or 0), i >= kinds or replicates.is_slow
+        floor, is_spare = sizing.fleet(sizing.workers or 0), i >= kinds or search.is_slow
         if is_spare and cheapest is not None and floor.cost >= cheapest:
             continue
         most = None if not is_spare or cheapest is None else _below(sizing, cheapest)
-        confirm(replicates, question, sizing, pool, most)
+        confirm(search, sizing, most)
         if sizing.confirmed:
             cost = sizing.fleet(sizing.confirmed).cost
             cheapest = cost if cheapest is None else min(cheapest, cost)
@@ -342,44 +293,44 @@ def _below(sizing: Sizing, cost: tuple[float, int, int]) -> int:
     return count
 
 
-def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads, watch: Watch) -> Plan:
+def _explained(plan: Plan, search: Search, winner: Sizing) -> Plan:
     """The plan with its reasons and its neighbourhood."""
-    question, best, target = plan.question, plan.best, plan.question.attainment
+    best = plan.best
     assert best is not None
     begun = itertools.count()
-    rough = replicates.roughly() if replicates.sampler is not None else replicates
+    rough = search.roughly() if search.traffic.sampler is not None else search
 
     def begin(text: str, explains: Callable[[], R]) -> Callable[[], R]:
         def told() -> R:
-            watch.stage(text, 0.5 + 0.5 * next(begun) / _REASONS)
+            search.watch.stage(text, 0.5 + 0.5 * next(begun) / _REASONS)
             return explains()
 
-        return pool.begin(told)
+        return search.pool.begin(told)
 
     def around() -> dict[int, float]:
         counts = [n for n in counts_around(winner) if n not in winner.on_trace]
-        hopeless = None if replicates.sampler is None else HOPELESS  # a long trace's take longest
-        seen = pool.map(lambda n: replicates.replay(winner.fleet(n), most_missed=hopeless), counts)
+        hopeless = None if search.traffic.sampler is None else HOPELESS  # a long trace's take longest
+        seen = search.pool.map(lambda n: search.replay(winner.fleet(n), most_missed=hopeless), counts)
         return winner.on_trace | {n: o.attainment for n, o in zip(counts, seen, strict=True) if o.complete}
 
     def one_more() -> dict[int, Estimate]:
         more = winner.confirmed + 1 if winner.confirmed else 1
         known = winner.sure.get(more)
-        return {more: known or _verdict(replicates, question, winner.fleet(more), pool)}
+        return {more: known or _verdict(search, winner.fleet(more))}
 
     # Side by side, what takes longest first.
     hit_rates = best.estimate.hit_rates if best.estimate else ()
     grow = "growing the sessions"
-    reuse = begin(grow, lambda: reuse_of(replicates, best.fleet, hit_rates, target, pool))
-    line = begin("fitting the scaling rule", lambda: demand_line(rough, question, winner, pool))
-    costed = begin("pricing other targets", lambda: cost_by_slo(rough, question, winner, pool))
-    one_fewer = begin("showing that one fewer fails", lambda: _one_fewer(replicates, question, winner, pool))
-    doubt = begin("splitting the uncertainty", lambda: _doubt(replicates.roughly(), best.fleet, pool))
-    others = begin("comparing policies", lambda: baselines(rough, question, winner, pool))
-    tier = begin("valuing KV offload", lambda: tier_worth(rough, question, winner))
-    room = begin("looking for the headroom", lambda: headroom(rough, question, best.fleet, pool))
-    bind = begin("finding the bottleneck", lambda: _binding(rough, question, winner, pool))
-    schedule = begin("making the scaling schedule", lambda: _schedule(plan, replicates, winner, pool))
+    reuse = begin(grow, lambda: reuse_of(search, best.fleet, hit_rates))
+    line = begin("fitting the scaling rule", lambda: demand_line(rough, winner))
+    costed = begin("pricing other targets", lambda: cost_by_slo(rough, winner))
+    one_fewer = begin("showing that one fewer fails", lambda: _one_fewer(search, winner))
+    doubt = begin("splitting the uncertainty", lambda: _doubt(search.roughly(), best.fleet))
+    others = begin("comparing policies", lambda: baselines(rough, winner))
+    tier = begin("valuing KV offload", lambda: tier_worth(rough, winner))
+    room = begin("looking for the headroom", lambda: headroom(rough, best.fleet))
+    bind = begin("finding the bottleneck", lambda: _binding(rough, winner))
+    schedule = begin("making the scaling schedule", lambda: _schedule(plan, search, winner))
     surer = begin("confirming one more", one_more)
     on_trace = begin("replaying the counts around it", around)()
     plan = replace(
@@ -388,7 +339,7 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
         doubt=doubt(),
         binding=bind(),
         headroom=room(),
-        plateau=plateau(replicates, winner.worker_type.profile, on_trace, best.fleet.workers, target),
+        plateau=plateau(search, winner.worker_type.profile, on_trace, best.fleet.workers),
         line=line(),
         schedule=schedule(),
         baselines=others(),
@@ -398,42 +349,42 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
         on_trace=dict(sorted(on_trace.items())),
         sure=dict(sorted((winner.sure | surer()).items())),
     )
-    watch.stage("done", 1.0)
+    search.watch.stage("done", 1.0)
     return plan
 
 
-def _as_sizing(replicates: Replicates, question: PlanRequest, mixed: Mixed, single: Sizing | None) -> Sizing:
+def _as_sizing(search: Search, mixed: Mixed, single: Sizing | None) -> Sizing:
     """A mix to be explained like any fleet: a count of workers means so many in its proportions."""
     count = mixed.fleet.workers
     single = single or Sizing(mixed.fleet.groups[0].worker_type)
     sizing = Sizing(single.worker_type, fluid=single.fluid, mix=mixed.fleet, confirmed=count)
-    sizing.workers = smallest(lambda n: passes_on_trace(replicates, question, sizing, n), 1, count, count)
+    sizing.workers = smallest(lambda n: passes_on_trace(search, sizing, n), 1, count, count)
     sizing.sure[count] = mixed.estimate
     return sizing
 
 
-def _one_fewer(replicates: Replicates, question: PlanRequest, winner: Sizing, pool: Threads) -> SmallerFleet:
+def _one_fewer(search: Search, winner: Sizing) -> SmallerFleet:
     """The fleet less one worker (of a mix: in its proportions), and which test it fails."""
     count = (winner.confirmed or 1) - 1
     if count < winner.fewest:
         return SmallerFleet(count, 0.0, None, "the load alone needs more" if count else "none would be left")
     fleet = winner.fleet(count)
-    on_trace = replicates.replay(fleet).attainment
+    on_trace = search.replay(fleet).attainment
     verdict = winner.sure.get(count)
     if verdict is None:
-        verdict = winner.sure[count] = _verdict(replicates, question, fleet, pool)
-    if on_trace < question.attainment:
+        verdict = winner.sure[count] = _verdict(search, fleet)
+    if on_trace < search.question.attainment:
         fails = "attainment on the recorded trace is below the target"
-    elif verdict.expected < question.attainment:
+    elif verdict.expected < search.question.attainment:
         fails = "averaged over resampled traces, attainment is below the target"
-    elif verdict.low < question.attainment:
-        fails = f"its lower bound at confidence {question.confidence:g} is below the target"
+    elif verdict.low < search.question.attainment:
+        fails = f"its lower bound at confidence {search.question.confidence:g} is below the target"
     else:
         fails = "it holds too; the mix was chosen for its price, not its size"
     return SmallerFleet(count, on_trace, verdict, fails)
 
 
-def _binding(replicates: Replicates, question: PlanRequest, winner: Sizing, pool: Threads) -> Binding:
+def _binding(search: Search, winner: Sizing) -> Binding:
     """The binding constraint at the largest fleet that fails the trace.
 
     Where that fleet is lost altogether (or there is none), no relief would show: then the smallest fleet that
@@ -441,28 +392,26 @@ def _binding(replicates: Replicates, question: PlanRequest, winner: Sizing, pool
     """
     enough = winner.workers or winner.fewest
     if winner.on_trace.get(enough - 1, 0.0) >= STILL_TELLING:
-        return binding(replicates, winner.fleet(enough - 1), pool)
+        return binding(search, winner.fleet(enough - 1))
     fleet = winner.fleet(enough)
-    return binding(replicates, fleet, pool, failing_rate(replicates, fleet, question.attainment))
+    return binding(search, fleet, failing_rate(search, fleet))
 
 
-def _doubt(replicates: Replicates, fleet: Fleet, pool: Threads) -> Doubt:
+def _doubt(search: Search, fleet: Fleet) -> Doubt:
     """The scatter of attainment from each source of doubt alone."""
 
     def scatter(source: Doubted) -> float:
         def one(replicate: int) -> float:
-            return replicates.replay(fleet, replicate, doubted=frozenset((source,))).attainment
+            return search.replay(fleet, replicate, doubted=frozenset((source,))).attainment
 
-        return stdev(pool.map(one, range(1, DOUBT_REPLICATES + 1)))
+        return stdev(search.pool.map(one, range(1, DOUBT_REPLICATES + 1)))
 
-    drift = replicates.drift
+    drift = search.traffic.drift
     from_drift = scatter("drift") if drift.told != "steady" else 0.0
     return Doubt(scatter("arrivals"), from_drift, scatter("coefficients"), drift.told, drift.of_rate)
 
 
-def _others(
-    replicates: Replicates, possible: Sequence[Sizing], winner: Sizing | None, pool: Threads
-) -> tuple[Candidate, ...]:
+def _others(search: Search, possible: Sequence[Sizing], winner: Sizing | None) -> tuple[Candidate, ...]:
     """Every other kind that meets the target at least on the trace, cheapest first."""
     rest = [s for s in possible if s is not winner and s.answer is not None]
 
@@ -471,13 +420,13 @@ def _others(
         assert fleet is not None
         sure = sizing.sure.get(fleet.workers) if sizing.confirmed else None
         note = sizing.reason or ("" if sizing.confirmed else "sized on the recorded trace alone")
-        return _candidate(replicates, fleet, sure, note)
+        return _candidate(search, fleet, sure, note)
 
-    return tuple(sorted(pool.map(one, rest), key=lambda c: (c.estimate is None, c.fleet.cost)))
+    return tuple(sorted(search.pool.map(one, rest), key=lambda c: (c.estimate is None, c.fleet.cost)))
 
 
-def _candidate(replicates: Replicates, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:
-    outcome: Outcome = replicates.replay(fleet)
+def _candidate(search: Search, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:
+    outcome: Outcome = search.replay(fleet)
     weight = outcome.workload.weight
     counts = class_counts(outcome.met, outcome.workload)[0].round().astype(int)
     return Candidate(
@@ -512,22 +461,20 @@ def _runs_on(fleet: Fleet, outcome: Outcome) -> tuple[tuple[tuple[str, float], .
     )
 
 
-def _verdict(replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads) -> Estimate:
-    seen = look(replicates, fleet, range(1, DOUBT_REPLICATES + 1), pool)
-    return verdict_on(seen, question, replicates.asked)
+def _verdict(search: Search, fleet: Fleet) -> Estimate:
+    seen = look(search, fleet, range(1, DOUBT_REPLICATES + 1))
+    return verdict_on(seen, search.question, search.terms.asked)
 
 
-def _infeasible(
-    plan: Plan, replicates: Replicates, sizings: Sequence[Sizing], pool: Threads, watch: Watch
-) -> Plan:
+def _infeasible(plan: Plan, search: Search, sizings: Sequence[Sizing]) -> Plan:
     """The plan without a fleet: why, and the nearest target that can be met."""
-    watch.stage("looking for the nearest feasible target", 0.5)
-    near = nearest_feasible(replicates, plan.question, sizings, pool)
+    search.watch.stage("looking for the nearest feasible target", 0.5)
+    near = nearest_feasible(search, sizings)
     best = max(sizings, key=lambda s: (s.ceiling, max(s.on_trace.values(), default=0.0)))
     reason = (
         plan.reason or no_worker_fits(plan.question, sizings) or f"{best.worker_type.name}: {best.reason}"
     )
-    watch.stage("done", 1.0)
+    search.watch.stage("done", 1.0)
     return replace(plan, reason=reason, nearest=near)
 
 
@@ -558,13 +505,13 @@ def no_worker_fits(question: PlanRequest, sizings: Sequence[Sizing]) -> str | No
     )
 
 
-def _too_short(plan: Plan, replicates: Replicates, few: TooFew, possible: Sequence[Sizing]) -> Plan:
+def _too_short(plan: Plan, search: Search, few: TooFew, possible: Sequence[Sizing]) -> Plan:
     """A trace too short to show the target, whatever the fleet."""
     fleet = possible[0].answer
     assert fleet is not None
     return replace(
         plan,
         reason=few.reason,
-        alternatives=(_candidate(replicates, fleet, None, "sized on the recorded trace alone"),),
+        alternatives=(_candidate(search, fleet, None, "sized on the recorded trace alone"),),
         nearest_attainment=few.showable,
     )

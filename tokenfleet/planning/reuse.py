@@ -25,8 +25,7 @@ import numpy as np
 from controlplane.worker_type import WorkerType
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.replicates import Replicates
-from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.search import Search
 
 WINDOW_S = 600.0
 LOST = 0.5  # of the hit rate on the trace
@@ -83,14 +82,12 @@ class PrefixReuse:
     sessions: FleetSessions | None
 
 
-def reuse_of(
-    replicates: Replicates, fleet: Fleet, hit_rates: Sequence[float], target: float, pool: Threads
-) -> PrefixReuse | None:
+def reuse_of(search: Search, fleet: Fleet, hit_rates: Sequence[float]) -> PrefixReuse | None:
     """The reuse of `fleet`; None where nothing is cached. `hit_rates` are those of its replicates."""
-    workload = replicates.workload
+    workload = search.workload
     if workload.prefixes is None:
         return None
-    outcome = replicates.replay(fleet)
+    outcome = search.replay(fleet)
     hit_rate = outcome.prefix_hit_rate or 0.0
     seen = sorted([*hit_rates, hit_rate])
     return PrefixReuse(
@@ -100,22 +97,22 @@ def reuse_of(
         float(workload.ideal_hits.sum() / workload.prompt_tokens.sum()),
         working_set_tokens(outcome),
         sum(g.workers * g.worker_type.profile.kv.capacity_tokens for g in fleet.groups),
-        cliff_of(replicates.roughly(), fleet, target, pool),
-        session_cost(outcome, fleet, replicates.agents),
+        cliff_of(search.roughly(), fleet, search.question.attainment),
+        session_cost(outcome, fleet, search.terms.agents),
     )
 
 
-def cliff_of(replicates: Replicates, fleet: Fleet, target: float, pool: Threads) -> SessionLimit:
+def cliff_of(search: Search, fleet: Fleet, target: float) -> SessionLimit:
     """The growth that `fleet` bears."""
     tried: dict[float, GrownSessions] = {}
 
     def one(scale: float) -> GrownSessions:
-        outcome = replicates.replay(fleet, growth=scale)
+        outcome = search.replay(fleet, growth=scale)
         return GrownSessions(scale, outcome.prefix_hit_rate or 0.0, outcome.attainment)
 
     def try_all(scales: Sequence[float]) -> list[GrownSessions]:
         new = [scale for scale in scales if scale not in tried]
-        tried.update(zip(new, pool.map(one, new), strict=True))
+        tried.update(zip(new, search.pool.map(one, new), strict=True))
         return [tried[scale] for scale in sorted(tried)]
 
     kept = LOST * try_all((1.0, *GROWTHS))[0].hit_rate
@@ -165,9 +162,9 @@ def _around(
     return middle / aside, middle * aside
 
 
-def by_memory(replicates: Replicates, worker_type: WorkerType) -> float:
+def by_memory(search: Search, worker_type: WorkerType) -> float:
     """Workers whose memory keeps what all sessions of ten minutes have said: a first guess, no bound."""
-    workload, sessions = replicates.workload, replicates.workload.sessions
+    workload, sessions = search.workload, search.workload.sessions
     if workload.prefixes is None or sessions is None:
         return 0.0
     tokens = workload.prompt_tokens + workload.output_tokens
@@ -178,8 +175,8 @@ def by_memory(replicates: Replicates, worker_type: WorkerType) -> float:
     )
     held = np.unique(window[order[last]], return_inverse=True)[1]
     most = float(np.bincount(held, tokens[order[last]]).max(initial=0.0))
-    if replicates.agents is not None:
-        most *= min(replicates.agents / (sessions.session.max(initial=0) + 1), 1.0)
+    if search.terms.agents is not None:
+        most *= min(search.terms.agents / (sessions.session.max(initial=0) + 1), 1.0)
     return most / (worker_type.profile.kv.capacity_tokens + worker_type.profile.host_tokens)
 
 

@@ -35,10 +35,9 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.workload import INSTANT_S, Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.planning.fleet import Fleet, apportioned
-from tokenfleet.planning.replicates import AS_IT_IS, LONGEST_WAIT_S, Replicates
-from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.search import LONGEST_WAIT_S, Search
 from tokenfleet.planning.sizing import Sizing, smallest
-from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.traffic.replicates import AS_IT_IS
 from tokenfleet.planning.traffic.sample import Sample
 
 WINDOW_S = 600.0
@@ -105,17 +104,13 @@ class _Window:
     """A window, or those of the same hours of each week: misses by worker count, simulated when asked for."""
 
     def __init__(
-        self,
-        replicates: Replicates,
-        sizing: Sizing,
-        spans: Sequence[tuple[float, float]],
-        confidence: float = 0.95,
+        self, search: Search, sizing: Sizing, spans: Sequence[tuple[float, float]], confidence: float = 0.95
     ) -> None:
         self.spans, self.seconds = spans, sum(end_s - start_s for start_s, end_s in spans)
-        self._replicates, self._sizing, self._confidence = replicates, sizing, confidence
-        self._samples = [_sampled(replicates, *span) for span in spans]
+        self._search, self._sizing, self._confidence = search, sizing, confidence
+        self._samples = [_sampled(search, *span) for span in spans]
         self._workloads = [
-            _judged(replicates, *span) if sample is None else sample.workload
+            _judged(search, *span) if sample is None else sample.workload
             for span, sample in zip(spans, self._samples, strict=True)
         ]
         self.requests = round(sum(workload.requests for workload in self._workloads))
@@ -133,12 +128,12 @@ class _Window:
             missed, variance, fleet = 0.0, 0.0, self._sizing.fleet(workers)
             for workload, sample in zip(self._workloads, self._samples, strict=True):
                 if workload.requests:
-                    is_whole = bool(self._replicates.classes) or math.isinf(allowed)
+                    is_whole = bool(self._search.terms.classes) or math.isinf(allowed)
                     most = None if is_whole else allowed / workload.requests
-                    outcome = self._replicates.replay(fleet, workload=workload, most_missed=most)
+                    outcome = self._search.replay(fleet, workload=workload, most_missed=most)
                     if not (is_whole or outcome.complete):
                         return int(allowed) + 1
-                    attained = self._replicates.attained(outcome.met, workload)
+                    attained = self._search.terms.attained(outcome.met, workload)
                     missed += (1.0 - attained) * workload.requests
                     if sample is not None:
                         variance += (sample.reach(outcome.met, self._confidence) * workload.requests) ** 2
@@ -158,64 +153,59 @@ class _Window:
         return most if count is None else count
 
 
-def _judged(replicates: Replicates, start_s: float, end_s: float) -> Workload:
+def _judged(search: Search, start_s: float, end_s: float) -> Workload:
     """What is replayed of a window, with a weight for what is judged by."""
     lead_s = min(LEAD_IN_S, start_s)
-    part = replicates.workload.window(start_s - lead_s, end_s)
+    part = search.workload.window(start_s - lead_s, end_s)
     return replace(part, weight=(part.arrival_s >= lead_s).astype(np.float64))
 
 
-def _sampled(replicates: Replicates, start_s: float, end_s: float) -> Sample | None:
+def _sampled(search: Search, start_s: float, end_s: float) -> Sample | None:
     """A sample of a long trace's window; None where the window is replayed whole, or holds nothing."""
-    first, end = np.searchsorted(replicates.workload.arrival_s, (start_s, end_s))
-    if replicates.sampler is None or first == end:
+    first, end = np.searchsorted(search.workload.arrival_s, (start_s, end_s))
+    if search.traffic.sampler is None or first == end:
         return None
-    return replicates.sampler.sample(AS_IT_IS, start_s, end_s)
+    return search.traffic.sampler.sample(AS_IT_IS, start_s, end_s)
 
 
 def make_schedule(
-    replicates: Replicates,
-    question: PlanRequest,
-    sizing: Sizing,
-    full: Fleet,
-    pool: Threads,
-    clock: TraceClock = NO_CLOCK,
+    search: Search, sizing: Sizing, full: Fleet, clock: TraceClock = NO_CLOCK
 ) -> Schedule | None:
     """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through.
 
     Work that waits, and sessions, outlast windows: then the schedule is replayed as a whole, and has more
     workers where that falls short. None where that finds none.
     """
-    if not waits(replicates) and replicates.session_s is None:
-        return _by_windows(replicates, question, sizing, full, pool, clock)
-    level = levelled(replicates, sizing.worker_type.profile) if waits(replicates) else replicates
-    schedule = _by_windows(level, question, sizing, full, pool)
+    if not waits(search) and search.terms.session_s is None:
+        return _by_windows(search, sizing, full, clock)
+    level = levelled(search, sizing.worker_type.profile) if waits(search) else search
+    schedule = _by_windows(level, sizing, full)
     for _ in range(TRIES):
-        attained = followed(replicates, sizing, schedule.stretches)
-        if attained >= question.attainment:
+        attained = followed(search, sizing, schedule.stretches)
+        if attained >= search.question.attainment:
             return replace(schedule, attainment=attained)
         more = [min(s.workers + 1, full.workers) for s in schedule.stretches]
         schedule = _scheduled([(s.start_s, s.end_s) for s in schedule.stretches], more, full, 0.0)
     return None
 
 
-def waits(replicates: Replicates) -> bool:
+def waits(search: Search) -> bool:
     """Whether a class may wait so long that windows cannot be judged one by one."""
-    return bool(replicates.classes) and any(slo.ttft_s > LONGEST_WAIT_S for slo in replicates.slos)
+    return bool(search.terms.classes) and any(slo.ttft_s > LONGEST_WAIT_S for slo in search.terms.slos)
 
 
-def levelled(replicates: Replicates, profile: Profile) -> Replicates:
+def levelled(search: Search, profile: Profile) -> Search:
     """The same requests with what may wait sent when it is best served, to be served then."""
-    workload, step = replicates.workload, profile.step
+    workload, step = search.workload, profile.step
     edges = _edges(workload)
     widths = np.diff(edges)
     prompt, output = workload.prompt_tokens, workload.output_tokens
     each = step.per_sequence_s + step.per_context_token_s * (prompt + output / 2.0)
     work_s = step.per_prefill_token_s * prompt + each * output
-    due_s = workload.arrival_s + replicates.targets_s(workload)[0]
+    due_s = workload.arrival_s + search.terms.targets_s(workload)[0]
     first = np.searchsorted(edges, workload.arrival_s, side="right") - 1
     last = np.maximum(np.searchsorted(edges, due_s, side="right") - 2, first)  # whole before it is due
-    may_wait = replicates.targets_s(workload)[0] > LONGEST_WAIT_S
+    may_wait = search.terms.targets_s(workload)[0] > LONGEST_WAIT_S
     busy = np.bincount(first[~may_wait], work_s[~may_wait], minlength=len(widths)) / widths
     sent_s = workload.arrival_s.copy()
     for turn, r in enumerate(np.flatnonzero(may_wait).tolist()):
@@ -228,12 +218,12 @@ def levelled(replicates: Replicates, profile: Profile) -> Replicates:
         workload, arrival_s=sent_s[order], **{name: getattr(workload, name)[order] for name in columns}
     )
     classes = tuple(
-        replace(c, slo=replace(c.slo, ttft_s=min(c.slo.ttft_s, LONGEST_WAIT_S))) for c in replicates.classes
+        replace(c, slo=replace(c.slo, ttft_s=min(c.slo.ttft_s, LONGEST_WAIT_S))) for c in search.terms.classes
     )
-    return replace(replicates, workload=moved, known=None, classes=classes)
+    return replace(search.on(classes=classes), traffic=replace(search.traffic, workload=moved))
 
 
-def followed(replicates: Replicates, sizing: Sizing, stretches: Sequence[ScheduleInterval]) -> float:
+def followed(search: Search, sizing: Sizing, stretches: Sequence[ScheduleInterval]) -> float:
     """The attainment of the requests at their own times, on workers that come and go with the stretches."""
     counts = [{(g.worker_type, g.role): g.workers for g in sizing.fleet(s.workers).groups} for s in stretches]
     specs = [
@@ -242,15 +232,15 @@ def followed(replicates: Replicates, sizing: Sizing, stretches: Sequence[Schedul
         for start_s, end_s in _stays([count.get((kind, role), 0) for count in counts], stretches)
     ]
     outcome = simulate(
-        replicates.workload,
+        search.workload,
         specs,
-        replicates.slos,
-        replicates.policy,
-        settings=replicates.settings,
-        predictor=replicates.predictor,
-        seed=replicates.seed,
+        search.terms.slos,
+        search.terms.policy,
+        settings=search.terms.settings,
+        predictor=search.predictor,
+        seed=search.traffic.seed,
     )
-    return replace(outcome, session_target_s=replicates.session_s, asked=replicates.asked).attainment
+    return replace(outcome, session_target_s=search.terms.session_s, asked=search.terms.asked).attainment
 
 
 def _stays(
@@ -265,23 +255,17 @@ def _stays(
                 yield there[0].start_s, None if there[-1] is stretches[-1] else there[-1].end_s
 
 
-def _by_windows(
-    replicates: Replicates,
-    question: PlanRequest,
-    sizing: Sizing,
-    full: Fleet,
-    pool: Threads,
-    clock: TraceClock = NO_CLOCK,
-) -> Schedule:
+def _by_windows(search: Search, sizing: Sizing, full: Fleet, clock: TraceClock = NO_CLOCK) -> Schedule:
     most = sizing.workers or full.workers
-    if replicates.sampler is not None:
-        replicates = replace(replicates, sampler=replace(replicates.sampler, requests=OF_WINDOW))
-    edges = _edges(replicates.workload, clock)
+    if search.traffic.sampler is not None:
+        sampler = replace(search.traffic.sampler, requests=OF_WINDOW)
+        search = replace(search, traffic=replace(search.traffic, sampler=sampler))
+    edges = _edges(search.workload, clock)
     cells = _cells(edges, clock)
     spans = list(pairwise(edges.tolist()))
-    windows = pool.map(
+    windows = search.pool.map(
         lambda cell: _Window(
-            replicates, sizing, [spans[i] for i in np.flatnonzero(cells == cell)], question.confidence
+            search, sizing, [spans[i] for i in np.flatnonzero(cells == cell)], search.question.confidence
         ),
         np.unique(cells).tolist(),
     )
@@ -290,20 +274,20 @@ def _by_windows(
 
     def fewest(window: _Window) -> int:
         share = window.requests / window.seconds / busiest
-        return window.fewest(question.attainment, low, max(round(most * share), low), most)
+        return window.fewest(search.question.attainment, low, max(round(most * share), low), most)
 
-    workers = pool.map(fewest, windows)
-    misses = pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
-    _give_back(windows, workers, misses, most, (1.0 - question.attainment) * len(replicates.workload))
+    workers = search.pool.map(fewest, windows)
+    misses = search.pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
+    _give_back(windows, workers, misses, most, (1.0 - search.question.attainment) * len(search.workload))
     margin = full.workers / most
     workers = [min(math.ceil(n * margin - 1e-9), full.workers) for n in workers]
-    misses = pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
-    attained = 1.0 - sum(misses) / max(len(replicates.workload), 1)
+    misses = search.pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
+    attained = 1.0 - sum(misses) / max(len(search.workload), 1)
     of_cell = dict(zip(np.unique(cells).tolist(), workers, strict=True))
     schedule = _scheduled(spans, [of_cell[cell] for cell in cells.tolist()], full, attained)
-    if replicates.sampler is not None:
+    if search.traffic.sampler is not None:
         reach = math.hypot(*(window.reach(n) for window, n in zip(windows, workers, strict=True)))
-        schedule = replace(schedule, low=max(attained - reach / len(replicates.workload), 0.0))
+        schedule = replace(schedule, low=max(attained - reach / len(search.workload), 0.0))
     if len(of_cell) < clock.cells:
         return schedule
     return replace(schedule, week=tuple(of_cell[cell] for cell in range(clock.cells)))

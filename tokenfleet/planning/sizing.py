@@ -7,8 +7,8 @@ time. The other way round the most agents that one fleet carries are found in th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.outcome import attained_by_class
-from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.estimate import (
     Estimate,
     Trial,
@@ -36,10 +35,8 @@ from tokenfleet.planning.estimate import (
     verdict_on,
 )
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
-from tokenfleet.planning.replicates import Replicates
-from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.reuse import by_memory
-from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.search import Search
 from tokenfleet.texts import duration_text
 
 HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
@@ -134,51 +131,50 @@ def smallest(passes: Callable[[int], bool], low: int, guess: int, cap: int) -> i
     return passed if passed <= cap else None
 
 
-def size_on_trace(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> Sizing:
+def size_on_trace(search: Search, worker_type: WorkerType) -> Sizing:
     """The smallest count that meets the target on the trace as it is, or the reason why there is none."""
-    workload, profile = replicates.workload, worker_type.profile
-    sizing = Sizing(worker_type, ceiling=ceiling(profile, replicates.outline, replicates))
-    if sizing.ceiling < question.attainment:
-        sizing.reason = _alone_text(replicates, question, profile)
+    workload, profile = search.workload, worker_type.profile
+    sizing = Sizing(worker_type, ceiling=ceiling(profile, search.outline, search))
+    if sizing.ceiling < search.question.attainment:
+        sizing.reason = _alone_text(search, profile)
         return sizing
-    sizing.fluid = fluid_workers(replicates, question, worker_type)
+    sizing.fluid = fluid_workers(search, worker_type)
     fewest = sizing.fewest
     if worker_type.is_split:
-        sizing.prefill_share = prefill_share(worker_type, replicates)
-    limit = question.most_workers(worker_type)
+        sizing.prefill_share = prefill_share(worker_type, search)
+    limit = search.question.most_workers(worker_type)
     far = past_hope(sizing, workload)
     cap = far if limit is None else min(limit, far)
     low = max(sizing.fluid, fewest)
-    decode, memory = by_decode(replicates, worker_type), by_memory(replicates, worker_type)
+    decode, memory = by_decode(search, worker_type), by_memory(search, worker_type)
     guess = math.ceil(max(HEADROOM * max(sizing.fluid, decode), memory))
-    count = smallest(lambda n: passes_on_trace(replicates, question, sizing, n), low, guess, cap)
+    count = smallest(lambda n: passes_on_trace(search, sizing, n), low, guess, cap)
     sizing.workers = count
     if count is None:
-        missed = f"miss the target with over {broken_off(replicates, question):.2%} of the requests"
+        missed = f"miss the target with over {broken_off(search):.2%} of the requests"
         found = f"reach only {max(sizing.on_trace.values()):.4f}" if sizing.on_trace else missed
         if limit is None or limit >= far:
             sizing.reason = f"even {cap} workers {found}"
         else:
             found = f", which {found}" if limit >= low else f"; the load alone needs {low}"
-            sizing.reason = f"{question.limit_text(worker_type)} allows {limit} workers{found}"
+            sizing.reason = f"{search.question.limit_text(worker_type)} allows {limit} workers{found}"
     return sizing
 
 
-def size_all(
-    replicates: Replicates, question: PlanRequest, worker_types: Sequence[WorkerType], pool: Threads
-) -> list[Sizing]:
+def size_all(search: Search) -> list[Sizing]:
     """Every kind sized on the trace, but for those whose load alone costs far more than the cheapest found.
 
     The kinds with the lowest floor (the fluid bound, in dollars or GPUs) come first.
     """
-    floors = pool.map(lambda worker_type: floor(replicates, question, worker_type), worker_types)
+    worker_types, pool = search.types, search.pool
+    floors = pool.map(lambda worker_type: floor(search, worker_type), worker_types)
     ranked = sorted(range(len(worker_types)), key=lambda i: (floors[i].cost, i))
     first, rest = ranked[:FIRST_KINDS], ranked[FIRST_KINDS:]
-    sizings = pool.map(lambda i: size_on_trace(replicates, question, worker_types[i]), first)
+    sizings = pool.map(lambda i: size_on_trace(search, worker_types[i]), first)
     costs = [s.fleet(s.workers).cost for s in sizings if s.workers is not None]
     cheapest = min(costs, default=None)
     near = [i for i in rest if cheapest is None or not far_above(floors[i], cheapest)]
-    sizings += pool.map(lambda i: size_on_trace(replicates, question, worker_types[i]), near)
+    sizings += pool.map(lambda i: size_on_trace(search, worker_types[i]), near)
     for i in rest:
         if i not in near:
             reason = f"the load alone needs {floors[i].label}, over {PAST_HOPE:g} times the cheapest found"
@@ -186,47 +182,48 @@ def size_all(
     return sizings
 
 
-def floor(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> Fleet:
+def floor(search: Search, worker_type: WorkerType) -> Fleet:
     """The smallest fleet of a kind that the fluid bound allows."""
     fewest = 2 if worker_type.is_split else 1
-    most = ceiling(worker_type.profile, replicates.outline, replicates)
-    if most < question.attainment:
+    most = ceiling(worker_type.profile, search.outline, search)
+    if most < search.question.attainment:
         return of_one_kind(worker_type, fewest, 0.5)
-    bound = fluid_workers(replicates, question, worker_type)
+    bound = fluid_workers(search, worker_type)
     return of_one_kind(worker_type, max(bound, fewest), 0.5)
 
 
-def fluid_workers(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> int:
+def fluid_workers(search: Search, worker_type: WorkerType) -> int:
     """The bound from below; 1 for agents, since they send when they come to it, in whatever time."""
-    if replicates.agents is not None:
+    if search.terms.agents is not None:
         return 1
-    profile, workload = worker_type.profile, replicates.outline
-    if replicates.classes:
-        return fluid_workers_of_classes(workload, profile, replicates.slos, replicates.asked)
-    return fluid_workers_of(workload, profile, replicates.slo, question.attainment)
+    profile, workload = worker_type.profile, search.outline
+    if search.terms.classes:
+        return fluid_workers_of_classes(workload, profile, search.terms.slos, search.terms.asked)
+    return fluid_workers_of(workload, profile, search.terms.slo, search.question.attainment)
 
 
-def _alone_text(replicates: Replicates, question: PlanRequest, profile: Profile) -> str:
+def _alone_text(search: Search, profile: Profile) -> str:
     """How many requests, or else sessions, break their target with workers to themselves."""
-    told, requests = _alone_missed(replicates, profile)
-    if requests >= question.attainment and (asked_s := replicates.session_s) is not None:
-        took_s = alone_session_s(profile, replicates.outline)
-        most_s = _quantile(took_s, question.attainment)
+    target = search.question.attainment
+    told, requests = _alone_missed(search, profile)
+    if requests >= target and (asked_s := search.terms.session_s) is not None:
+        took_s = alone_session_s(profile, search.outline)
+        most_s = _quantile(took_s, target)
         told = f"alone on workers, {float((took_s > asked_s).mean()):.2%} of the sessions already take longer"
-        told += f" than {duration_text(asked_s)}, and {question.attainment:g} of them {duration_text(most_s)}"
+        told += f" than {duration_text(asked_s)}, and {target:g} of them {duration_text(most_s)}"
     return f"{told}: more workers cannot mend that"
 
 
-def _alone_missed(replicates: Replicates, profile: Profile) -> tuple[str, float]:
+def _alone_missed(search: Search, profile: Profile) -> tuple[str, float]:
     """The same of requests alone, and the attainment that leaves; of classes the one that misses most."""
-    met = _met_alone(profile, replicates.outline, replicates)
+    met = _met_alone(profile, search.outline, search)
     missed, whose = 1.0 - float(met.mean()), ""
-    if replicates.classes:
-        share = 1.0 - attained_by_class(met, replicates.outline)
-        worst = int(np.argmax(share / (1.0 - np.array(replicates.asked))))
-        missed, whose = float(share[worst]), f" of class {replicates.classes[worst].name}"
+    if search.terms.classes:
+        share = 1.0 - attained_by_class(met, search.outline)
+        worst = int(np.argmax(share / (1.0 - np.array(search.terms.asked))))
+        missed, whose = float(share[worst]), f" of class {search.terms.classes[worst].name}"
     told = f"alone on a worker, {missed:.2%} of the requests{whose} already break the target"
-    return told, replicates.attained(met, replicates.outline)
+    return told, search.terms.attained(met, search.outline)
 
 
 def far_above(fleet: Fleet, cheapest: tuple[float, int, int]) -> bool:
@@ -237,12 +234,12 @@ def far_above(fleet: Fleet, cheapest: tuple[float, int, int]) -> bool:
     return gpus > PAST_HOPE * cheapest[1]
 
 
-def broken_off(replicates: Replicates, question: PlanRequest) -> float:
+def broken_off(search: Search) -> float:
     """The share of misses past which a trial has failed and need not be replayed to its end."""
-    return (_STOP_SOON if replicates.is_slow else _STOP_AT) * replicates.may_miss(question.attainment)
+    return (_STOP_SOON if search.is_slow else _STOP_AT) * search.may_miss
 
 
-def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizing, workers: int) -> bool:
+def passes_on_trace(search: Search, sizing: Sizing, workers: int) -> bool:
     """Whether a count meets the target on the trace; notes its attainment when the trial ran to the end."""
     if workers < sizing.fewest:
         return False
@@ -252,33 +249,31 @@ def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizin
             of_one_kind(sizing.worker_type, workers, sizing.prefill_share, shift) for shift in (0, -1, 1)
         ]
     for fleet in fleets:
-        outcome = replicates.replay(fleet, most_missed=broken_off(replicates, question))
+        outcome = search.replay(fleet, most_missed=broken_off(search))
         if outcome.complete:
             sizing.on_trace[workers] = max(outcome.attainment, sizing.on_trace.get(workers, 0.0))
-        if meets(outcome, question):
+        if search.meets(outcome):
             sizing.fleets[workers] = fleet
             return True
     return False
 
 
-def confirm(
-    replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads, most: int | None = None
-) -> None:
+def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
     """Raise the count until its lower bound meets the target; sets `confirmed`, or `reason`.
 
     The search begins at the count found on the trace, since what fails there is no answer; it ends at
     `most`, past which the kind would be no bargain.
     """
     assert sizing.workers is not None
-    limits = (question.most_workers(sizing.worker_type), most, past_hope(sizing, replicates.workload))
+    limits = (search.question.most_workers(sizing.worker_type), most, past_hope(sizing, search.workload))
     cap = min(limit for limit in limits if limit is not None)
     near = min(2 * sizing.workers + 2, cap)
 
     trials: dict[int, Trial] = {}
 
     def passes(workers: int) -> bool:
-        trial = trials[workers] = Trial(replicates, question, sizing.fleet(workers), pool)
-        return trial.holds(screening=replicates.is_slow)
+        trial = trials[workers] = Trial(search, sizing.fleet(workers))
+        return trial.holds(screening=search.is_slow)
 
     def fewest(low: int, guess: int, most: int) -> int | None:
         """The smallest count that holds, of those that pass as far as they were tried."""
@@ -289,26 +284,22 @@ def confirm(
 
     # Rounded to the nearest: for a few workers a tenth is none, and an answer that is the first tried takes
     # one verdict, not two.
-    guess = round((MORE_FOR_DOUBT if replicates.units.is_plain else MORE_FOR_SESSIONS) * sizing.workers)
+    guess = round((MORE_FOR_DOUBT if search.traffic.units.is_plain else MORE_FOR_SESSIONS) * sizing.workers)
     sizing.confirmed = fewest(sizing.workers, guess, near)
     # Past twice the count the doubt is seldom about capacity: it is first asked whether workers could end it.
-    if (
-        sizing.confirmed is None
-        and near < cap
-        and workers_could_hold(replicates, question, sizing.worker_type)
-    ):
+    if sizing.confirmed is None and near < cap and workers_could_hold(search, sizing.worker_type):
         sizing.confirmed = fewest(near + 1, 2 * near, cap)
     told = {n: trial.verdict() for n, trial in trials.items() if trial.is_told}
     if sizing.confirmed is None and not told:
         last = max(trials)
-        seen = look(replicates, sizing.fleet(last), trials[last].numbers, pool)
-        told[last] = verdict_on(seen, question, replicates.asked)
+        seen = look(search, sizing.fleet(last), trials[last].numbers)
+        told[last] = verdict_on(seen, search.question, search.terms.asked)
     sizing.sure |= told
     if sizing.confirmed is None:
         last = max(sizing.sure)
         sizing.reason = (
             f"{last} workers meet the target with a lower bound of {sizing.sure[last].low:.4f} only,"
-            f" at confidence {question.confidence:g}"
+            f" at confidence {search.question.confidence:g}"
         )
 
 
@@ -326,33 +317,25 @@ class MostAgents:
     sessions: int
 
 
-def most_agents(
-    replicates: Replicates,
-    question: PlanRequest,
-    fleet: Fleet,
-    pool: Threads,
-    tell: Callable[[str], None] = lambda _: None,
-) -> MostAgents:
+def most_agents(search: Search, fleet: Fleet, tell: Callable[[str], None] = lambda _: None) -> MostAgents:
     """The most sessions at once that `fleet` carries, each followed by the next; `tell` hears of each trial.
 
     Raises Infeasible where a single one is too many, or the trace too short to show the target.
     """
-    if few := too_few(replicates, question):
+    if few := too_few(search):
         raise Infeasible(few.reason)
-    known = replicates.workload.sessions
+    known = search.workload.sessions
     sessions = 0 if known is None else len(np.unique(known.session[known.session >= 0]))
-    target, trials = question.attainment, dict[int, Trial]()
+    target, trials = search.question.attainment, dict[int, Trial]()
 
     def fails_on_trace(agents: int) -> bool:
         tell(f"{agents:,} agents on the recorded trace")
-        outcome = replace(replicates, agents=agents).replay(
-            fleet, most_missed=broken_off(replicates, question)
-        )
-        return not meets(outcome, question)
+        outcome = search.on(agents=agents).replay(fleet, most_missed=broken_off(search))
+        return not search.meets(outcome)
 
     def fails(agents: int) -> bool:
         tell(f"{agents:,} agents in resampled traces")
-        trials[agents] = Trial(replace(replicates, agents=agents), question, fleet, pool)
+        trials[agents] = Trial(search.on(agents=agents), fleet)
         return not trials[agents].holds()
 
     def most(fails: Callable[[int], bool], guess: int, cap: int) -> int:
@@ -361,27 +344,28 @@ def most_agents(
 
     on_trace = most(fails_on_trace, fleet.workers, sessions)
     if on_trace == 0:
-        attained = replace(replicates, agents=1).replay(fleet).attainment
+        attained = search.on(agents=1).replay(fleet).attainment
         raise Infeasible(f"one agent alone attains {attained:.4f} on this fleet, below {target:g}")
     agents = most(fails, round(on_trace / MORE_FOR_SESSIONS), on_trace)
     if agents == 0:
+        confidence = search.question.confidence
         raise Infeasible(
-            f"one agent alone attains {target:g} on the trace, and not at confidence {question.confidence:g}"
+            f"one agent alone attains {target:g} on the trace, and not at confidence {confidence:g}"
         )
     return MostAgents(agents, target, trials[agents].verdict(), on_trace, sessions)
 
 
-def workers_could_hold(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> bool:
+def workers_could_hold(search: Search, worker_type: WorkerType) -> bool:
     """Whether endless workers meet the target in as many replicates as must hold."""
-    last = replicates_for(question.confidence)
+    last = replicates_for(search.question.confidence)
 
     def reaches(replicate: int) -> bool:
-        requests = replicates.requests(replicate, replicates.workload)
-        profile = replicates.profile(replicate, worker_type.profile)
-        most = ceiling(profile, requests, replicates)
-        return most >= question.attainment
+        requests = search.traffic.requests(replicate, search.workload)
+        profile = search.traffic.profile(replicate, worker_type.profile)
+        most = ceiling(profile, requests, search)
+        return most >= search.question.attainment
 
-    return sum(map(reaches, range(1, last + 1))) >= min(rank(last, question.confidence), last)
+    return sum(map(reaches, range(1, last + 1))) >= min(rank(last, search.question.confidence), last)
 
 
 def past_hope(sizing: Sizing, workload: Workload) -> int:
@@ -389,12 +373,12 @@ def past_hope(sizing: Sizing, workload: Workload) -> int:
     return max(min(max(FAR * sizing.fluid, 64), PER_REQUEST * len(workload)), sizing.fluid, sizing.fewest)
 
 
-def by_decode(replicates: Replicates, worker_type: WorkerType) -> float:
+def by_decode(search: Search, worker_type: WorkerType) -> float:
     """Workers by Eq 6, which counts decode alone: a first guess, no bound."""
-    workload = replicates.outline
+    workload = search.outline
     context = float((workload.prompt_tokens + workload.output_tokens / 2.0).mean())
     try:
-        per_gpu = decode_throughput(worker_type.profile, replicates.slo.tpot_s, context)
+        per_gpu = decode_throughput(worker_type.profile, search.terms.slo.tpot_s, context)
     except Infeasible:
         return 1.0
     seconds = max(workload.duration_s, 1.0)
@@ -402,27 +386,22 @@ def by_decode(replicates: Replicates, worker_type: WorkerType) -> float:
     return outputs / seconds / (per_gpu * worker_type.gpus)
 
 
-def prefill_share(worker_type: WorkerType, replicates: Replicates) -> float:
+def prefill_share(worker_type: WorkerType, search: Search) -> float:
     """Share of the workers that should prefill, by the work each phase brings (split mode)."""
-    profile, workload = worker_type.profile, replicates.outline
+    profile, workload = worker_type.profile, search.outline
     prefill_s = float(profile.prefill_alone_s(workload.prompt_tokens, workload.ideal_hits).sum())
     context = workload.prompt_tokens + workload.output_tokens / 2.0
     # A decode worker is shared by as many sequences as the TPOT target lets into one step.
     batch = 1
     while (
         batch < profile.engine.max_seqs
-        and profile.step.context_limit(batch + 1, replicates.slo.tpot_s) >= (batch + 1) * context.mean()
+        and profile.step.context_limit(batch + 1, search.terms.slo.tpot_s) >= (batch + 1) * context.mean()
         and (batch + 1) * profile.kv.held(context.mean()) <= profile.kv.capacity_tokens
     ):
         batch += 1
     decode_s = float((profile.step.step_s(0, batch, batch * context) * workload.output_tokens).sum()) / batch
     work_s = prefill_s + decode_s
     return prefill_s / work_s if work_s > 0 else 0.5
-
-
-def meets(outcome: Outcome, question: PlanRequest) -> bool:
-    """Whether a replay ran to its end and attained what is asked."""
-    return outcome.complete and outcome.attainment >= question.attainment
 
 
 def alone_ttft_s(profile: Profile, workload: Workload) -> NDArray[np.float64]:
@@ -437,17 +416,17 @@ def alone_tpot_s(profile: Profile, workload: Workload) -> NDArray[np.float64]:
     return np.where(workload.output_tokens > 1, profile.step.step_s(0, 1, context), np.nan)
 
 
-def ceiling(profile: Profile, workload: Workload, replicates: Replicates) -> float:
+def ceiling(profile: Profile, workload: Workload, search: Search) -> float:
     """The attainment of a workload that even endless workers do not exceed."""
-    requests = replicates.attained(_met_alone(profile, workload, replicates), workload)
-    if (session_s := replicates.session_s) is None:
+    requests = search.terms.attained(_met_alone(profile, workload, search), workload)
+    if (session_s := search.terms.session_s) is None:
         return requests
     return min(requests, float((alone_session_s(profile, workload) <= session_s).mean()))
 
 
-def _met_alone(profile: Profile, workload: Workload, replicates: Replicates) -> NDArray[np.bool_]:
+def _met_alone(profile: Profile, workload: Workload, search: Search) -> NDArray[np.bool_]:
     """Whether each request meets its targets on an idle worker."""
-    ttft_target_s, tpot_target_s = replicates.targets_s(workload)
+    ttft_target_s, tpot_target_s = search.terms.targets_s(workload)
     slow = alone_tpot_s(profile, workload) > tpot_target_s  # NaN compares false
     return np.asarray(~((alone_ttft_s(profile, workload) > ttft_target_s) | slow))
 
@@ -483,12 +462,13 @@ def nearest_possible(profile: Profile, workload: Workload, slo: Slo, attainment:
     return Slo(max(slo.ttft_s, _quantile(ttft_s, share)), max(slo.tpot_s, _quantile(tpot_s, share)))
 
 
-def nearest_session_s(replicates: Replicates, question: PlanRequest, profile: Profile) -> float | None:
+def nearest_session_s(search: Search, profile: Profile) -> float | None:
     """The time for sessions, or the shortest that endless workers meet where that is longer."""
-    if replicates.session_s is None:
+    if search.terms.session_s is None:
         return None
     return max(
-        replicates.session_s, _quantile(alone_session_s(profile, replicates.workload), question.attainment)
+        search.terms.session_s,
+        _quantile(alone_session_s(profile, search.workload), search.question.attainment),
     )
 
 

@@ -17,9 +17,8 @@ from controlplane.workload import Workload
 from dataplane.simulated.outcome import class_counts, joint
 from dataplane.simulated.simulate import can_stream, simulate_stream
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.replicates import Replicates
-from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Sampled, latency
+from tokenfleet.planning.search import Search
 from tokenfleet.planning.sizing import Sizing
 
 PART = 100_000  # requests in memory at once
@@ -37,20 +36,20 @@ class Whole:
     utilisation: float
 
 
-def full_replay(replicates: Replicates, fleet: Fleet) -> Whole:
+def full_replay(search: Search, fleet: Fleet) -> Whole:
     """All requests of the trace on a fleet, part by part."""
-    workload = replicates.workload
+    workload = search.workload
     counts = np.zeros((2, len(workload.slo_classes)))
     ttft_s, tpot_s = (np.empty(len(workload), np.float32) for _ in range(2))
     at, busy_s, end_s, engines = 0, 0.0, 0.0, 1
     outcomes = simulate_stream(
         _parts(workload),
         fleet.specs(),
-        replicates.slos,
-        replicates.policy,
-        settings=replicates.settings,
-        predictor=replicates.predictor,
-        seed=replicates.seed,
+        search.terms.slos,
+        search.terms.policy,
+        settings=search.terms.settings,
+        predictor=search.predictor,
+        seed=search.traffic.seed,
     )
     for outcome in outcomes:
         counts += class_counts(outcome.met, outcome.workload)
@@ -58,10 +57,12 @@ def full_replay(replicates: Replicates, fleet: Fleet) -> Whole:
         ttft_s[at:upto], tpot_s[at:upto] = outcome.ttft_s, outcome.tpot_s
         at, busy_s, end_s = upto, float(outcome.busy_s.sum()), max(end_s, outcome.end_s)
         engines = len(outcome.busy_s)  # of a worker with ranks one each
-    replicates.told()
+    search.watch.simulated()
     requests, missed = counts
     shares = 1.0 - missed / np.maximum(requests, 1)
-    met = joint(shares, replicates.asked) if replicates.asked else float(1.0 - missed.sum() / len(workload))
+    met = (
+        joint(shares, search.terms.asked) if search.terms.asked else float(1.0 - missed.sum() / len(workload))
+    )
     classes = tuple(zip(requests.astype(int).tolist(), shares.tolist(), strict=True))
     return Whole(met, classes, ttft_s, tpot_s, busy_s / (engines * end_s))
 
@@ -71,18 +72,16 @@ def _parts(workload: Workload) -> Iterator[Workload]:
         yield workload.take(slice(start, start + PART))
 
 
-def verified(
-    replicates: Replicates, question: PlanRequest, winner: Sizing, best: Candidate
-) -> tuple[Candidate, Sampled]:
+def verified(search: Search, winner: Sizing, best: Candidate) -> tuple[Candidate, Sampled]:
     """The smallest fleet from `best` on that meets the target on every request; sets `winner.confirmed`.
 
     `best` where none of `MOST_MORE` workers more do, or the policy takes no stream: `Sampled` says which.
     """
-    assert replicates.sampler is not None
+    assert search.traffic.sampler is not None
     assert winner.confirmed is not None
-    sample = replicates.sampler.as_it_is
-    outcome = replicates.replay(best.fleet)
-    reach = sample.reach(outcome.met, question.confidence)
+    sample = search.traffic.sampler.as_it_is
+    outcome = search.replay(best.fleet)
+    reach = sample.reach(outcome.met, search.question.confidence)
     binding = int((sample.stratum == 0).sum())
     told = Sampled(
         requests=int((sample.window >= 0).sum()),
@@ -92,17 +91,17 @@ def verified(
         attainment=outcome.attainment,
         low=max(outcome.attainment - reach, 0.0),
     )
-    if not can_stream(replicates.workload, replicates.policy):
+    if not can_stream(search.workload, search.terms.policy):
         return best, told
-    limit = question.most_workers(winner.worker_type)
+    limit = search.question.most_workers(winner.worker_type)
     for more in range(MOST_MORE + 1):
         count = winner.confirmed + more
         if more and winner.mix is None and limit is not None and count > limit:
             break
         fleet = best.fleet if more == 0 else winner.fleet(count)
-        whole = full_replay(replicates, fleet)
+        whole = full_replay(search, fleet)
         told = replace(told, whole=whole.attainment, added=more)
-        if whole.attainment >= question.attainment:
+        if whole.attainment >= search.question.attainment:
             winner.confirmed = count
             winner.on_trace[count] = whole.attainment
             return replace(

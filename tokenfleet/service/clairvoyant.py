@@ -28,8 +28,8 @@ from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.history.fleet_log import FleetSpec, LogWindows
 from dataplane.simulated.simulate import WorkerSpec, simulate
-from tokenfleet.planning.replicates import LONGEST_WAIT_S
 from tokenfleet.planning.schedule import ScheduleInterval, paid
+from tokenfleet.planning.search import LONGEST_WAIT_S
 from tokenfleet.planning.sizing import smallest
 
 LEAD_S = 30.0, 300.0  # least and most of what a window begins with, so that it does not begin idle

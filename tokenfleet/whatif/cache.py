@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tokenfleet.files import keep_newest, write_files
-from tokenfleet.planning.replicates import workload_digest
+from tokenfleet.planning.search import workload_digest
 from tokenfleet.whatif.axes import Task
 from tokenfleet.whatif.solve import Result
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from controlplane.errors import ControlPlaneError
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.replicates import Memory, workload_digest
+from tokenfleet.planning.search import Replayer, workload_digest
 from tokenfleet.planning.threads import threads
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.whatif.axes import Task
@@ -55,7 +55,7 @@ def families(tasks: Sequence[Task]) -> list[Family]:
 
 def solve(family: Family) -> Iterator[tuple[int, Result]]:
     """The number and the result of each task, as soon as it is there. What has no plan has its reason."""
-    memory = Memory()
+    replayer = Replayer()
     with threads(family.threads) as pool:
         for task in family.tasks:
             try:
@@ -67,7 +67,7 @@ def solve(family: Family) -> Iterator[tuple[int, Result]]:
                     pool,
                     explained=False,
                     scheduled=task.scheduled,
-                    replicates_of=memory.replicates,
+                    replayer=replayer,
                 )
             except ControlPlaneError as refusal:
                 yield task.number, {"plan": None, "error": str(refusal)}

@@ -182,9 +182,9 @@ def test_a_config_file_sets_any_flag(folder: Path, capsys: pytest.CaptureFixture
 def test_ctrl_c_in_mid_search_exits_130_and_writes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tokenfleet.planning.replicates import Replicates
+    from tokenfleet.planning.search import Search
 
-    replay, calls = Replicates.replay, 0
+    replay, calls = Search.replay, 0
 
     def interrupted(*args: object, **kwargs: object) -> object:
         nonlocal calls
@@ -193,7 +193,7 @@ def test_ctrl_c_in_mid_search_exits_130_and_writes_nothing(
             raise KeyboardInterrupt
         return replay(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Replicates, "replay", interrupted)
+    monkeypatch.setattr(Search, "replay", interrupted)
     assert plan(folder, "--output-dir", f"{folder}/out") == 130
     assert not (folder / "out").exists()
     assert "interrupted" in capsys.readouterr().err

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_builders import poisson, worker, worker_type
+from planning_builders import poisson, search_of, worker, worker_type
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.capacity import fluid_workers_of_classes
-from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, SloClass
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
@@ -23,7 +22,6 @@ from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.plan_file import parse_plan
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest, command_line, read_targets
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.threads import threads
@@ -128,12 +126,11 @@ def test_the_fleet_is_the_smallest_of_its_kind_by_trying_every_count(seed: int) 
     assert best is not None
     trace = classed(Trace("made", "plain", workload), request)
     numbered, classes = present(trace.workload, request, "made")
-    lengths = LengthTable.from_history(numbered.prompt_tokens, numbered.output_tokens)
-    replicates = Replicates(numbered, request.slo, "spread", seed, lengths, classes=classes)
+    search = search_of(numbered, request, classes)
 
     def holds(workers: int) -> bool:
         fleet = of_one_kind(worker_type(worker("gpu-0")), workers)
-        outcomes = [replicates.replay(fleet, i) for i in range(20)]
+        outcomes = [search.replay(fleet, i) for i in range(20)]
         fine = [
             all(a >= c.attainment for a, c in zip(o.class_attainments, classes, strict=True))
             for o in outcomes
@@ -197,14 +194,13 @@ def test_no_cheaper_pool_holds_by_trying_every_count(
     assert best is not None
     trace = classed(Trace("made", "plain", load), request)
     numbered, classes = present(trace.workload, request, "made")
-    lengths = LengthTable.from_history(numbered.prompt_tokens, numbered.output_tokens)
-    replicates = Replicates(numbered, request.slo, "spread", seed, lengths, classes=classes)
+    search = search_of(numbered, request, classes)
     kinds = worker_type(worker("gpu-0"), 2.0), worker_type(worker("gpu-1", slower=1.0 + slower), usd)
 
     def holds(fleet: Fleet) -> bool:
         met = [
             all(a >= c.attainment for a, c in zip(o.class_attainments, classes, strict=True))
-            for o in (replicates.replay(fleet, i) for i in range(20))
+            for o in (search.replay(fleet, i) for i in range(20))
         ]
         return met[0] and sum(met[1:]) >= 18  # of 19 replicates, at confidence 0.9
 
@@ -368,8 +364,7 @@ def test_in_busier_traffic_work_with_a_deadline_may_wait_for_as_much_of_the_trac
     """Twice the traffic is the trace in half of its time: half of the deadline, and the same chat target."""
     load = mixed()
     classes = (SloClass("chat", Slo(0.5, 0.03), 0.95), SloClass("batch", Slo(1500.0, 0.2), 0.9))
-    lengths = LengthTable.from_history(load.prompt_tokens, load.output_tokens)
-    made = Replicates(load, classes[0].slo, "spread", 0, lengths, classes=classes)
+    made = search_of(load, PlanRequest(classes[0].slo), classes)
     fleet = of_one_kind(worker_type(worker(), 2.0), 4)
     targets_s = [made.replay(fleet, growth=growth).ttft_target_s]
     drawn = made.replay(fleet, 1, doubted=frozenset({"drift"}))  # makes the trace longer or shorter, too
@@ -390,8 +385,7 @@ def test_draws_of_few_requests_whose_times_differ_leave_the_deadline_as_it_is() 
         slo_classes=("chat", "batch"),
     )  # fmt: skip
     classes = (SloClass("chat", Slo(0.5, 0.03), 0.95), SloClass("batch", Slo(1500.0, 0.2), 0.9))
-    lengths = LengthTable.from_history(load.prompt_tokens, load.output_tokens)
-    made = Replicates(load, classes[0].slo, "spread", 0, lengths, classes=classes)
+    made = search_of(load, PlanRequest(classes[0].slo), classes)
     fleet = of_one_kind(worker_type(worker(), 2.0), 1)
     for replicate in range(1, 9):
         outcome = made.replay(fleet, replicate, doubted=frozenset({"arrivals"}))

@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_builders import SLO, planned, poisson, worker, worker_type
+from planning_builders import SLO, planned, poisson, search_of, worker, worker_type
 from rich.console import Console
 
 from controlplane.errors import BadInput, ControlPlaneError
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.lengths import LengthTable
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from tokenfleet.cli.plan import plan_answer
 from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.plan_file import PlanFile
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.sizing import Sizing, confirm, past_hope
@@ -117,10 +115,9 @@ def test_the_search_goes_on_past_twice_the_count_only_where_workers_could_hold(
     monkeypatch.setattr("tokenfleet.planning.sizing.workers_could_hold", lambda *_: endless_hold)
     sizing = Sizing(worker_type(), fluid=2, workers=3)
     workload = poisson()
-    predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
     question = PlanRequest(SLO, attainment=0.95, confidence=0.9)
     with threads(1) as pool:
-        confirm(Replicates(workload, SLO, "spread", 0, predictor), question, sizing, pool)
+        confirm(replace(search_of(workload, question), pool=pool), sizing)
     assert sizing.confirmed == (40 if endless_hold else None)
     assert max(sizing.sure) <= (47 if endless_hold else 8)
 

@@ -7,26 +7,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planning_builders import SLO, planned, poisson, said_of, talks, worker, worker_type
+from planning_builders import SLO, planned, poisson, said_of, search_of, talks, worker, worker_type
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import HostKv, Profile
 from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
-from tokenfleet.planning import replicates as rough
 from tokenfleet.planning.comparisons import tier_worth
 from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.inputs import chosen_profiles, gather, priced
 from tokenfleet.planning.plan_file import PlanFile
-from tokenfleet.planning.replicates import Memory, Replicates, workload_digest
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH, WITHIN, cliff_of, session_cost, working_set_tokens
 from tokenfleet.planning.schedule import followed
+from tokenfleet.planning.search import Replayer, Search, workload_digest
 from tokenfleet.planning.sizing import Sizing, most_agents, size_on_trace
 from tokenfleet.planning.threads import threads
+from tokenfleet.planning.traffic import replicates as rough
 from tokenfleet.planning.traffic.draws import in_sessions, units_of
 from tokenfleet.report.page import plan_figures
 from tokenfleet.report.plan_json import plan_json
@@ -55,10 +55,10 @@ def test_a_plan_with_caches_needs_fewer_workers_than_one_without(shared: Plan) -
 
 
 def test_what_a_plan_has_replayed_is_remembered_and_changes_nothing(shared: Plan) -> None:
-    memory = Memory(draws=False)
+    memory = Replayer(draws=False)
     plain, remembering = (
-        planned(busy_talks(), [worker_type(worker(kv=KV))], explained=True, replicates_of=replicates)
-        for replicates in (Replicates, memory.replicates)
+        planned(busy_talks(), [worker_type(worker(kv=KV))], explained=True, replayer=replayer)
+        for replayer in (Replayer(most_bytes=1, draws=False), memory)
     )
     assert plan_json(plain) == plan_json(remembering) == plan_json(shared)
     assert memory.recalled >= 5
@@ -103,10 +103,9 @@ def test_host_memory_below_kv_saves_workers_and_the_plan_says_how_many_and_what_
 def test_what_host_memory_saves_is_net_of_its_price(usd: float) -> None:
     at_a_price = replace(worker_type(tiered(3_000)), usd_per_h=2.0 + usd, host_usd_per_h=usd)
     busy = busy_talks()
-    replicates = replicates_of(replace(busy, arrival_s=busy.arrival_s / 3.0))
-    question = PlanRequest(SLO, attainment=0.9)
-    sizing = size_on_trace(replicates, question, at_a_price)
-    tier = tier_worth(replicates, question, sizing)
+    search = search_in_turn(replace(busy, arrival_s=busy.arrival_s / 3.0), PlanRequest(SLO, attainment=0.9))
+    sizing = size_on_trace(search, at_a_price)
+    tier = tier_worth(search, sizing)
     assert tier is not None
     assert tier.fleet_without is not None
     assert tier.fleet.workers < tier.fleet_without.workers, "a load on which it saves none shows nothing"
@@ -178,12 +177,12 @@ def test_a_plan_says_what_is_hit_what_could_be_and_where_the_cliff_is(shared: Pl
 def test_the_cliff_is_where_a_sweep_finds_it(waits: bool) -> None:
     workload = replace(busy_talks(150, waits=waits), arrival_s=busy_talks(150).arrival_s / 4.0)
     fleet = of_one_kind(worker_type(worker(kv=KV)), 1)
-    replicates = replicates_of(workload)
-    target = 0.9 * replicates.replay(fleet).attainment
+    search = search_in_turn(workload)
+    target = 0.9 * search.replay(fleet).attainment
     with threads(2) as pool:
-        cliff = cliff_of(replicates, fleet, target, pool)
+        cliff = cliff_of(replace(search, pool=pool), fleet, target)
     sweep = np.arange(1.0, MOST_GROWTH + 0.01, 0.1)
-    outcomes = [replicates.replay(fleet, workload=replicates.units.busier(s)) for s in sweep]
+    outcomes = [search.replay(fleet, workload=search.traffic.units.busier(s)) for s in sweep]
     late = [s for s, o in zip(sweep, outcomes, strict=True) if o.attainment < target]
     rate = outcomes[0].prefix_hit_rate
     assert rate is not None
@@ -195,11 +194,8 @@ def test_the_cliff_is_where_a_sweep_finds_it(waits: bool) -> None:
     assert late, "a load on which nothing is lost shows nothing"
 
 
-def replicates_of(workload: Workload) -> Replicates:
-    from controlplane.placement.lengths import LengthTable
-
-    lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
-    return Replicates(workload, SLO, "round-robin", 0, lengths)
+def search_in_turn(workload: Workload, question: PlanRequest | None = None) -> Search:
+    return search_of(workload, question, policy="round-robin")
 
 
 def test_the_working_set_counts_what_is_shared_once() -> None:
@@ -208,26 +204,26 @@ def test_the_working_set_counts_what_is_shared_once() -> None:
     workload = Workload(
         np.array([0.0, 1.0, 5000.0]), np.full(3, 70), np.array([10, 10, 10]), prefixes=prefixes
     )
-    outcome = replicates_of(workload).replay(of_one_kind(worker_type(), 1))
+    outcome = search_in_turn(workload).replay(of_one_kind(worker_type(), 1))
     # Three blocks, one more, and what lies past the lists: 80 - 48 and 80 - 64 tokens.
     assert working_set_tokens(outcome) == 4 * 16 + 32 + 16
 
 
 def test_a_session_costs_its_share_of_the_fleet() -> None:
     fleet = of_one_kind(worker_type(usd=2.0), 3)
-    outcome = replicates_of(talks(3, 20, waits=True)).replay(fleet)
+    outcome = search_in_turn(talks(3, 20, waits=True)).replay(fleet)
     cost = session_cost(outcome, fleet)
     assert cost is not None
     assert cost.sessions == 20
     assert 1 <= cost.at_once <= 20
     hours = (np.nanmax(outcome.finish_s) - outcome.arrival_s.min()) / 3600
     assert cost.usd == pytest.approx(3 * 2.0 * hours / 20)
-    assert session_cost(replicates_of(talks(3, 20)).replay(fleet), fleet) is None
+    assert session_cost(search_in_turn(talks(3, 20)).replay(fleet), fleet) is None
 
 
 def test_with_agents_a_session_costs_what_it_does_while_all_of_them_work() -> None:
     fleet = of_one_kind(worker_type(usd=2.0), 3)
-    outcome = replace(replicates_of(talks(3, 20, waits=True)), agents=4).replay(fleet)
+    outcome = search_in_turn(talks(3, 20, waits=True)).on(agents=4).replay(fleet)
     begin_s, end_s = outcome.workload.sessions.spans(outcome.arrival_s, outcome.finish_s)  # type: ignore[union-attr]
     cost = session_cost(outcome, fleet, 4)
     assert cost is not None
@@ -279,13 +275,13 @@ def test_a_fleet_is_judged_by_its_hardest_replicates_as_by_all() -> None:
     question = PlanRequest(SLO, attainment=0.9, confidence=0.8)
     verdicts = set()
     with threads(2) as pool:
-        replicates = replicates_of(workload)
+        search = replace(search_in_turn(workload, question), pool=pool)
         for workers in (6, 1, 3, 2, 5):
             fleet = of_one_kind(worker_type(worker(kv=KV)), workers)
-            trial = Trial(replicates, question, fleet, pool)
+            trial = Trial(search, fleet)
             may = trial.holds(screening=True)
             held = trial.holds()
-            whole = verdict_on(look(replicates, fleet, trial.numbers, pool), question)
+            whole = verdict_on(look(search, fleet, trial.numbers), question)
             assert held == (whole.low >= question.attainment)
             assert may or not held
             if held:
@@ -299,8 +295,8 @@ def test_a_plan_holds_the_time_of_sessions_too() -> None:
     types = [worker_type(worker(kv=KV))]
     loose = planned(workload, types, slo=easy, attainment=0.9, explained=True)
     assert loose.best is not None
-    replicates = replace(replicates_of(workload), slo=easy, policy="spread")
-    one, endless = (replicates.replay(f) for f in (loose.best.fleet, of_one_kind(types[0], 60)))
+    search = search_of(workload, slo=easy)
+    one, endless = (search.replay(f) for f in (loose.best.fleet, of_one_kind(types[0], 60)))
     least_s, took_s = (float(np.quantile(o.session_s, 0.9)) for o in (endless, one))
     assert least_s < 0.98 * took_s, "a load on which workers do not help shows nothing"
     target_s = (least_s + took_s) / 2
@@ -314,7 +310,7 @@ def test_a_plan_holds_the_time_of_sessions_too() -> None:
     assert "in time" in said_of(tight)["Sessions"]
     # Its schedule holds it as well, all through, where one by requests alone does not.
     assert tight.schedule is not None
-    held = replace(replicates, session_s=target_s)
+    held = search.on(session_s=target_s)
     sizing = Sizing(types[0])
     assert tight.schedule.attainment == followed(held, sizing, tight.schedule.stretches) >= 0.9
     assert loose.schedule is not None
@@ -362,16 +358,19 @@ def test_more_agents_need_more_workers_and_none_knows_a_time_of_day() -> None:
 
 
 def test_the_most_agents_hold_in_traffic_that_was_not_seen_where_some_more_do_not() -> None:
-    replicates = replace(replicates_of(busy_talks(waits=True)), policy="spread")
     fleet, question = of_one_kind(worker_type(worker(kv=KV, doubt=0.1)), 2), PlanRequest(SLO, attainment=0.9)
+    search = search_of(busy_talks(waits=True), question)
     with threads(2) as pool:
-        most = most_agents(replicates, question, fleet, pool)
+        most = most_agents(replace(search, pool=pool), fleet)
     assert most.agents < most.on_trace < most.sessions
     assert most.estimate.low >= question.attainment
 
     def held(agents: int) -> int:
         """Of ten draws from other seeds."""
-        others = [replace(replicates, seed=1000 + i, agents=agents) for i in range(10)]
+        others = [
+            replace(search.on(agents=agents), traffic=replace(search.traffic, seed=1000 + i))
+            for i in range(10)
+        ]
         return sum(other.replay(fleet, 1).attainment >= question.attainment for other in others)
 
     assert held(most.agents) >= 9
@@ -404,21 +403,22 @@ def test_sessions_are_asked_for_only_of_traces_that_have_some(asked: dict[str, f
 
 def test_rough_replays_are_of_the_same_draws_and_hit_nearly_as_much(monkeypatch) -> None:
     monkeypatch.setattr(rough, "OF_PROMPT", 8.0)
-    replicates = replicates_of(busy_talks(100, waits=True))
-    rougher, fleet = replicates.roughly(), of_one_kind(worker_type(worker(kv=KV)), 2)
-    exact, drawn = replicates.workload.prefixes, rougher.workload.prefixes
+    search = search_in_turn(busy_talks(100, waits=True))
+    rougher, fleet = search.roughly(), of_one_kind(worker_type(worker(kv=KV)), 2)
+    exact, drawn = search.workload.prefixes, rougher.workload.prefixes
     assert exact is not None
     assert drawn is not None
     assert drawn.block_tokens in (2 * exact.block_tokens, 4 * exact.block_tokens, 8 * exact.block_tokens)
     for replicate in (0, 1, 2):
-        one, other = (r.replay(fleet, replicate) for r in (replicates, rougher))
+        one, other = (r.replay(fleet, replicate) for r in (search, rougher))
         assert np.array_equal(one.workload.prompt_tokens, other.workload.prompt_tokens)
         assert np.array_equal(one.workload.arrival_s, other.workload.arrival_s)
         assert other.prefix_hit_rate == pytest.approx(one.prefix_hit_rate, abs=0.1)
         assert other.prefix_hit_rate != one.prefix_hit_rate
     monkeypatch.setattr(rough, "OF_PROMPT", 1e9)
-    assert replicates.roughly() is replicates
-    plain = replicates_of(replace(busy_talks(20), prefixes=None))
+    search = search_in_turn(busy_talks(100, waits=True))
+    assert search.roughly() is search
+    plain = search_in_turn(replace(busy_talks(20), prefixes=None))
     assert plain.roughly() is plain
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise, product
 from math import comb
 from pathlib import Path
@@ -10,16 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_builders import SLO, plan, planned, poisson, save, worker, worker_type
+from planning_builders import plan, planned, poisson, save, search_of, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.placement.lengths import LengthTable
 from controlplane.scaler.weights import enough_stand, missing_share
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from tokenfleet.planning.fleet import Fleet, spares_for
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import (
     CELL_S,
@@ -185,27 +184,25 @@ def scheduled(monkeypatch: pytest.MonkeyPatch, days: float, start_s: float | Non
         return 0 if workers >= (5 if works else 2) else window.requests
 
     monkeypatch.setattr(_Window, "misses", misses)
-    table = LengthTable.constant(100)
+    question = PlanRequest(Slo(1.0, 0.1), attainment=0.9)
     sizing = Sizing(worker_type(), workers=5, confirmed=5)
     with threads(1) as pool:
         return make_schedule(
-            Replicates(workload, Slo(1.0, 0.1), "spread", 0, table),
-            PlanRequest(Slo(1.0, 0.1), attainment=0.9),
+            replace(search_of(workload, question), pool=pool),
             sizing,
             sizing.fleet(5),
-            pool,
             TraceClock.of(start_s, faster),
         )
 
 
 def test_a_window_that_is_broken_off_fails_as_it_would_have() -> None:
     workload = poisson(rate_rps=12.0)
-    replicates = Replicates(workload, SLO, "spread", 0, LengthTable.constant(60))
+    search = search_of(workload)
     sizing, held = Sizing(worker_type(), workers=3), set()
     for workers in (1, 2, 3, 4):
-        whole = _Window(replicates, sizing, [(10.0, 25.0), (30.0, 45.0)]).misses(workers)
+        whole = _Window(search, sizing, [(10.0, 25.0), (30.0, 45.0)]).misses(workers)
         for allowed in (0.0, 2.5, 40.0, 200.0):
-            quick = _Window(replicates, sizing, [(10.0, 25.0), (30.0, 45.0)]).misses(workers, allowed)
+            quick = _Window(search, sizing, [(10.0, 25.0), (30.0, 45.0)]).misses(workers, allowed)
             assert (quick <= allowed) == (whole <= allowed)
             held.add(quick <= allowed)
     assert held == {True, False}

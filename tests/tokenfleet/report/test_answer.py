@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 from checkout import ROOT
-from planning_builders import SLO, plan, planned, poisson, said_of, save, worker, worker_type
+from planning_builders import plan, planned, poisson, said_of, save, search_of, worker, worker_type
 from prose import BANNED_TURNS, OLD_WORDS, prose_of
 
-from controlplane.placement.lengths import LengthTable
 from controlplane.worker_type import WorkerType
 from tokenfleet.cli.main import main
 from tokenfleet.planning.plan_file import KvOffload, PlanFile
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.result import Plan
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.report.answer import offload_text
@@ -95,11 +93,10 @@ def test_the_headroom_is_where_replays_stop_meeting_the_target() -> None:
     assert room is not None
     assert room.misses is not None
     assert 1.0 <= room.meets < room.misses
-    lengths = LengthTable.from_history(WORKLOAD.prompt_tokens, WORKLOAD.output_tokens)
-    replicates = Replicates(WORKLOAD, SLO, "spread", busy().question.seed, lengths)
+    search = search_of(WORKLOAD, busy().question)
 
     def held(growth: float) -> int:
-        return sum(replicates.replay(best.fleet, i, growth=growth).attainment >= 0.95 for i in range(1, 20))
+        return sum(search.replay(best.fleet, i, growth=growth).attainment >= 0.95 for i in range(1, 20))
 
     assert held(room.meets) >= 18 > held(room.misses)  # of 19, at confidence 0.9
     said = said_of(busy())

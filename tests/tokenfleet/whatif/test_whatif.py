@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning_builders import SLO, planned, poisson, save, worker, worker_type
+from planning_builders import SLO, planned, poisson, save, search_of, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.placement.lengths import LengthTable
 from tokenfleet.cli.main import main
 from tokenfleet.planning.fleet import of_one_kind
-from tokenfleet.planning.replicates import Memory
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.search import Replayer
 from tokenfleet.planning.traffic.sample import Sampler
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.report.plan_json import plan_json
@@ -174,7 +173,7 @@ def test_remembered_replays_change_nothing(again: dict[str, object]) -> None:
     from tokenfleet.planning.planner import make_plan
     from tokenfleet.planning.threads import threads
 
-    workload, memory = poisson(), Memory()
+    workload, memory = poisson(), Replayer()
     worker_types = [worker_type(), worker_type(worker(gpu="slow-gpu", slower=1.4), 1.0)]
     with threads(2) as pool:
         for changes in ({}, again):
@@ -185,18 +184,18 @@ def test_remembered_replays_change_nothing(again: dict[str, object]) -> None:
                 question,
                 described("made", workload, ()),
                 pool,
-                replicates_of=memory.replicates,
+                replayer=memory,
             )
     assert plan_json(found) == plan_json(planned(workload, worker_types, explained=True, **again))
     assert memory.recalled
 
 
 def test_replays_of_other_samples_are_not_taken_for_each_other() -> None:
-    workload, fleet, memory = poisson(requests=3000), of_one_kind(worker_type(), 3), Memory()
-    lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
-    replicates = memory.replicates(workload, SLO, "spread", 0, lengths, lambda: None)
+    workload, fleet, memory = poisson(requests=3000), of_one_kind(worker_type(), 3), Replayer()
+    search = replace(search_of(workload), replayer=memory)
     few, many = (Sampler(workload, 0.05, SLO.tpot_s, 0, requests) for requests in (300, 900))
-    outcomes = [replace(replicates, sampler=sampler).replay(fleet) for sampler in (few, many, few)]
+    traffics = [replace(search.traffic, sampler=sampler) for sampler in (few, many, few)]
+    outcomes = [replace(search, traffic=traffic).replay(fleet) for traffic in traffics]
     assert outcomes[0] is outcomes[2]
     assert outcomes[0] is not outcomes[1]
     assert memory.simulated == 2
@@ -206,7 +205,7 @@ def test_other_prices_need_no_new_simulation(folder: Path) -> None:
     from tokenfleet.planning.planner import make_plan
     from tokenfleet.planning.threads import threads
 
-    memory, counts = Memory(), []
+    memory, counts = Replayer(), []
     cells = [{"price": "1"}, {"price": "3"}, {"confidence": "0.9"}]
     tasks = [
         prepared(i, trace(folder), changed(asked(folder), c), False, None, None) for i, c in enumerate(cells)
@@ -220,7 +219,7 @@ def test_other_prices_need_no_new_simulation(folder: Path) -> None:
                 task.inputs,
                 pool,
                 explained=False,
-                replicates_of=memory.replicates,
+                replayer=memory,
             )
             counts.append(memory.simulated)
     assert counts[0] > 0
@@ -229,7 +228,7 @@ def test_other_prices_need_no_new_simulation(folder: Path) -> None:
 
 
 def test_memory_is_bounded_and_forgetting_changes_nothing(folder: Path) -> None:
-    small = Memory(most_bytes=1)
+    small = Replayer(most_bytes=1)
     plain = planned()
     from tokenfleet.planning.planner import make_plan
     from tokenfleet.planning.threads import threads
@@ -242,7 +241,7 @@ def test_memory_is_bounded_and_forgetting_changes_nothing(folder: Path) -> None:
             plain.inputs,
             pool,
             explained=False,
-            replicates_of=small.replicates,
+            replayer=small,
         )
     assert plan_json(found) == plan_json(plain)
     assert len(small._kept) == 1

@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planning_builders import SLO, planned, poisson, said_of, worker_type
+from planning_builders import SLO, planned, poisson, said_of, search_of, worker_type
 
-from controlplane.placement.lengths import LengthTable
 from controlplane.workload import Workload
 from tokenfleet.planning import planner, schedule
 from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
-from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.threads import threads
 from tokenfleet.planning.traffic.draws import next_like, units_of
@@ -48,11 +46,6 @@ def met_of(workload: Workload) -> np.ndarray:
 def short_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "LONG", 10_000)
     monkeypatch.setattr(planner, "SAMPLED", 15_000)
-
-
-def replicates(workload: Workload, **more: object) -> Replicates:
-    table = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
-    return replace(Replicates(workload, SLO, "spread", 0, table), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -134,7 +127,7 @@ def test_a_part_of_the_time_is_sampled_alone() -> None:
 
 def test_the_full_replay_of_a_long_trace_is_that_of_a_run_of_all_its_requests() -> None:
     workload, fleet = days(), of_one_kind(worker_type(), 3)
-    of = replicates(workload)
+    of = search_of(workload)
     found, known = full_replay(of, fleet), of.replay(fleet)
     assert found.attainment == pytest.approx(known.attainment, abs=1e-12)
     assert found.utilisation == pytest.approx(known.utilisation)
@@ -145,12 +138,14 @@ def test_a_trial_by_samples_stops_once_lost_and_comes_to_the_verdict_of_one_that
     workload, question = days(), PlanRequest(SLO, attainment=0.95, confidence=0.9)
     verdicts = {}
     with threads(1) as pool:
-        of = replicates(workload, sampler=sampler(workload, requests=10_000))
+        of = replace(search_of(workload, question), pool=pool)
+        traffic = replace(of.traffic, sampler=sampler(workload, requests=10_000))
+        of = replace(of, traffic=traffic)
         for workers in (1, 2, 3):
             fleet = of_one_kind(worker_type(), workers)
-            trial = Trial(of, question, fleet, pool)
+            trial = Trial(of, fleet)
             verdicts[workers] = trial.holds()
-            whole = verdict_on(look(of, fleet, trial.numbers, pool), question)
+            whole = verdict_on(look(of, fleet, trial.numbers), question)
             assert verdicts[workers] == (whole.low >= question.attainment)
             one = of.replay(fleet, 1, most_missed=0.05)
             told = of.replay(fleet, 1)
@@ -167,7 +162,7 @@ def test_a_long_trace_is_planned_by_samples_and_replayed_whole(monkeypatch: pyte
     plan = planned(workload, explained=True)
     assert plan.best is not None
     assert plan.sampled is not None
-    whole = replicates(workload).replay(plan.best.fleet)
+    whole = search_of(workload).replay(plan.best.fleet)
     assert plan.best.on_trace == plan.sampled.whole == pytest.approx(whole.attainment, abs=1e-12)
     assert plan.sampled.low <= whole.attainment
     assert plan.sampled.added == 0
@@ -204,7 +199,7 @@ def test_where_samples_say_too_much_the_full_replay_adds_workers(monkeypatch: py
     assert plan.sampled.added > 0
     assert plan.best.on_trace == plan.sampled.whole >= 0.95
     fewer = of_one_kind(worker_type(), plan.best.fleet.workers - 1)
-    assert replicates(workload).replay(fewer).attainment < 0.95
+    assert search_of(workload).replay(fewer).attainment < 0.95
 
 
 @pytest.mark.usefixtures("short_is_long")
