@@ -12,7 +12,7 @@ an integer for each group takes the place of the parts,
 
 Programs are written with PuLP because they then read as in a book. HiGHS solves them inside the process: the
 same counts as by CBC, which PuLP ships as a program, without a process and two files for each solve, in a
-third of the time or less (benchmarks/mix_solvers.py prints both).
+third of the time or less.
 """
 
 from __future__ import annotations

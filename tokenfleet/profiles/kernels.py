@@ -19,7 +19,7 @@ from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import StepModel
 
 # Standard deviations: drift between releases, graphs, clocks, what a host adds; of dense models, and of
-# mixtures of experts, as measured runs show them (experiments/profiling/profile_doubt.py).
+# mixtures of experts, as measured runs show them.
 UNSEEN, UNSEEN_MIXTURE = 0.10, 0.25
 
 

@@ -55,8 +55,8 @@ from tokenfleet.profiles.library import FRONTEND, canonical_gpus, canonical_mode
 GIB = 1024**3
 VERSION = "0.12.0"
 INSTALL = "pip install 'tokenfleet[predict]'"
-FILLED = 0.10  # of a pipeline: its batches form otherwise (experiments/profiling/pipeline_batches.py)
-# Of windows counted from attention to all tokens (experiments/profiling/window_tables.py): what they err by.
+FILLED = 0.10  # of a pipeline: its batches form otherwise
+# Of windows counted from attention to all tokens: what they err by.
 WINDOWED = 0.05
 UTILIZATION = 0.9  # vLLM's default share of GPU memory
 BLOCK_TOKENS = 16

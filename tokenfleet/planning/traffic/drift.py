@@ -11,8 +11,7 @@ for:
 That is the law of levels whose changes are of one size at every distance (1/f). It lies between levels that
 scatter about a mean, whose stretches differ the less the longer they are, and random walks, whose changes
 grow in variance with the distance. ServeGen's m-mid, in its first week, is about so: from half an hour to the
-next its rate differs by 0.18 in the logarithm, from one, three and six hours to the next by 0.18 to 0.21
-(`experiments/planning/drift_settings.py`).
+next its rate differs by 0.18 in the logarithm, from one, three and six hours to the next by 0.18 to 0.21.
 
 An hour of silence, or a night, is the trace's shape too, and no level that the rest may go to: a difference
 one of whose spans holds less than `SCARCE` of the mean weighs as much less.
