@@ -25,15 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel import step
 from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.step import (
-    STEP_TERMS,
-    Batch,
-    StepModel,
-    coefficients_with_hinges,
-    regressors,
-    with_coefficients,
-)
 
 Floats = NDArray[np.float64]
 
@@ -53,7 +46,7 @@ class Terms:
 
     def __init__(self, profile: Profile) -> None:
         self._step = profile.step
-        self._prior = coefficients_with_hinges(profile.step)
+        self._prior = step.coefficients_with_hinges(profile.step)
         self._known = self._prior > 0
         if not self._known.any():
             raise BadInput(f"{profile.label}: step: every coefficient is 0; there is nothing to refit")
@@ -63,18 +56,18 @@ class Terms:
 
     @property
     def names(self) -> list[str]:
-        names = [*(term.name for term in STEP_TERMS), *(f"hinge of {h.of}" for h in self._step.hinges)]
+        names = [*(term.name for term in step.STEP_TERMS), *(f"hinge of {h.of}" for h in self._step.hinges)]
         return [name for name, known in zip(names, self._known, strict=True) if known]
 
-    def seconds(self, batch: Batch) -> Floats:
+    def seconds(self, batch: step.Batch) -> Floats:
         """What each term adds to a step, shape [terms]."""
-        return np.asarray((regressors(self._step, batch) * self._prior)[self._known])
+        return np.asarray((step.regressors(self._step, batch) * self._prior)[self._known])
 
-    def times(self, factors: Floats) -> StepModel:
+    def times(self, factors: Floats) -> step.StepModel:
         """The profile's step model, each term multiplied by its factor."""
         values = self._prior.copy()
         values[self._known] *= factors
-        return with_coefficients(self._step, values)
+        return step.with_coefficients(self._step, values)
 
 
 class NormalEquations(NamedTuple):

@@ -32,24 +32,10 @@ from tokenfleet.planning.comparisons import (
     nearest_feasible,
     tier_worth,
 )
-from tokenfleet.planning.estimate import (
-    HOPELESS,
-    Estimate,
-    TooFew,
-    look,
-    too_few,
-    verdict_on,
-)
+from tokenfleet.planning.estimate import HOPELESS, Estimate, TooFew, look, too_few, verdict_on
 from tokenfleet.planning.explain import Binding, binding, failing_rate, headroom, plateau
 from tokenfleet.planning.fleet import Fleet, of_one_kind
-from tokenfleet.planning.mix import (
-    Mixed,
-    cheaper_mix,
-    cheaper_pool,
-    no_spares_do,
-    stricter,
-    with_spares,
-)
+from tokenfleet.planning.mix import Mixed, cheaper_mix, cheaper_pool, no_spares_do, stricter, with_spares
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, InfeasibleType, Inputs, Plan, SmallerFleet, latency
 from tokenfleet.planning.reuse import reuse_of

@@ -25,15 +25,7 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.outcome import attained_by_class
-from tokenfleet.planning.estimate import (
-    Estimate,
-    Trial,
-    look,
-    rank,
-    replicates_for,
-    too_few,
-    verdict_on,
-)
+from tokenfleet.planning.estimate import Estimate, Trial, look, rank, replicates_for, too_few, verdict_on
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
 from tokenfleet.planning.reuse import by_memory
 from tokenfleet.planning.search import Search

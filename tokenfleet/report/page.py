@@ -12,13 +12,7 @@ from string import Template
 
 from tokenfleet import __version__
 from tokenfleet.planning.plan_file import Costed, Counted, PlanFile, PlannedProfile
-from tokenfleet.report.answer import (
-    GUIDE,
-    OPENS,
-    cliff_text,
-    gpus_of,
-    headline,
-)
+from tokenfleet.report.answer import GUIDE, OPENS, cliff_text, gpus_of, headline
 from tokenfleet.report.figures import Axis, Figure, Series, figure_html
 from tokenfleet.report.tables import asked_text, kind_text, share_text, usd_text, workers_text
 from tokenfleet.texts import duration_text

@@ -15,12 +15,7 @@ from dataclasses import dataclass, field
 from controlplane.perfmodel.profile import Profile
 from dataplane.live.emulated.segment import Noise, Segment, state_after
 from dataplane.live.engine_api.kv_messages import Control, message_of
-from dataplane.live.engine_api.messages import (
-    EngineRequest,
-    Finish,
-    Moment,
-    MomentKind,
-)
+from dataplane.live.engine_api.messages import EngineRequest, Finish, Moment, MomentKind
 from dataplane.live.kv.holds import Holds, LoadJob
 
 

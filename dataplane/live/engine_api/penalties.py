@@ -19,11 +19,7 @@ from typing import Any
 import torch
 
 from dataplane.live.engine_api.link import PRIOR_TOKENS
-from dataplane.live.engine_api.vllm_surface import (
-    AdapterLogitsProcessor,
-    SamplingParams,
-    SlotLogitsProcessor,
-)
+from dataplane.live.engine_api.vllm_surface import AdapterLogitsProcessor, SamplingParams, SlotLogitsProcessor
 
 
 class PriorPenalty:

@@ -69,9 +69,7 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.worker.gpu.sample.logits_processor import (
-    LogitsProcessor as SlotLogitsProcessor,
-)
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotLogitsProcessor
 
 
 class VllmCodec:

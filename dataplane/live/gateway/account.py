@@ -17,46 +17,13 @@ from dataclasses import replace
 import numpy as np
 
 from controlplane.compiled import compile_now
-from controlplane.perfmodel.coefficients import (
-    BASE,
-    BLOCK_TOKENS,
-    KV_BLOCKS,
-    MAX_BATCHED,
-    MAX_SEQS,
-    MODE,
-    PRE_BASE,
-    WIDTH,
-    coefficient_row,
-)
+from controlplane.perfmodel import coefficients as speed
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.batch import (
-    begin_decoding,
-    begin_step,
-    dequeue,
-    end_step,
-    enqueue,
-    leave_queue,
-    queue_first,
-    stop_decoding,
-    to_compute,
-)
+from controlplane.placement import batch
+from controlplane.placement import ledger as state
 from controlplane.placement.constraints import kept_tpot_s, yields_to
-from controlplane.placement.ledger import (
-    DECODING,
-    DONE,
-    DRAINING,
-    HELD,
-    NONE,
-    OFF,
-    PREFILL_ONLY,
-    PREFILLING,
-    QUEUED,
-    ROLES,
-    SERVING,
-    Ledger,
-    new_ledger,
-)
+from controlplane.placement.ledger import Ledger
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import RequestId, Role, Slo, WorkerId
 from dataplane.live.engine_api.cache_events import CacheChange
@@ -80,8 +47,10 @@ class Account:
 
     def __init__(self, profiles: Mapping[str, Profile], workers: int, lengths: LengthTable) -> None:
         self._profiles = dict(profiles)
-        self._profile_rows = {kind: coefficient_row(profile) for kind, profile in profiles.items()}
-        self._led = new_ledger(np.zeros((workers, WIDTH)), np.arange(workers), ROWS, SLOTS, lengths)
+        self._profile_rows = {kind: speed.coefficient_row(profile) for kind, profile in profiles.items()}
+        self._led = state.new_ledger(
+            np.zeros((workers, speed.WIDTH)), np.arange(workers), ROWS, SLOTS, lengths
+        )
         self._worker_rows: dict[WorkerId, int] = {}
         self._workers: dict[int, WorkerId] = {}
         self._kinds: dict[int, str] = {}
@@ -100,15 +69,15 @@ class Account:
     def _compile(self) -> None:
         """Compile all that requests go through, rather than under the first client's."""
         led = self._led
-        compile_now(begin_step, led, 0, self._computed, self._chunks, -1.0)
-        compile_now(end_step, led, 0, self._computed, self._chunks, 0)
-        compile_now(enqueue, led, 0, 0, False)
-        compile_now(begin_decoding, led, 0, 0, 1)
-        compile_now(stop_decoding, led, 0, 0, HELD)
-        compile_now(dequeue, led, 0, 0)
-        compile_now(leave_queue, led, 0, 0)
-        compile_now(queue_first, led, 0)
-        compile_now(to_compute, led, 0)
+        compile_now(batch.begin_step, led, 0, self._computed, self._chunks, -1.0)
+        compile_now(batch.end_step, led, 0, self._computed, self._chunks, 0)
+        compile_now(batch.enqueue, led, 0, 0, False)
+        compile_now(batch.begin_decoding, led, 0, 0, 1)
+        compile_now(batch.stop_decoding, led, 0, 0, state.HELD)
+        compile_now(batch.dequeue, led, 0, 0)
+        compile_now(batch.leave_queue, led, 0, 0)
+        compile_now(batch.queue_first, led, 0)
+        compile_now(batch.to_compute, led, 0)
         self._mirrors.compile(led.caches)
 
     @property
@@ -133,11 +102,11 @@ class Account:
 
     def prefix_hits(self, worker: WorkerId) -> Hits:
         """What a worker had cached of what it was given, and what was expected."""
-        return self._mirrors.hits.get(self._worker_rows.get(worker, NONE), Hits())
+        return self._mirrors.hits.get(self._worker_rows.get(worker, state.NONE), Hits())
 
     def tells_cached(self, worker: WorkerId) -> bool:
         """Whether what a worker has cached is known from its engine, and not predicted."""
-        return self._mirrors.is_told(self._worker_rows.get(worker, NONE))
+        return self._mirrors.is_told(self._worker_rows.get(worker, state.NONE))
 
     def take_cached(self, worker: WorkerId, change: CacheChange) -> str:
         """A worker tells what it has cached; return why it must be asked for all of it, or nothing."""
@@ -166,15 +135,15 @@ class Account:
         """Use other step times than the profile's from now on, for all workers of a kind."""
         self._profiles[kind] = replace(self._profiles[kind], step=step)
         self._kept_up_to.clear()
-        row = coefficient_row(self._profiles[kind])
-        times = slice(BASE, PRE_BASE)
+        row = speed.coefficient_row(self._profiles[kind])
+        times = slice(speed.BASE, speed.PRE_BASE)
         self._profile_rows[kind][times] = row[times]
         for w in [w for w, its in self._kinds.items() if its == kind and self.knows_step_times]:
             self._led.coefficients[w, times] = row[times]
 
     def know(self, kind: str, profile: Profile) -> None:
         """Place by this profile of a kind from now on: its step times were learned."""
-        self._profiles[kind], self._profile_rows[kind] = profile, coefficient_row(profile)
+        self._profiles[kind], self._profile_rows[kind] = profile, speed.coefficient_row(profile)
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -182,7 +151,7 @@ class Account:
         self.knows_step_times = bool(self._profiles) and set(self._kinds.values()) <= set(self._profiles)
         self._kept_up_to.clear()
         first = next(iter(self._profile_rows), None)
-        limits = slice(KV_BLOCKS, MODE)
+        limits = slice(speed.KV_BLOCKS, speed.MODE)
         for w, row in enumerate(self._led.coefficients):
             known = self._profile_rows.get(self._kinds.get(w, first or "")) if self.knows_step_times else None
             own = row[limits].copy()
@@ -202,17 +171,17 @@ class Account:
         planned = self._profiles[kind].host_kv if kind in self._profiles else None
         if planned is not None:
             self._load_at(w, info.block_bytes / (planned.bytes_per_s * info.tp_degree))
-        self._led.workers[w]["status"] = SERVING
+        self._led.workers[w]["status"] = state.SERVING
 
     def become(self, info: WorkerInfo, kind: str, role: Role) -> None:
         """A worker is of that kind from now on, and has that role."""
         w = self._worker_rows[info.worker]
         self._kinds[w] = kind
-        self._led.workers[w]["role"] = ROLES.index(role)
+        self._led.workers[w]["role"] = state.ROLES.index(role)
         row = self._led.coefficients[w]
         self._lay_out()
-        row[KV_BLOCKS], row[BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
-        row[MAX_BATCHED], row[MAX_SEQS] = info.max_batched_tokens, info.max_seqs
+        row[speed.KV_BLOCKS], row[speed.BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
+        row[speed.MAX_BATCHED], row[speed.MAX_SEQS] = info.max_batched_tokens, info.max_seqs
 
     def detach(self, worker: WorkerId) -> None:
         """A worker is gone; its requests must be put elsewhere or ended."""
@@ -228,11 +197,11 @@ class Account:
         blank = self._led.workers[w]
         for name in LOADS:
             blank[name] = 0
-        blank["status"], blank["boundary_s"] = OFF, -1.0
+        blank["status"], blank["boundary_s"] = state.OFF, -1.0
 
     def set_open(self, worker: WorkerId, is_open: bool) -> None:
         """Whether new requests may go to a worker (a draining one is closed)."""
-        self._led.workers[self._worker_rows[worker]]["status"] = SERVING if is_open else DRAINING
+        self._led.workers[self._worker_rows[worker]]["status"] = state.SERVING if is_open else state.DRAINING
 
     # Requests on workers.
 
@@ -246,7 +215,7 @@ class Account:
         row["key"] = len(request.output_token_ids)
         row["predicted"] = max(request.predicted_tokens, int(row["key"]) + 1)
         was_idle = self._is_idle(w)
-        enqueue(self._led, w, r, False)
+        batch.enqueue(self._led, w, r, False)
         if has_kv and row["key"] > 0:
             self._begin_decoding(w, r, int(row["key"]))
         if was_idle:
@@ -254,8 +223,8 @@ class Account:
 
     def expect(self, request: Tracked, worker: WorkerId | None) -> None:
         """Count a request on the worker that it is on its way to, beside where it is; None: no more."""
-        w, tokens = self._expected.pop(request.id, (NONE, 0))
-        if w != NONE:
+        w, tokens = self._expected.pop(request.id, (state.NONE, 0))
+        if w != state.NONE:
             self._led.workers[w]["queued"] -= 1
             self._led.workers[w]["queued_context"] -= tokens
         if worker is not None and worker in self._worker_rows:
@@ -282,16 +251,16 @@ class Account:
         if w is None or (prefilled is None and not got):
             return False
         if self._led.workers[w]["queued"] > 0:
-            end_step(self._led, w, self._computed, self._chunks, -1 if prefilled is None else prefilled)
+            batch.end_step(self._led, w, self._computed, self._chunks, -1 if prefilled is None else prefilled)
         led, counts = self._led, {}
         fresh: list[tuple[int, int, Found | None]] = []
         for request, tokens in got:
             r = self._rows.get(request.id)
             if r is None or tokens == 0:
                 continue
-            if led.requests[r]["phase"] == DECODING:
+            if led.requests[r]["phase"] == state.DECODING:
                 counts[r] = tokens
-            elif led.requests[r]["phase"] in (QUEUED, PREFILLING):
+            elif led.requests[r]["phase"] in (state.QUEUED, state.PREFILLING):
                 had = None if found is None else found.get(request.id)
                 fresh.append((r, len(request.output_token_ids) + tokens, had))
                 if math.isnan(led.requests[r]["first_s"]):
@@ -308,10 +277,10 @@ class Account:
         at = self._led.workers[w]
         while at["running_n"] + at["queued"] > self._led.running.shape[1]:
             self._widen()
-        begin_step(self._led, w, self._computed, self._chunks, now_s)
+        batch.begin_step(self._led, w, self._computed, self._chunks, now_s)
 
     def _is_idle(self, w: int) -> bool:
-        return bool(self._led.workers[w]["running_n"] == 0 and queue_first(self._led, w) == NONE)
+        return bool(self._led.workers[w]["running_n"] == 0 and batch.queue_first(self._led, w) == state.NONE)
 
     def _step(self, w: int, counts: dict[int, int]) -> None:
         """One decode step: all requests advance by a token, then those with another number are set right."""
@@ -321,7 +290,7 @@ class Account:
         running = led.running[w, : at["running_n"]]
         if len(counts) != at["decoding"]:
             for r in running:
-                if int(r) not in counts and led.requests[r]["phase"] == DECODING:
+                if int(r) not in counts and led.requests[r]["phase"] == state.DECODING:
                     led.requests[r]["key"] -= 1
         for r, tokens in counts.items():
             if tokens != 1:
@@ -339,28 +308,28 @@ class Account:
         if r is not None:
             self._leave(r)
             self._mirrors.leave(self._led.caches, r)
-            self._led.requests[r]["phase"] = DONE
+            self._led.requests[r]["phase"] = state.DONE
             self._free.append(r)
 
     def is_decoding(self, request: Tracked) -> bool:
         """Whether its present segment has made a token."""
         r = self._rows.get(request.id)
-        return r is not None and bool(self._led.requests[r]["phase"] == DECODING)
+        return r is not None and bool(self._led.requests[r]["phase"] == state.DECODING)
 
     def is_begun(self, request: Tracked) -> bool:
         """Whether its worker's engine computes it, or has begun to."""
-        return bool(self._led.requests[self._rows[request.id]]["phase"] in (PREFILLING, DECODING))
+        return bool(self._led.requests[self._rows[request.id]]["phase"] in (state.PREFILLING, state.DECODING))
 
     def hands_over(self, request: Tracked) -> bool:
         """Whether a request is on a worker that only prefills."""
         r = self._rows.get(request.id)
-        w = NONE if r is None else int(self._led.requests[r]["worker"])
-        return w != NONE and bool(self._led.workers[w]["role"] == PREFILL_ONLY)
+        w = state.NONE if r is None else int(self._led.requests[r]["worker"])
+        return w != state.NONE and bool(self._led.workers[w]["role"] == state.PREFILL_ONLY)
 
     def chunks(self, request: Tracked) -> int:
         """The steps that its prefill takes, if nothing else is in them."""
         w = int(self._led.requests[self._rows[request.id]]["worker"])
-        return -(-request.context_tokens // max(int(self._led.coefficients[w, MAX_BATCHED]), 1))
+        return -(-request.context_tokens // max(int(self._led.coefficients[w, speed.MAX_BATCHED]), 1))
 
     # The ledger's rows.
 
@@ -372,8 +341,8 @@ class Account:
                 self._grow()
             r = self._rows[request.id] = self._free.pop()
             row = self._led.requests[r]
-            row["worker"] = row["next"] = NONE
-            row["phase"], row["priority"] = HELD, request.ticket.priority
+            row["worker"] = row["next"] = state.NONE
+            row["phase"], row["priority"] = state.HELD, request.ticket.priority
             row["prompt"], row["key"] = max(request.prompt_tokens, 1), len(request.output_token_ids)
             row["predicted"] = max(request.predicted_tokens, 1)
             row["arrival_s"] = request.arrival_s
@@ -411,39 +380,39 @@ class Account:
     def _begin_decoding(self, w: int, r: int, tokens: int, found: Found | None = None) -> None:
         at, row = self._led.workers[w], self._led.requests[r]
         at["queued_tokens"] -= self._left(r)
-        if row["phase"] == QUEUED:
-            dequeue(self._led, w, r)
+        if row["phase"] == state.QUEUED:
+            batch.dequeue(self._led, w, r)
             if at["running_n"] == self._led.running.shape[1]:
                 self._widen()
             self._led.running[w, at["running_n"]] = r
             at["running_n"] += 1
         self._mirrors.begin(self._led, w, r, int(row["prompt"] + min(row["key"], tokens - 1)), found)
-        begin_decoding(self._led, w, r, tokens)
+        batch.begin_decoding(self._led, w, r, tokens)
 
     def _left(self, r: int) -> int:
         """Tokens of a prefill that are neither computed nor in the step in progress."""
-        begun = 0 if self._led.requests[r]["phase"] == QUEUED else self._computed[r] + self._chunks[r]
-        return int(to_compute(self._led, r) - begun)
+        begun = 0 if self._led.requests[r]["phase"] == state.QUEUED else self._computed[r] + self._chunks[r]
+        return int(batch.to_compute(self._led, r) - begun)
 
     def _leave(self, r: int) -> None:
         row = self._led.requests[r]
         w = int(row["worker"])
-        if row["phase"] == QUEUED:
-            leave_queue(self._led, w, r)
-        elif row["phase"] in (PREFILLING, DECODING):
+        if row["phase"] == state.QUEUED:
+            batch.leave_queue(self._led, w, r)
+        elif row["phase"] in (state.PREFILLING, state.DECODING):
             at, running = self._led.workers[w], self._led.running[w]
-            if row["phase"] == DECODING:
+            if row["phase"] == state.DECODING:
                 self._mirrors.end(self._led, w, r)
-                stop_decoding(self._led, w, r, HELD)
+                batch.stop_decoding(self._led, w, r, state.HELD)
             else:
                 at["queued"] -= 1
                 at["queued_tokens"] -= self._left(r)
                 at["queued_context"] -= row["prompt"] + row["key"]
-                row["phase"] = HELD
+                row["phase"] = state.HELD
             n = int(at["running_n"])
             kept = running[:n][running[:n] != r]
             running[: len(kept)] = kept
             at["running_n"] = len(kept)
-            row["worker"] = NONE
-        if w != NONE and self._is_idle(w):
+            row["worker"] = state.NONE
+        if w != state.NONE and self._is_idle(w):
             self._led.workers[w]["boundary_s"] = -1.0  # no step is in progress

@@ -14,25 +14,10 @@ from math import inf
 
 import numpy as np
 
+from controlplane.placement import ledger as state
+from controlplane.placement import queue
 from controlplane.placement.exact import HEARTBEAT_S, waiting_line
-from controlplane.placement.ledger import NONE
 from controlplane.placement.policies import Policy
-from controlplane.placement.queue import (
-    REFUSALS,
-    QueueSettings,
-    begin_round,
-    goes_first,
-    hold,
-    leave,
-    new_queue,
-    offer,
-    offer_late,
-    on_time,
-    overdue,
-    readmit,
-    refuse,
-    turned_away,
-)
 from controlplane.types import WorkerId
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Rejection, Tracked
@@ -50,7 +35,7 @@ class Admission:
 
     def __init__(
         self,
-        settings: QueueSettings,
+        settings: queue.QueueSettings,
         placement: Placement,
         begin: Callable[[Tracked, WorkerId], Awaitable[None]],
         turn_away: Callable[[Tracked, str], None],
@@ -61,7 +46,7 @@ class Admission:
         self._settings, self._placement, self._clock = settings, placement, clock
         self._begin, self._turn_away = begin, turn_away
         self._is_coming, self._solved = is_coming, solved
-        self._queue = new_queue(settings)
+        self._queue = queue.new_queue(settings)
         self._waiting: dict[int, Tracked] = {}  # by their rows in the ledger
         self._departures_s: deque[float] = deque(maxlen=32)
         self._came_s = -inf  # when a first worker was last on its way
@@ -79,24 +64,24 @@ class Admission:
         """Begin a new request on the worker that is chosen for it, or let it wait for one."""
         now_s = self._clock()
         r = self._placement.row(tracked)
-        is_next = not self._waiting or goes_first(self._placement.ledger, self._queue, r)
+        is_next = not self._waiting or queue.goes_first(self._placement.ledger, self._queue, r)
         if is_next and self._placement.policy != Policy.EXACT:
             worker = self._placement.choose(tracked, now_s)
             if worker is not None:
                 await self._begin(tracked, worker)
                 return
-        out = int(turned_away(self._placement.ledger, self._queue, r))
-        if out != NONE:
+        out = int(queue.turned_away(self._placement.ledger, self._queue, r))
+        if out != state.NONE:
             self._turn_away(self._waiting.get(out, tracked), "the fleet is full and its queue is, too")
         if out != r:
-            hold(self._placement.ledger, self._queue, r, now_s)
+            queue.hold(self._placement.ledger, self._queue, r, now_s)
             self._waiting[r] = tracked
         self.look()
 
     def take_back(self, tracked: Tracked) -> None:
         """Put a request that has lost its worker back in line, ahead of newcomers."""
         r = self._placement.row(tracked)
-        readmit(self._placement.ledger, self._queue, r, self._clock())
+        queue.readmit(self._placement.ledger, self._queue, r, self._clock())
         self._waiting[r] = tracked
         self.look()
 
@@ -107,8 +92,8 @@ class Admission:
 
     def held(self) -> list[tuple[Tracked, float]]:
         """The first in line who may still be on time, and in how many seconds each must begin."""
-        line, left_s = np.empty(REFUSALS, np.int64), np.empty(REFUSALS)
-        n = on_time(self._placement.ledger, self._queue, self._clock(), line, left_s)
+        line, left_s = np.empty(queue.REFUSALS, np.int64), np.empty(queue.REFUSALS)
+        n = queue.on_time(self._placement.ledger, self._queue, self._clock(), line, left_s)
         return [(self._waiting[r], left) for r, left in zip(line[:n].tolist(), left_s.tolist(), strict=False)]
 
     def look(self) -> None:
@@ -126,7 +111,7 @@ class Admission:
 
     def _remove(self, r: int) -> None:
         if self._waiting.pop(r, None) is not None:
-            leave(self._placement.ledger, self._queue, r)
+            queue.leave(self._placement.ledger, self._queue, r)
 
     async def _dispatch(self) -> None:
         """Place what waits, in order, whenever something may have changed."""
@@ -147,15 +132,15 @@ class Admission:
 
     def _turn_away_overdue(self, now_s: float) -> None:
         why = "no worker had room" if self._placement.has_workers else "the fleet has no worker, and got none"
-        while (r := int(overdue(self._placement.ledger, self._queue, now_s))) != NONE:
+        while (r := int(queue.overdue(self._placement.ledger, self._queue, now_s))) != state.NONE:
             self._turn_away(self._waiting[r], f"{why} within {self._settings.max_wait_s:g} s")
 
     async def _offer_in_order(self) -> None:
         now_s = self._clock()
-        begin_round(self._queue)
+        queue.begin_round(self._queue)
         while True:
-            r, has_lost = offer(self._placement.ledger, self._queue, now_s)
-            if r == NONE:
+            r, has_lost = queue.offer(self._placement.ledger, self._queue, now_s)
+            if r == state.NONE:
                 return
             if not has_lost:
                 await self._offer(int(r), self._placement.policy, now_s)
@@ -163,7 +148,7 @@ class Admission:
     async def _offer(self, r: int, policy: Policy, now_s: float) -> None:
         worker = self._placement.choose(self._waiting[r], now_s, policy=policy)
         if worker is None:
-            refuse(self._queue, r)
+            queue.refuse(self._queue, r)
         else:
             await self._send(r, worker)
 
@@ -175,8 +160,8 @@ class Admission:
 
     async def _beat(self) -> None:
         """A heartbeat of the exact policy, solved beside the event loop, and late requests after it."""
-        now_s, queue = self._clock(), self._queue
-        line, _ = waiting_line(self._placement.ledger, queue, now_s)
+        now_s = self._clock()
+        line, _ = waiting_line(self._placement.ledger, self._queue, now_s)
         requests = {r: self._waiting[r] for r in line.tolist()}
         if requests:
             placed, is_proven = await asyncio.to_thread(self._placement.together(line, now_s))
@@ -184,8 +169,8 @@ class Admission:
             for r, worker in placed:
                 if self._waiting.get(r) is requests[r] and self._placement.can_take(worker, requests[r]):
                     await self._send(r, worker)
-        begin_round(queue)
-        while (r := int(offer_late(self._placement.ledger, queue))) != NONE:
+        queue.begin_round(self._queue)
+        while (r := int(queue.offer_late(self._placement.ledger, self._queue))) != state.NONE:
             await self._offer(r, Policy.BEST_FIT, now_s)
         await asyncio.sleep(HEARTBEAT_S)
 

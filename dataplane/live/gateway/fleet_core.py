@@ -33,13 +33,7 @@ from dataplane.live.engine_api.link import (
     Silence,
     Telemetry,
 )
-from dataplane.live.engine_api.messages import (
-    Adapter,
-    EngineRequest,
-    Finish,
-    SegmentOutput,
-    StepOutputs,
-)
+from dataplane.live.engine_api.messages import Adapter, EngineRequest, Finish, SegmentOutput, StepOutputs
 from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay, segment_request
 from dataplane.live.engine_api.step_trace import take_prefilled
 from dataplane.live.gateway.admission import Admission

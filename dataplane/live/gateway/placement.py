@@ -8,42 +8,19 @@ from contextlib import contextmanager
 import numpy as np
 
 from controlplane.compiled import compile_now
-from controlplane.migration.loads import (
-    cached_at,
-    kept_at,
-    kept_everywhere,
-    loads,
-    queue_at,
-    request_at,
-    running_at,
-    views_of,
-)
+from controlplane.migration import loads
 from controlplane.migration.overload import ShedSettings
 from controlplane.migration.room import Text, next_off
 from controlplane.migration.usage import WorkerView
-from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS
+from controlplane.perfmodel import coefficients as speed
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement import ledger as state
 from controlplane.placement.assign import decide, decode_worker, has_seat
 from controlplane.placement.exact import place_together
-from controlplane.placement.ledger import (
-    ANY_PHASE,
-    NONE,
-    OFF,
-    PREFILL_ONLY,
-    SERVING,
-    Ints,
-    copied,
-    generated,
-)
+from controlplane.placement.ledger import Ints
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.outlook import remaining
-from controlplane.placement.policies import (
-    BY_TARGETS,
-    PATIENCE,
-    POLICY_CODE,
-    PlacementSettings,
-    Policy,
-)
+from controlplane.placement.policies import BY_TARGETS, PATIENCE, POLICY_CODE, PlacementSettings, Policy
 from controlplane.placement.table import cached_everywhere
 from controlplane.snapshot import Cached, RunningRequest, WorkerLoad
 from controlplane.types import RequestId, WorkerId
@@ -80,13 +57,13 @@ class Placement(Account):
         # Compiled now rather than under the first client's request.
         self._choose(0, 0.0, policy)
         self._decode_worker(0, 0.0)
-        compile_now(loads, self._led)
-        compile_now(kept_everywhere, self._led, 0)
-        compile_now(kept_at, self._led, 0, 0)
+        compile_now(loads.loads, self._led)
+        compile_now(loads.kept_everywhere, self._led, 0)
+        compile_now(loads.kept_at, self._led, 0, 0)
         compile_now(remaining, self._led, 0, 0)
         compile_now(has_seat, self._led, 0)
-        compile_now(running_at, self._led, 0)
-        compile_now(queue_at, self._led, 0)
+        compile_now(loads.running_at, self._led, 0)
+        compile_now(loads.queue_at, self._led, 0)
         compile_now(cached_everywhere, self._led.caches, self._led.caches.ids)
 
     @property
@@ -95,7 +72,7 @@ class Placement(Account):
         return self.policy in BY_TARGETS and self.knows_step_times
 
     def detach(self, worker: WorkerId) -> None:
-        self._silent.discard(self._worker_rows.get(worker, NONE))
+        self._silent.discard(self._worker_rows.get(worker, state.NONE))
         super().detach(worker)
 
     def suspect(self, worker: WorkerId, is_silent: bool) -> None:
@@ -116,19 +93,21 @@ class Placement(Account):
         with self._without(barred):
             w = self._choose(r, now_s, policy)
         holders = self._holders(request) - barred
-        if w != NONE and holders and w not in holders:
+        if w != state.NONE and holders and w not in holders:
             with self._without(self._workers.keys() - holders):
                 h = self._choose(r, now_s, policy)
             busy = self._led.workers["decoding"] + self._led.workers["queued"]
-            w = h if h != NONE and busy[h] <= busy[w] + LEAN else w
-        return None if w == NONE else self._workers[w]
+            w = h if h != state.NONE and busy[h] <= busy[w] + LEAN else w
+        return None if w == state.NONE else self._workers[w]
 
     def _choose(self, r: int, now_s: float, policy: Policy) -> int:
         # The exact policy places a heartbeat's requests together; one by itself goes by its greedy form.
         code = POLICY_CODE[Policy.BEST_FIT if policy == Policy.EXACT else policy]
         led, draw = self._led, self._rng.random(2)
-        w = int(decide(led, code, self._settings_row, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw, False))
-        return w if w == NONE or has_seat(led, w) else NONE  # nor do the baselines overfill one here
+        by, role = self._settings_row, state.ANY_PHASE
+        w = int(decide(led, code, by, r, now_s, RETRY_S, PATIENCE, role, draw, False))
+        # Nor do the baselines overfill a worker here.
+        return w if w == state.NONE or has_seat(led, w) else state.NONE
 
     def haven(self, request: Tracked, now_s: float) -> WorkerId | None:
         """Where a request goes that is to leave its worker: as off a draining one, or as a newcomer goes."""
@@ -147,7 +126,7 @@ class Placement(Account):
         """
         here = self._worker_rows[worker]
         by_row = {RequestId(str(self.row(t))): t for t in requests if self.is_decoding(t)}
-        if self._led.workers[here]["role"] == PREFILL_ONLY:
+        if self._led.workers[here]["role"] == state.PREFILL_ONLY:
             havens = ((t, self.choose_decode(t, now_s)) for t in by_row.values())
             return next(((t, w) for t, w in havens if w is not None), None)
         views = self._views([w for w in self._serving() if w != here])
@@ -161,7 +140,7 @@ class Placement(Account):
                 [view for w, view in there.items() if w not in holders],
             ]
 
-        leaving = [request_at(self._led, int(r), self._worker_rows.__getitem__) for r in by_row]
+        leaving = [loads.request_at(self._led, int(r), self._worker_rows.__getitem__) for r in by_row]
         source = WorkerLoad(worker, "draining", 0, kind=self._kinds[here])
         went = next_off(self._forecasts, source, leaving, takers, busy)
         return None if went is None else (by_row[went[0].request], went[1].id)
@@ -171,7 +150,7 @@ class Placement(Account):
         steps = {k: p.step for k, p in self._profiles.items()} if self.knows_step_times else {}
         named = {w: (self._workers[w], self._kinds[w], steps.get(self._kinds[w])) for w in rows}
         coming = [(self._rows[name], w) for name, (w, _) in self._expected.items() if name in self._rows]
-        return dict(zip(rows, views_of(self._led, named, coming), strict=True))
+        return dict(zip(rows, loads.views_of(self._led, named, coming), strict=True))
 
     def _holders(self, request: Tracked) -> set[int]:
         """The rows of workers that hold a request's LoRA adapter; none for a request without one."""
@@ -182,14 +161,15 @@ class Placement(Account):
         """Tokens of a request that a worker should have cached, which a move there need not send."""
         if worker not in self._worker_rows or request.id not in self._rows:
             return 0
-        return cached_at(self._led, self._rows[request.id], self._worker_rows.__getitem__, worker).tokens
+        r, row_of = self._rows[request.id], self._worker_rows.__getitem__
+        return loads.cached_at(self._led, r, row_of, worker).tokens
 
     def cached_elsewhere(self, request: Tracked) -> dict[WorkerId, int]:
         """The other workers that should have most of a request cached, and how many tokens."""
         r = self._rows.get(request.id)
         if r is None or self._led.caches.tokens == 0:
             return {}
-        kept = kept_everywhere(self._led, r)
+        kept = loads.kept_everywhere(self._led, r)
         here = self._led.requests[r]["worker"]
         there = [(int(kept[w]), name) for w, name in self._workers.items() if kept[w] and w != here]
         return {name: tokens for tokens, name in sorted(there, reverse=True)[:MOST_TOLD]}
@@ -224,12 +204,12 @@ class Placement(Account):
         """The decode worker that a request is handed over to; None where the one chosen has no room."""
         with self._without(self._barred(request, exclude)):
             w = self._decode_worker(self.row(request), now_s)
-        if w == NONE or not has_seat(self._led, w):
+        if w == state.NONE or not has_seat(self._led, w):
             return None
         at, k = self._led.workers[w], self._led.coefficients[w]
         here = at["decoding"] + at["queued"] + 1  # each may need a block more than its tokens say
-        tokens = at["context"] + at["queued_context"] + request.context_tokens + here * k[BLOCK_TOKENS]
-        return None if tokens > k[KV_BLOCKS] * k[BLOCK_TOKENS] else self._workers[w]
+        tokens = at["context"] + at["queued_context"] + request.context_tokens + here * k[speed.BLOCK_TOKENS]
+        return None if tokens > k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS] else self._workers[w]
 
     def _decode_worker(self, r: int, now_s: float) -> int:
         """The decode worker for a request that is on a worker, or NONE."""
@@ -237,7 +217,8 @@ class Placement(Account):
         if self.policy == Policy.EXACT:
             code = POLICY_CODE[Policy.BEST_FIT]
         key = int(row["key"])
-        row["key"] = generated(self._led, r)  # where it goes its tokens are not counted by this one's steps
+        # Where it goes its tokens are not counted by this one's steps.
+        row["key"] = state.generated(self._led, r)
         try:
             return int(decode_worker(self._led, code, self._settings_row, r, now_s, self._rng.random(2)))
         finally:
@@ -260,7 +241,7 @@ class Placement(Account):
             return
         status, at = self._led.workers["status"], list(rows)
         before = status[at].copy()
-        status[at] = OFF
+        status[at] = state.OFF
         try:
             yield
         finally:
@@ -271,7 +252,7 @@ class Placement(Account):
         w = self._worker_rows.get(worker)
         if w is None or (request.output_token_ids and self._weights[w] != request.weights):
             return False
-        return self._led.workers[w]["status"] == SERVING and bool(has_seat(self._led, w))
+        return self._led.workers[w]["status"] == state.SERVING and bool(has_seat(self._led, w))
 
     def together(self, line: Ints, now_s: float) -> Callable[[], tuple[list[tuple[int, WorkerId]], bool]]:
         """The exact policy's placement of ledger rows, to be called on another thread: (row, worker) pairs,
@@ -279,7 +260,7 @@ class Placement(Account):
         """
         suspects = self._suspects()
         serving = [w for w in self._serving() if w not in suspects]
-        led, names = copied(self._led), dict(self._workers)
+        led, names = state.copied(self._led), dict(self._workers)
         (profile,) = self._profiles.values()
 
         def solved() -> tuple[list[tuple[int, WorkerId]], bool]:
@@ -290,7 +271,7 @@ class Placement(Account):
         return solved
 
     def _serving(self) -> list[int]:
-        return [w for w in self._workers if self._led.workers[w]["status"] == SERVING]
+        return [w for w in self._workers if self._led.workers[w]["status"] == state.SERVING]
 
     def _suspects(self) -> set[int]:
         return self._silent if self._silent and not self._silent.issuperset(self._serving()) else set()

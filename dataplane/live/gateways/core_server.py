@@ -19,12 +19,7 @@ import msgspec
 
 from controlplane.errors import BadInput
 from controlplane.types import RequestId, Slo
-from dataplane.live.engine_api.messages import (
-    Codec,
-    EngineRequest,
-    SegmentOutput,
-    StepOutputs,
-)
+from dataplane.live.engine_api.messages import Codec, EngineRequest, SegmentOutput, StepOutputs
 from dataplane.live.engine_api.processes import Tasks, cancel_all
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.idempotency import Answers, OtherBody, StoredAnswer

@@ -26,11 +26,7 @@ from dataplane.live.engine_api.link import (
     Telemetry,
     WorkerInfo,
 )
-from dataplane.live.engine_api.messages import (
-    Adapter,
-    Codec,
-    EngineRequest,
-)
+from dataplane.live.engine_api.messages import Adapter, Codec, EngineRequest
 from dataplane.live.engine_api.processes import cancel_all
 from dataplane.live.worker.door import knock
 

@@ -28,11 +28,7 @@ from controlplane.perfmodel.samples import Burst, EngineRoom
 from dataplane.live.engine_api.messages import EngineRequest, SegmentOutput
 from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
 from dataplane.live.engine_api.step_trace import COLUMNS, Step
-from dataplane.live.engine_api.vllm_surface import (
-    EngineDeadError,
-    current_platform,
-    vllm_version,
-)
+from dataplane.live.engine_api.vllm_surface import EngineDeadError, current_platform, vllm_version
 from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.bursts import EngineDied, run_burst
 from dataplane.live.worker.engine import KvDoor, device_name, engine_args, start_engine, warm_up
