@@ -213,7 +213,7 @@ class _Fleet:
         )
         self.history.on_learnt.append(placement.learn)
         for kind, times in self.step_times.kinds.items():
-            times.on_refit.append(partial(placement.refit, kind))
+            times.on_refit.append(partial(placement.kinds.refit, kind))
         return placement
 
     def _learning(self) -> Learning:
@@ -233,8 +233,8 @@ class _Fleet:
 
     def _know(self, kind: str, profile: Profile) -> None:
         """Place by a learned profile from now on, and refit it."""
-        self.placement.know(kind, profile)
-        self.step_times.know(kind, profile).on_refit.append(partial(self.placement.refit, kind))
+        self.placement.kinds.know(kind, profile)
+        self.step_times.know(kind, profile).on_refit.append(partial(self.placement.kinds.refit, kind))
 
     def _core(self) -> FleetCore:
         """The fleet as one engine, and who hears of its requests and steps."""

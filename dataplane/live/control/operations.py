@@ -180,7 +180,7 @@ class Operations:
                 "policy": self._policy,
                 # Without step times of every kind only KV and seats bound what a worker takes.
                 "by": "targets" if self.core.placement.goes_by_targets else "load",
-                "step_times_known": self.core.placement.knows_step_times,
+                "step_times_known": self.core.placement.kinds.knows_step_times,
                 "unmeasured": dict(self._unmeasured),
             },
             "attainment": self.metrics.attainment(),

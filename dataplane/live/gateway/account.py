@@ -12,26 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from controlplane.compiled import compile_now
 from controlplane.perfmodel import coefficients as speed
 from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.step import StepModel
 from controlplane.placement import batch
 from controlplane.placement import ledger as state
-from controlplane.placement.constraints import kept_tpot_s, yields_to
-from controlplane.placement.ledger import Ledger
+from controlplane.placement.constraints import yields_to
+from controlplane.placement.ledger import Ints, Ledger, Records
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import RequestId, Role, Slo, WorkerId
 from dataplane.live.engine_api.cache_events import CacheChange
 from dataplane.live.engine_api.link import Telemetry, WorkerInfo
+from dataplane.live.gateway.kinds import WorkerKinds
 from dataplane.live.gateway.mirrors import Found, Hits, Mirrors
 from dataplane.live.gateway.request import Tracked
 
-MOST_TARGETS = 64
 ROWS, SLOTS = 1024, 256  # requests in the ledger, and that decode on a worker, to begin with
 # What a worker's record counts; 0 for one that is gone.
 QUEUE = ("queued", "queued_tokens", "queued_context", "queued_shared")
@@ -41,19 +39,16 @@ LOADS = ("step", "decoding", "context", "running_n", *QUEUE)
 class Account:
     """What every worker holds.
 
-    `profiles`: by kind, where step times are known. `workers` bounds how many it can hold at once. Where the
-    step times of an attached worker's kind are not known, those of none count; `knows_step_times` is False.
+    `profiles`: by kind, where step times are known. `workers` bounds how many it can hold at once.
     """
 
     def __init__(self, profiles: Mapping[str, Profile], workers: int, lengths: LengthTable) -> None:
-        self._profiles = dict(profiles)
-        self._profile_rows = {kind: speed.coefficient_row(profile) for kind, profile in profiles.items()}
         self._led = state.new_ledger(
             np.zeros((workers, speed.WIDTH)), np.arange(workers), ROWS, SLOTS, lengths
         )
+        self.kinds = WorkerKinds(profiles, self._led.coefficients)
         self._worker_rows: dict[WorkerId, int] = {}
         self._workers: dict[int, WorkerId] = {}
-        self._kinds: dict[int, str] = {}
         self._weights: dict[int, str] = {}
         self._rows: dict[RequestId, int] = {}
         self._expected: dict[RequestId, tuple[int, int]] = {}  # row of the worker it will come to, tokens
@@ -61,24 +56,9 @@ class Account:
         self._computed, self._chunks = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
         self._free = list(range(ROWS))
         self._mirrors = Mirrors(workers)
-        self._kept_up_to: dict[float, int] = {}  # of a TPOT target, the longest prompt known to keep it
         self.slos: tuple[Slo, ...] = ()  # of the fleet's SLO classes, to which others may yield
-        self._lay_out()
-        self._compile()
-
-    def _compile(self) -> None:
-        """Compile all that requests go through, rather than under the first client's."""
-        led = self._led
-        compile_now(batch.begin_step, led, 0, self._computed, self._chunks, -1.0)
-        compile_now(batch.end_step, led, 0, self._computed, self._chunks, 0)
-        compile_now(batch.enqueue, led, 0, 0, False)
-        compile_now(batch.begin_decoding, led, 0, 0, 1)
-        compile_now(batch.stop_decoding, led, 0, 0, state.HELD)
-        compile_now(batch.dequeue, led, 0, 0)
-        compile_now(batch.leave_queue, led, 0, 0)
-        compile_now(batch.queue_first, led, 0)
-        compile_now(batch.to_compute, led, 0)
-        self._mirrors.compile(led.caches)
+        compile_account(self._led, self._computed, self._chunks)
+        self._mirrors.compile(self._led.caches)
 
     @property
     def ledger(self) -> Ledger:
@@ -131,34 +111,6 @@ class Account:
             length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
         )
 
-    def refit(self, kind: str, step: StepModel) -> None:
-        """Use other step times than the profile's from now on, for all workers of a kind."""
-        self._profiles[kind] = replace(self._profiles[kind], step=step)
-        self._kept_up_to.clear()
-        row = speed.coefficient_row(self._profiles[kind])
-        times = slice(speed.BASE, speed.PRE_BASE)
-        self._profile_rows[kind][times] = row[times]
-        for w in [w for w, its in self._kinds.items() if its == kind and self.knows_step_times]:
-            self._led.coefficients[w, times] = row[times]
-
-    def know(self, kind: str, profile: Profile) -> None:
-        """Place by this profile of a kind from now on: its step times were learned."""
-        self._profiles[kind], self._profile_rows[kind] = profile, speed.coefficient_row(profile)
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        """Write the step times of each worker's kind, or none at all; free rows have those of the first."""
-        self.knows_step_times = bool(self._profiles) and set(self._kinds.values()) <= set(self._profiles)
-        self._kept_up_to.clear()
-        first = next(iter(self._profile_rows), None)
-        limits = slice(speed.KV_BLOCKS, speed.MODE)
-        for w, row in enumerate(self._led.coefficients):
-            known = self._profile_rows.get(self._kinds.get(w, first or "")) if self.knows_step_times else None
-            own = row[limits].copy()
-            row[:] = 0.0 if known is None else known
-            if w in self._kinds:  # the engine's own, whatever the profile's engine had
-                row[limits] = own
-
     # Workers.
 
     def attach(self, info: WorkerInfo, kind: str, role: Role = "any") -> None:
@@ -168,20 +120,16 @@ class Account:
         self._weights[w] = info.weights
         self._led = self._mirrors.attach(self._led, w, info)
         self.become(info, kind, role)
-        planned = self._profiles[kind].host_kv if kind in self._profiles else None
-        if planned is not None:
+        profile = self.kinds.profiles.get(kind)
+        if profile is not None and (planned := profile.host_kv) is not None:
             self._load_at(w, info.block_bytes / (planned.bytes_per_s * info.tp_degree))
         self._led.workers[w]["status"] = state.SERVING
 
     def become(self, info: WorkerInfo, kind: str, role: Role) -> None:
         """A worker is of that kind from now on, and has that role."""
         w = self._worker_rows[info.worker]
-        self._kinds[w] = kind
+        self.kinds.become(w, kind, info)
         self._led.workers[w]["role"] = state.ROLES.index(role)
-        row = self._led.coefficients[w]
-        self._lay_out()
-        row[speed.KV_BLOCKS], row[speed.BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
-        row[speed.MAX_BATCHED], row[speed.MAX_SEQS] = info.max_batched_tokens, info.max_seqs
 
     def detach(self, worker: WorkerId) -> None:
         """A worker is gone; its requests must be put elsewhere or ended."""
@@ -192,8 +140,8 @@ class Account:
             self._leave(self._rows[request])
         self._mirrors.detach(self._led, w)
         self._expected = {r: at for r, at in self._expected.items() if at[0] != w}
-        del self._workers[w], self._kinds[w], self._weights[w]
-        self._lay_out()
+        del self._workers[w], self._weights[w]
+        self.kinds.leave(w)
         blank = self._led.workers[w]
         for name in LOADS:
             blank[name] = 0
@@ -214,7 +162,7 @@ class Account:
         row = self._led.requests[r]
         row["key"] = len(request.output_token_ids)
         row["predicted"] = max(request.predicted_tokens, int(row["key"]) + 1)
-        was_idle = self._is_idle(w)
+        was_idle = is_idle(self._led, w)
         batch.enqueue(self._led, w, r, False)
         if has_kv and row["key"] > 0:
             self._begin_decoding(w, r, int(row["key"]))
@@ -266,7 +214,7 @@ class Account:
                 if math.isnan(led.requests[r]["first_s"]):
                     led.requests[r]["first_s"] = now_s
         if counts:
-            self._step(w, counts)
+            advance_all(led, w, counts)
         for r, tokens, had in fresh:
             self._begin_decoding(w, r, tokens, had)
         return True
@@ -278,23 +226,6 @@ class Account:
         while at["running_n"] + at["queued"] > self._led.running.shape[1]:
             self._widen()
         batch.begin_step(self._led, w, self._computed, self._chunks, now_s)
-
-    def _is_idle(self, w: int) -> bool:
-        return bool(self._led.workers[w]["running_n"] == 0 and batch.queue_first(self._led, w) == state.NONE)
-
-    def _step(self, w: int, counts: dict[int, int]) -> None:
-        """One decode step: all requests advance by a token, then those with another number are set right."""
-        led, at = self._led, self._led.workers[w]
-        at["step"] += 1
-        at["context"] += sum(counts.values())
-        running = led.running[w, : at["running_n"]]
-        if len(counts) != at["decoding"]:
-            for r in running:
-                if int(r) not in counts and led.requests[r]["phase"] == state.DECODING:
-                    led.requests[r]["key"] -= 1
-        for r, tokens in counts.items():
-            if tokens != 1:
-                led.requests[r]["key"] += tokens - 1
 
     def take(self, request: Tracked) -> None:
         """A request is on no worker any more."""
@@ -340,28 +271,10 @@ class Account:
             if not self._free:
                 self._grow()
             r = self._rows[request.id] = self._free.pop()
-            row = self._led.requests[r]
-            row["worker"] = row["next"] = state.NONE
-            row["phase"], row["priority"] = state.HELD, request.ticket.priority
-            row["prompt"], row["key"] = max(request.prompt_tokens, 1), len(request.output_token_ids)
-            row["predicted"] = max(request.predicted_tokens, 1)
-            row["arrival_s"] = request.arrival_s
-            row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
-            row["ttft_s"] = request.slo.ttft_s
-            row["tpot_s"] = request.kept_tpot_s = self._kept_tpot_s(request)
-            row["yields_tpot_s"], row["yields_most_tpot_s"] = yields_to(request.slo, self.slos)
+            request.kept_tpot_s = self.kinds.kept_tpot_s(request.slo.tpot_s, request.prompt_tokens)
+            enter(self._led.requests[r], request, self.slos)
             self._mirrors.enter(self._led.caches, r, request)
         return r
-
-    def _kept_tpot_s(self, request: Tracked) -> float:
-        asked_s, tokens = request.slo.tpot_s, request.prompt_tokens
-        if not self.knows_step_times or tokens <= self._kept_up_to.get(asked_s, -1):
-            return asked_s
-        types = np.stack(list(self._profile_rows.values()))
-        kept_s = float(kept_tpot_s(types, np.array([tokens]), np.array([asked_s]))[0])
-        if kept_s == asked_s and len(self._kept_up_to) < MOST_TARGETS:
-            self._kept_up_to[asked_s] = tokens
-        return kept_s
 
     def _grow(self) -> None:
         """Make room for twice as many requests."""
@@ -414,5 +327,50 @@ class Account:
             running[: len(kept)] = kept
             at["running_n"] = len(kept)
             row["worker"] = state.NONE
-        if w != state.NONE and self._is_idle(w):
+        if w != state.NONE and is_idle(self._led, w):
             self._led.workers[w]["boundary_s"] = -1.0  # no step is in progress
+
+
+def enter(row: Records, request: Tracked, slos: Sequence[Slo]) -> None:
+    """Write a request that is on no worker into its row of the ledger. `slos`: of classes it may yield to."""
+    row["worker"] = row["next"] = state.NONE
+    row["phase"], row["priority"] = state.HELD, request.ticket.priority
+    row["prompt"], row["key"] = max(request.prompt_tokens, 1), len(request.output_token_ids)
+    row["predicted"] = max(request.predicted_tokens, 1)
+    row["arrival_s"] = request.arrival_s
+    row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
+    row["ttft_s"], row["tpot_s"] = request.slo.ttft_s, request.kept_tpot_s
+    row["yields_tpot_s"], row["yields_most_tpot_s"] = yields_to(request.slo, slos)
+
+
+def is_idle(led: Ledger, w: int) -> bool:
+    """Whether a worker has no request to compute."""
+    return bool(led.workers[w]["running_n"] == 0 and batch.queue_first(led, w) == state.NONE)
+
+
+def advance_all(led: Ledger, w: int, counts: Mapping[int, int]) -> None:
+    """One decode step: all requests advance by a token, then those with another number are set right."""
+    at = led.workers[w]
+    at["step"] += 1
+    at["context"] += sum(counts.values())
+    running = led.running[w, : at["running_n"]]
+    if len(counts) != at["decoding"]:
+        for r in running:
+            if int(r) not in counts and led.requests[r]["phase"] == state.DECODING:
+                led.requests[r]["key"] -= 1
+    for r, tokens in counts.items():
+        if tokens != 1:
+            led.requests[r]["key"] += tokens - 1
+
+
+def compile_account(led: Ledger, computed: Ints, chunks: Ints) -> None:
+    """Compile all that requests go through, rather than under the first client's."""
+    compile_now(batch.begin_step, led, 0, computed, chunks, -1.0)
+    compile_now(batch.end_step, led, 0, computed, chunks, 0)
+    compile_now(batch.enqueue, led, 0, 0, False)
+    compile_now(batch.begin_decoding, led, 0, 0, 1)
+    compile_now(batch.stop_decoding, led, 0, 0, state.HELD)
+    compile_now(batch.dequeue, led, 0, 0)
+    compile_now(batch.leave_queue, led, 0, 0)
+    compile_now(batch.queue_first, led, 0)
+    compile_now(batch.to_compute, led, 0)

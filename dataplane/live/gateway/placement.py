@@ -69,7 +69,7 @@ class Placement(Account):
     @property
     def goes_by_targets(self) -> bool:
         """Whether requests are placed by their targets; else load alone counts."""
-        return self.policy in BY_TARGETS and self.knows_step_times
+        return self.policy in BY_TARGETS and self.kinds.knows_step_times
 
     def detach(self, worker: WorkerId) -> None:
         self._silent.discard(self._worker_rows.get(worker, state.NONE))
@@ -141,14 +141,14 @@ class Placement(Account):
             ]
 
         leaving = [loads.request_at(self._led, int(r), self._worker_rows.__getitem__) for r in by_row]
-        source = WorkerLoad(worker, "draining", 0, kind=self._kinds[here])
+        source = WorkerLoad(worker, "draining", 0, kind=self.kinds.of[here])
         went = next_off(self._forecasts, source, leaving, takers, busy)
         return None if went is None else (by_row[went[0].request], went[1].id)
 
     def _views(self, rows: Sequence[int]) -> dict[int, WorkerView]:
         """These workers as rules of moves see them, with what is on its way to them."""
-        steps = {k: p.step for k, p in self._profiles.items()} if self.knows_step_times else {}
-        named = {w: (self._workers[w], self._kinds[w], steps.get(self._kinds[w])) for w in rows}
+        steps = {k: p.step for k, p in self.kinds.profiles.items()} if self.kinds.knows_step_times else {}
+        named = {w: (self._workers[w], self.kinds.of[w], steps.get(self.kinds.of[w])) for w in rows}
         coming = [(self._rows[name], w) for name, (w, _) in self._expected.items() if name in self._rows]
         return dict(zip(rows, loads.views_of(self._led, named, coming), strict=True))
 
@@ -261,7 +261,7 @@ class Placement(Account):
         suspects = self._suspects()
         serving = [w for w in self._serving() if w not in suspects]
         led, names = state.copied(self._led), dict(self._workers)
-        (profile,) = self._profiles.values()
+        (profile,) = self.kinds.profiles.values()
 
         def solved() -> tuple[list[tuple[int, WorkerId]], bool]:
             workers = np.array(serving, np.int64)

@@ -189,5 +189,5 @@ def test_the_tpot_target_that_is_kept_for_a_request_is_the_rules_whatever_came_b
         return kept_s
 
     assert len({checked(turn) for turn in range(60)}) > 2  # some are kept, some are lost
-    placement.refit("", replace(slow, base_s=0.09))
+    placement.kinds.refit("", replace(slow, base_s=0.09))
     assert len({checked(turn) for turn in range(60)}) > 1

@@ -135,7 +135,7 @@ def test_what_cannot_be_is_refused(play):
 def test_placement_goes_by_the_step_times_of_each_kind(play):
     async def story(front, fleet, host):
         # A refit of one kind: its steps of 2 s would break every TPOT target.
-        front.core.placement.refit(SLOW, replace(profile().step, base_s=2.0))
+        front.core.placement.kinds.refit(SLOW, replace(profile().step, base_s=2.0))
         for i in range(6):
             await front.send(f"r{i}", [i + 1] * 30, max_tokens=50)
         fast = next(worker for worker, kind in host.kinds.items() if kind == FAST)

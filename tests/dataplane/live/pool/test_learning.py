@@ -68,7 +68,7 @@ def play():
                 measure_s,
             )
             step_times = StepTimes({}, front.events)
-            learning.on_learnt.append(front.core.placement.know)
+            learning.on_learnt.append(front.core.placement.kinds.know)
             learning.on_learnt.append(step_times.know)
             learning.on_measured.append(step_times.pass_over)
             types = FleetTypes([WorkerGroup(worker_type, workers)])
