@@ -50,6 +50,20 @@ def test_a_ray_executor_is_refused_by_name(model):
         config_of(model, 2, distributed_executor_backend="ray")
 
 
+def test_a_gpu_engine_without_a_plan_has_the_limits_of_vllms_own_server(model):
+    scheduler = config_of(model).scheduler_config
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (8192, 1024)
+    kept = config_of(model, max_num_batched_tokens=512, max_num_seqs=7).scheduler_config  # a plan's
+    assert (kept.max_num_batched_tokens, kept.max_num_seqs) == (512, 7)
+
+
+def test_a_gpu_engine_plans_a_step_ahead_and_replays_whole_graphs(model):
+    config = config_of(model)
+    assert config.scheduler_config.async_scheduling
+    assert config.max_concurrent_batches == 2
+    assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
+
+
 @pytest.mark.parametrize("tp", DEGREES)
 def test_penalties_come_in_the_form_that_the_gpu_runner_loads(model, tp):
     from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_by_fqcns

@@ -3,7 +3,8 @@
 Rows are those of `tokenfleet fit` (prefill_tokens, sequences, context_tokens, step_s, prefill_sum_sq,
 prefill_sequences). A step's time runs from the end of the previous step to its own end if work was left in
 between, so it holds everything that a client waits for: scheduling, the model, sampling and output. The first
-step after a pause has no such beginning and takes the time that the engine reports.
+step after a pause runs from its own begin. With asynchronous scheduling the engine begins a step while the
+last one still runs, so that begin counts only if it is later than the last end.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class StepTrace:
         self._count = 0
         self._preemptions = 0
         self._longest_s = 0.0
-        self._ended_s: float | None = None  # of the last step, if it left work behind
+        self._ended_s = float("-inf")  # of the last step
+        self._left_work = False
         self._running = self._waiting = self._used_blocks = 0
         self._fetched: Counter[str] = Counter()
         self._host_loaded_bytes, self._host_loading_s = 0, 0.0
@@ -101,14 +103,16 @@ class StepTrace:
         self._preemptions += load.get("preemptions", 0)
         computed = bool(load.get("prefill_tokens", 0) or load.get("sequences", 0))
         if computed:
-            step_s = engine_s if self._ended_s is None else ended_s - self._ended_s
+            since_last_s = ended_s - self._ended_s
+            step_s = since_last_s if self._left_work else min(engine_s, since_last_s)
             self._count += 1
             self._longest_s = max(self._longest_s, step_s)
             self._ends_s.append(ended_s)
             self._steps.append(Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"}))
         # Between this step and the next nothing but the engine's own work passes, if something still runs;
         # what waits may wait for KV to arrive.
-        self._ended_s = ended_s if computed and running else None
+        self._left_work = bool(computed and running)
+        self._ended_s = ended_s
         return computed or changed
 
     @property

@@ -147,7 +147,8 @@ def engine_config(args: AsyncEngineArgs) -> Any:
 
     The first runner takes no logits processors beside drafts: there requests with penalties do not go on.
     """
-    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    # vLLM's limits of a batch depend on who asks: the core would get a quarter of a server's on a GPU.
+    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     if config.use_v2_model_runner or config.speculative_config is None:
         config.model_config.logits_processors = [penalties_of(config.use_v2_model_runner)]
     return config

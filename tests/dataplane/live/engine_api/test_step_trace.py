@@ -117,3 +117,14 @@ def test_an_engine_may_be_silent_for_many_of_its_steps_and_before_the_first_for_
     assert trace.longest_silence_s == pytest.approx(STUCK_STEPS * 3.0)
     trace.add(load(4), 0.01, 4.01, 4, 0, 0.1)
     assert trace.longest_silence_s == pytest.approx(STUCK_LONGEST * 3.0)
+
+
+def test_a_step_that_was_planned_while_the_last_one_ran_takes_its_own_time_alone() -> None:
+    """As vLLM schedules asynchronously: the engine begins a step while the one before still runs."""
+    trace, step_s = StepTrace(WorkerId("w0"), 100), 0.01
+    for i in range(4):
+        began_s, ended_s = (max(i - 1, 0) + 0.1 * (i > 0)) * step_s, (i + 1) * step_s
+        left = 0 if i >= 2 else 1  # the third ends the last request, and the fourth had begun by then
+        trace.add(load(1), ended_s - began_s, ended_s, left, 0, 0.1)
+    trace.add(load(1), step_s, 1.0, 0, 0, 0.1)  # after a pause
+    assert [step.step_s for step in trace.steps()[1]] == pytest.approx([step_s] * 5)
