@@ -110,7 +110,8 @@ def reads_plainly(prose: Prose, sentence: float, paragraph: float) -> None:
 PAGES = {  # words a sentence
     "README.md": 14, "SECURITY.md": 15, "docs/comparison.md": 15, "docs/console.md": 15,
     "docs/evidence.md": 15, "docs/export.md": 15,
-    "docs/first-plan.md": 15, "docs/glossary.md": 15, "docs/http.md": 15, "docs/read-your-plan.md": 15,
+    "docs/first-plan.md": 15, "docs/glossary.md": 15, "docs/http.md": 15, "docs/python.md": 15,
+    "docs/read-your-plan.md": 15,
     "docs/scorecard.md": 15, "examples/README.md": 15,
 }  # fmt: skip
 

@@ -8,11 +8,11 @@ time of its own: twelve of Llama-3.1 8B at 0.5 to 2 requests a second at most (4
 0.3 to 1.5 (1.6 s, 75 ms). Each may have A100s, H100s or H200s: sixty plans, on `--jobs` processes. First
 without limits; then with two thirds of the type of GPU that is taken most, and a quarter more GPUs in all.
 `--quick`: four models of ten minutes at three times the rate. Such small models have a worker or two all the
-time, and schedules save nothing here; tests/tokenfleet/portfolio/test_portfolio.py has models that are large
+time, and schedules save nothing here; tests/tokenfleet/portfolios/test_portfolio.py has models that are large
 enough for day and night.
 
 `wall_s` of the first has all plans in it, none kept before; the second finds them kept. That no other choice
-within the limits is cheaper is held against every combination by tests/tokenfleet/portfolio/test_choose.py.
+within the limits is cheaper is held against every combination by tests/tokenfleet/portfolios/test_choose.py.
 Limits are held here against the sum of all models in each window.
 
 `--part sharing`: what it saves that small models share GPUs. Of the twelve of 8B six are rarely used, at 0.1
@@ -45,10 +45,10 @@ from controlplane.workload import Workload
 from experiments.lib.public_data import AZURE_HOUR, azure_hour
 from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.portfolio.offers import fleets_of, tasks_of
-from tokenfleet.portfolio.plan import PortfolioPlan, cheapest, plan_portfolio
-from tokenfleet.portfolio.request import Model, Portfolio
-from tokenfleet.whatif.cache import Cache
+from tokenfleet.portfolios.offers import fleets_of, tasks_of
+from tokenfleet.portfolios.plan import PortfolioPlan, cheapest, plan_portfolio
+from tokenfleet.portfolios.request import Model, Portfolio
+from tokenfleet.whatifs.cache import Cache
 
 HOUR_S = 3600.0
 MOST_S = 300.0

@@ -9,9 +9,9 @@ from planning_builders import SLO, poisson, save, worker
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces import read_traces
-from tokenfleet.whatif import run
-from tokenfleet.whatif.axes import grid
-from tokenfleet.whatif.view import whatif_json
+from tokenfleet.whatifs import run
+from tokenfleet.whatifs.axes import grid
+from tokenfleet.whatifs.view import whatif_json
 
 pytest.importorskip("ray")
 

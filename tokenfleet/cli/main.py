@@ -118,9 +118,9 @@ def _run(arguments: list[str]) -> int:
         print(_help())
         return DONE if arguments else BAD_INPUT
     if arguments[0] in ("--version", "-V"):
-        from tokenfleet import __version__
+        from tokenfleet.version import version_text
 
-        print(f"tokenfleet {__version__}")
+        print(version_text())
         return DONE
     words = 2 if " ".join(arguments[:2]) in VERBS else 1
     name, rest = " ".join(arguments[:words]), arguments[words:]

@@ -44,14 +44,10 @@ def plan_command(
     """
     request.consistent()
     # Imported here: the flags are checked before the compiled simulator is loaded.
+    from tokenfleet.api.plan import answered, plan_texts
     from tokenfleet.cli.terminal import answer, console, progress_bar, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import gather
-    from tokenfleet.planning.plan_file import parse_plan
-    from tokenfleet.planning.planner import make_plan
-    from tokenfleet.planning.threads import threads
-    from tokenfleet.report.page import plan_report
-    from tokenfleet.report.plan_json import plan_json
     from tokenfleet.service.forks import asked_traces
     from tokenfleet.service.scorecard import kept_bias
     from tokenfleet.traces import read_traces
@@ -64,13 +60,12 @@ def plan_command(
         gathered = gather(read_traces(paths), request, bias, date.today())
     # The answer's note has the ages of prices and profiles.
     warn([*notes, *(w for w in gathered.inputs.warnings if w not in gathered.inputs.ages)])
-    with threads(jobs or os.cpu_count() or 1) as pool, progress_bar() as bar:
-        plan = make_plan(gathered.workload, gathered.worker_types, request, gathered.inputs, pool, bar)
-    document = plan_json(plan)
-    text, read = json.dumps(document, indent=1) + "\n", parse_plan(document, "plan")
-    if files:
-        write_files(dict(zip(files, (text, plan_report(read)), strict=True)))
-    answer(output_format, text, lambda: plan_answer(read, output_dir, show_all))
+    with progress_bar() as bar:
+        plan = answered(gathered, request, jobs, bar)
+    texts = plan_texts(plan)
+    if output_dir is not None:
+        write_files({output_dir / name: text for name, text in texts.items()})
+    answer(output_format, texts["plan.json"], lambda: plan_answer(plan, output_dir, show_all))
     return 0 if plan.feasible else 1
 
 
@@ -140,11 +135,11 @@ def portfolio_command(
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.cli.terminal import answer, counted_bar, warn
     from tokenfleet.files import cache_folder, refuse_unwritable, write_files
-    from tokenfleet.portfolio.offers import tasks_of
-    from tokenfleet.portfolio.plan import plan_portfolio
-    from tokenfleet.portfolio.request import read_portfolio
-    from tokenfleet.portfolio.view import portfolio_json, portfolio_report, portfolio_tables
-    from tokenfleet.whatif.cache import Cache
+    from tokenfleet.portfolios.offers import tasks_of
+    from tokenfleet.portfolios.plan import plan_portfolio
+    from tokenfleet.portfolios.request import read_portfolio
+    from tokenfleet.portfolios.view import portfolio_json, portfolio_report, portfolio_tables
+    from tokenfleet.whatifs.cache import Cache
 
     portfolio = read_portfolio(file)
     plans = (

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from tokenfleet.planning.fleet import Fleet
     from tokenfleet.planning.sizing import MostAgents
 
-SCHEMA = "tokenfleet.simulation/1"
 MOST_WORKERS = 10_000  # beyond any fleet; a slip of the finger would fill the memory
 
 
@@ -101,9 +100,11 @@ def simulate_command(
     --slo ttft=2s,tpot=40ms --most-agents --attainment 0.95 --confidence 0.95
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
+    from tokenfleet.api.simulation import as_asked, outcome_of, request_rows, requests_for
     from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import what_drafts_do, without_work
+    from tokenfleet.traces import read_traces
 
     profile = _profile(worker, request)
     if as_sessions.most_agents and request.agents is not None:
@@ -112,18 +113,19 @@ def simulate_command(
     fleet = _fleet(profile, workers, worker.prefill_workers, request)
     refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
-        workload, classes, warnings = _workload(trace, request, profile)
-    workload = _as_asked(workload, as_sessions, request)
+        workload, classes, warnings = requests_for(read_traces(trace), request, [profile])
+    agents = "most-agents" if as_sessions.most_agents else "agents"
+    workload = as_asked(workload, request, open_loop=as_sessions.open_loop, agents=agents)
     notes = [*warnings, *what_drafts_do(workload, _of(worker, request)), *without_work(workload, request)]
     began, most = time.perf_counter(), None
     with console(stderr=True).status(f"simulating {len(workload):,} requests") as status:
         if as_sessions.most_agents:
             most = _most_agents(workload, classes, request, fleet, status.update)
             request = replace(request, agents=most.agents)
-        outcome = _outcome(workload, classes, fleet, request)
+        outcome = outcome_of(workload, classes, fleet, request)
     wall_s = time.perf_counter() - began
     if per_request is not None:
-        write_files({per_request: requests_csv(outcome)})
+        write_files({per_request: request_rows(outcome).write_csv()})
     told = _answer_json(outcome, classes, request.agents, fleet.usd_per_hour, most, wall_s)
     answer(
         output_format,
@@ -132,22 +134,6 @@ def simulate_command(
     )
     warn(notes)
     return 0
-
-
-def _outcome(workload: Workload, classes: Sequence[SloClass], fleet: Fleet, request: PlanRequest) -> Outcome:
-    from controlplane.placement.policies import PlacementSettings
-    from dataplane.simulated.simulate import simulate
-
-    outcome = simulate(
-        workload,
-        fleet.specs(),
-        [one.slo for one in classes] or request.slo,
-        request.policy,
-        settings=PlacementSettings(headroom=request.priority_headroom),
-        seed=request.seed,
-        agents=request.agents,
-    )
-    return replace(outcome, session_target_s=request.session_s)
 
 
 def _answer_json(
@@ -159,6 +145,8 @@ def _answer_json(
     wall_s: float,
 ) -> dict[str, Any]:
     """The JSON of `tokenfleet.simulation/1`."""
+    from tokenfleet.api.simulation import classes_json, sessions_json, simulation_json
+
     told = simulation_json(outcome, wall_s)
     told["sessions"] = sessions_json(outcome, agents, usd_per_h)
     if most is not None:
@@ -299,36 +287,6 @@ def _engine_rows(outcome: Outcome, request: PlanRequest, told: dict[str, Any]) -
     yield "Simulated in", duration_text(told["wall_s"])
 
 
-def classes_json(outcome: Outcome, classes: Sequence[SloClass]) -> dict[str, Any]:
-    """What became of each class; nothing where the targets are plain."""
-    attained = outcome.class_attainments.tolist()
-    of = np.bincount(outcome.workload.slo_class, minlength=len(attained)).tolist()
-    rows = [
-        {"name": one.name, "requests": n, "target": one.attainment, "attainment": round(share, 6)}
-        for one, n, share in zip(classes, of, attained, strict=False)
-    ]
-    return {"classes": rows} if rows else {}
-
-
-def _as_asked(workload: Workload, flags: SessionFlags, request: PlanRequest) -> Workload:
-    """The workload with its sessions as the flags have them. Raises BadInput for what it does not have."""
-    from tokenfleet.planning.inputs import refuse_without_prefixes, refuse_without_sessions
-
-    agents = "most-agents" if flags.most_agents else "agents"
-    refuse_without_sessions(workload, request, agents)
-    refuse_without_prefixes(workload, request)
-    if request.no_prefix_cache:
-        workload = replace(workload, prefixes=None)
-    sessions = workload.sessions
-    if not flags.open_loop or sessions is None:
-        return workload
-    if request.agents is not None:
-        raise BadInput(f"--open-loop: contradicts --{agents}; agents wait for answers")
-    nothing = np.zeros(0, np.int64)
-    at_once = replace(sessions, offsets=np.zeros(len(workload) + 1, np.int64), before=nothing)
-    return replace(workload, sessions=at_once)
-
-
 def _profile(worker: OneWorker, request: PlanRequest) -> Profile:
     """The profile of the one type of worker that is asked for. Raises BadInput, ProfileMissing."""
     from tokenfleet.planning.inputs import chosen_profiles
@@ -352,32 +310,6 @@ def _of(worker: OneWorker, request: PlanRequest) -> PlanRequest:
     )
 
 
-def _workload(
-    traces: list[Path], request: PlanRequest, worker: Profile
-) -> tuple[Workload, tuple[SloClass, ...], list[str]]:
-    """The requests that the worker can hold, their classes, and what there is to know of their trace.
-
-    Raises BadInput.
-    """
-    from tokenfleet.planning.classes import classed, present
-    from tokenfleet.planning.inputs import trimmed, within_context
-    from tokenfleet.traces import read_traces
-    from tokenfleet.traces.check import doctor_warnings
-
-    read = classed(read_traces([str(path) for path in traces]), request)
-    workload = trimmed(read, request)
-    doctored = doctor_warnings(replace(read, workload=workload))
-    workload, warnings = within_context(workload, [worker], request.drop_too_long, read.name)
-    longest = int((workload.prompt_tokens + workload.output_tokens).max()) if len(workload) else 0
-    if worker.kv.held(longest) > worker.kv.capacity_tokens:
-        raise BadInput(
-            f"{read.name}: the longest request has {longest} tokens,"
-            f" the worker's KV holds {worker.kv.capacity_tokens}"
-        )
-    workload, classes = present(workload, request, read.name)
-    return workload, classes, [*read.warnings, *doctored, *warnings]
-
-
 def _fleet(profile: Profile, workers: int, prefill_workers: int | None, request: PlanRequest) -> Fleet:
     """The workers with their roles, and their price where it is known."""
     from controlplane.worker_type import WorkerGroup
@@ -393,31 +325,6 @@ def _fleet(profile: Profile, workers: int, prefill_workers: int | None, request:
         raise BadInput(f"--prefill-workers: with --engine split, some of the {workers} workers but not all")
     prefill = WorkerGroup(replace(kind, role="prefill"), prefill_workers)
     return Fleet((prefill, WorkerGroup(replace(kind, role="decode"), workers - prefill_workers)))
-
-
-def sessions_json(outcome: Outcome, agents: int | None, usd_per_h: float | None) -> dict[str, Any] | None:
-    """What became of the sessions; None for a workload without any."""
-    from tokenfleet.planning.reuse import sessions_per_h
-
-    sessions = outcome.workload.sessions
-    if sessions is None or (sessions.session < 0).all():
-        return None
-    took_s = outcome.session_s
-    ended_s = took_s[np.isfinite(took_s)]
-    of_sessions = sessions.session >= 0
-    told: dict[str, Any] = {
-        "sessions": len(took_s),
-        "completed": len(ended_s),
-        "session_s": {f"p{q}": float(np.percentile(ended_s, q)) if len(ended_s) else None for q in (50, 90)},
-        "turns_attainment": round(float(outcome.met[of_sessions].mean()), 6),
-    }
-    if (within := outcome.session_attainment) is not None:
-        told |= {"session_target_s": outcome.session_target_s, "within_target": round(within, 6)}
-    if agents is not None:
-        an_hour = sessions_per_h(outcome, agents)
-        usd = usd_per_h / an_hour if usd_per_h is not None and an_hour > 0 else None
-        told |= {"agents": agents, "sessions_per_h": an_hour, "usd_per_session": usd}
-    return told
 
 
 def sessions_rows(told: dict[str, Any] | None, asked: float) -> Iterator[tuple[str, str]]:
@@ -444,55 +351,3 @@ def sessions_rows(told: dict[str, Any] | None, asked: float) -> Iterator[tuple[s
             "Throughput",
             f"{told['sessions_per_h']:.1f} sessions/h{priced}, with {told['agents']:,} at once",
         )
-
-
-def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
-    """The simulation's JSON object; `wall_s` is how long it took to run."""
-    from tokenfleet.planning.result import latency
-    from tokenfleet.report.plan_json import latency_json
-
-    finished = outcome.finish_s == outcome.finish_s  # NaN is not itself
-    hits = outcome.prefix_hit_rate
-    return {
-        "schema": SCHEMA,
-        "requests": len(outcome.workload),
-        "finished": int(finished.sum()),
-        "attainment": round(outcome.attainment, 6),
-        "ttft_s": latency_json(latency(outcome.ttft_s)),
-        "tpot_s": latency_json(latency(outcome.tpot_s)),
-        "preemptions": int(outcome.preemptions.sum()),
-        "migrations": int(outcome.migrations.sum()),
-        "utilisation": round(outcome.utilisation, 6),
-        "prefix_hit_rate": None if hits is None else round(hits, 6),
-        **({} if outcome.host_hit_rate is None else {"host_hit_rate": round(outcome.host_hit_rate, 6)}),
-        "wall_s": round(wall_s, 3),
-    }
-
-
-def requests_csv(outcome: Outcome) -> str:
-    """One row a request; an empty cell is what did not happen."""
-    import polars as pl
-
-    workload, cached, loaded = outcome.workload, outcome.cached_tokens, outcome.loaded_tokens
-    never = pl.lit(None, pl.Int64).alias("cached_tokens")
-    return (
-        pl.DataFrame(
-            {
-                "request": range(len(workload)),
-                "arrival_s": outcome.arrival_s,
-                "prompt_tokens": workload.prompt_tokens,
-                "output_tokens": workload.output_tokens,
-                "worker": outcome.worker,
-                "first_token_s": outcome.first_token_s,
-                "finish_s": outcome.finish_s,
-                "preemptions": outcome.preemptions,
-                "migrations": outcome.migrations,
-            }
-        )
-        .with_columns(
-            pl.col("arrival_s", "first_token_s", "finish_s").fill_nan(None),
-            never if cached is None else pl.Series("cached_tokens", cached).replace(-1, None),
-            *([] if loaded is None else [pl.Series("loaded_tokens", loaded)]),
-        )
-        .write_csv()
-    )

@@ -1,36 +1,18 @@
-"""The terminal: data on stdout, progress and warnings on stderr, colour only where it is wanted."""
+"""The terminal: data on stdout, warnings on stderr, colour only where it is wanted."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from threading import Lock
 
-from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.console import RenderableType
 from rich.text import Text
 
 from tokenfleet.cli.flags import OutputFormat
-from tokenfleet.planning.threads import Watch
+from tokenfleet.report.progress import console, counted_bar, progress_bar
 
-
-def console(*, stderr: bool = False) -> Console:
-    """A console that honours NO_COLOR. Where it is no terminal, tables are $COLUMNS or 110 wide."""
-    shown = Console(stderr=stderr, no_color="NO_COLOR" in os.environ, highlight=False, markup=False)
-    if not shown.is_terminal and "COLUMNS" not in os.environ:
-        shown.width = 110
-    return shown
+__all__ = ["answer", "console", "counted_bar", "progress_bar", "show", "warn"]
 
 
 def show(renderables: Iterable[RenderableType]) -> None:
@@ -59,49 +41,3 @@ def warn(messages: Iterable[str]) -> None:
     """One line each on stderr."""
     for message in messages:
         print(f"warning: {message}", file=sys.stderr)
-
-
-class Bar(Watch):
-    """A progress bar with the stage and the number of simulations so far."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
-        self._lock = Lock()
-        self._count = 0
-
-    def stage(self, text: str, share: float) -> None:
-        self._progress.update(self._task, description=text, completed=share)
-
-    def simulated(self) -> None:
-        with self._lock:
-            self._count += 1
-            self._progress.update(self._task, simulations=self._count)
-
-
-def _progress(count: ProgressColumn) -> Progress:
-    """A bar on stderr while it is watched by a person; a silent one otherwise."""
-    to = console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=24), count, TimeElapsedColumn()
-    return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Watch]:
-    """A bar of a plan's progress, with the simulations that it took."""
-    with _progress(TextColumn("{task.fields[simulations]} simulations")) as progress:
-        yield Bar(progress, progress.add_task("planning", total=1.0, simulations=0))
-
-
-@contextmanager
-def counted_bar(text: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-    """A bar of `total` equal things, of which some are `done`.
-
-    What it gives is called after one more of them, or so many, and may be told the `description` of the next.
-    """
-    with _progress(MofNCompleteColumn()) as progress:
-        task = progress.add_task(text, total=total, completed=done)
-
-        def advance(count: int = 1, **told: str) -> None:
-            progress.update(task, advance=count, **told)  # type: ignore[arg-type]
-
-        yield advance

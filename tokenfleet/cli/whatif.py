@@ -20,9 +20,9 @@ from tokenfleet.texts import Parsed
 
 if TYPE_CHECKING:
     from tokenfleet.traces import Trace
-    from tokenfleet.whatif.axes import Changes, Scenario
-    from tokenfleet.whatif.cache import Cache
-    from tokenfleet.whatif.marginal import TimeOfDay
+    from tokenfleet.whatifs.axes import Changes, Scenario
+    from tokenfleet.whatifs.cache import Cache
+    from tokenfleet.whatifs.marginal import TimeOfDay
 
 
 @takes_request()
@@ -65,8 +65,8 @@ def whatif_command(
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.service.forks import asked_traces
     from tokenfleet.traces import read_traces
-    from tokenfleet.whatif.axes import grid
-    from tokenfleet.whatif.view import whatif_json, whatif_report, whatif_tables
+    from tokenfleet.whatifs.axes import grid
+    from tokenfleet.whatifs.view import whatif_json, whatif_report, whatif_tables
 
     kept, cells = _cache(cache, no_cache), grid(vary)
     _check_spot(request, cells)
@@ -94,7 +94,7 @@ def _check_at_once(jobs: int | None, ray: str | None) -> None:
 
 def _cache(folder: Path | None, is_off: bool) -> Cache:
     from tokenfleet.files import cache_folder
-    from tokenfleet.whatif.cache import Cache
+    from tokenfleet.whatifs.cache import Cache
 
     if folder is not None and is_off:
         raise BadInput("--no-cache: contradicts --cache")
@@ -126,7 +126,7 @@ def _planned(
     """The scenarios and their warnings, with a bar; interrupted, it prints how many are kept."""
     from tokenfleet.cli.terminal import counted_bar
     from tokenfleet.service.scorecard import kept_bias
-    from tokenfleet.whatif.run import planned
+    from tokenfleet.whatifs.run import planned
 
     done = 0
     try:
@@ -160,7 +160,7 @@ def _planned(
 
 def _clock(read: Trace, window: Parsed[tuple[float, float]] | None) -> TimeOfDay:
     """Times of day, where the trace has them."""
-    from tokenfleet.whatif.marginal import TimeOfDay
+    from tokenfleet.whatifs.marginal import TimeOfDay
 
     if read.clock_start_s is None:
         return TimeOfDay()

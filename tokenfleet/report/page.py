@@ -10,12 +10,12 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from tokenfleet import __version__
 from tokenfleet.planning.plan_file import Costed, Counted, PlanFile, PlannedProfile
 from tokenfleet.report.answer import GUIDE, OPENS, cliff_text, gpus_of, headline
 from tokenfleet.report.figures import Axis, Figure, Series, figure_html
 from tokenfleet.report.tables import asked_text, kind_text, share_text, usd_text, workers_text
 from tokenfleet.texts import duration_text
+from tokenfleet.version import VERSION
 
 PAGE = Path(__file__).with_name("report_page.html")
 LEAST_LATE = 1e-4  # the smallest share of requests that is drawn
@@ -30,7 +30,7 @@ def plan_report(plan: PlanFile) -> str:
         _lines(plan),
         list(plan_figures(plan)),
         _tables(plan),
-        f"Made by tokenfleet {__version__}, seed {plan.inputs.seed}, placement policy {plan.policy}."
+        f"Made by tokenfleet {VERSION}, seed {plan.inputs.seed}, placement policy {plan.policy}."
         " Latencies come from simulation with these profiles, not from a running fleet. Every line and plot"
         f" is explained in {GUIDE}.",
     )
@@ -55,6 +55,11 @@ def page(
         tables="\n".join(tables),
         footer=escape(footer),
     )
+
+
+def framed(whole: str) -> str:
+    """A whole page within another, such as a notebook: a frame keeps each page's own style."""
+    return f'<iframe srcdoc="{escape(whole)}" style="width:100%;height:900px;border:0"></iframe>'
 
 
 def _lines(plan: PlanFile) -> str:

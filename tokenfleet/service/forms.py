@@ -13,7 +13,7 @@ from controlplane.types import EngineMode, Slo
 from tokenfleet.field_errors import fault_line
 from tokenfleet.planning.plan_file import FleetPart, PlanBrief, PlanFile
 from tokenfleet.planning.request import Kind, Option, PlanRequest, command_line, options, read_targets
-from tokenfleet.portfolio.request import Portfolio, sent_portfolio
+from tokenfleet.portfolios.request import Portfolio, sent_portfolio
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 OVER: tuple[State, ...] = ("done", "failed", "cancelled")

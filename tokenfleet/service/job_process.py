@@ -28,14 +28,14 @@ from tokenfleet.files import write_files
 from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.threads import Watch, threads
-from tokenfleet.portfolio.offers import tasks_of
-from tokenfleet.portfolio.plan import plan_portfolio
-from tokenfleet.portfolio.view import portfolio_json
+from tokenfleet.portfolios.offers import tasks_of
+from tokenfleet.portfolios.plan import plan_portfolio
+from tokenfleet.portfolios.view import portfolio_json
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.service.forms import PortfolioOrder, in_field_names, read_order
 from tokenfleet.service.scorecard import kept_bias
 from tokenfleet.traces import read_trace
-from tokenfleet.whatif.cache import Cache
+from tokenfleet.whatifs.cache import Cache
 
 TELL_EVERY_S = 0.2
 NICENESS = 10  # a fleet served beside it comes first

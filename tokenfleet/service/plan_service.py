@@ -154,12 +154,12 @@ class PlanService:
 
     def catalogue(self) -> dict[str, Any]:
         """The models, workers, prices and policies of plans here (forms.Catalogue)."""
-        from tokenfleet import __version__
+        from tokenfleet.version import VERSION
 
         if self._fixed is None:
             sample = sample_path()
             self._fixed = {
-                "version": __version__,
+                "version": VERSION,
                 "models": known_models(),
                 "gpus": known_gpus(),
                 "options": known_options(),

@@ -52,7 +52,7 @@ from tokenfleet.service.app import plan_app
 from tokenfleet.service.forms import PlanOrder
 from tokenfleet.service.plan_service import PlanService, ServiceLimits
 from tokenfleet.service.routes import plan_extension
-from tokenfleet.whatif.axes import AXES, changed
+from tokenfleet.whatifs.axes import AXES, changed
 
 for verb in ("plan", "whatif"):
     main([verb, "--help"])

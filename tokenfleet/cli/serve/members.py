@@ -12,7 +12,7 @@ from tokenfleet.cli.flags import adapter_at
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.workers import bounds_of, engine_flag_names
 from tokenfleet.planning.plan_file import PlanFile, read_plan
-from tokenfleet.portfolio.request import PlannedPortfolio, read_planned_portfolio
+from tokenfleet.portfolios.request import PlannedPortfolio, read_planned_portfolio
 
 # Of one fleet: a portfolio's plans, or its limits, say them for each model, or nothing does yet.
 OF_ONE_FLEET = (

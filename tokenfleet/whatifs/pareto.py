@@ -13,7 +13,7 @@ from math import inf
 
 from tokenfleet.report.figures import TONES, Axis, Figure, Kind, Series
 from tokenfleet.report.tables import fleet_text, usd_text
-from tokenfleet.whatif.axes import AXES, Scenario, checked
+from tokenfleet.whatifs.axes import AXES, Scenario, checked
 
 _PLOTTED = ("slo.ttft", "slo.tpot", "attainment", "confidence")  # the first that varies is the x-axis
 

@@ -27,11 +27,11 @@ from tokenfleet.planning.inputs import Gathered, gather, within_kv
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import ScheduleInterval, paid
-from tokenfleet.portfolio.request import AdapterTraffic, Model, Portfolio
+from tokenfleet.portfolios.request import AdapterTraffic, Model, Portfolio
 from tokenfleet.traces import Trace, merged, read_traces
-from tokenfleet.whatif.axes import Task
-from tokenfleet.whatif.cache import Cache
-from tokenfleet.whatif.run import results_of
+from tokenfleet.whatifs.axes import Task
+from tokenfleet.whatifs.cache import Cache
+from tokenfleet.whatifs.run import results_of
 
 WORKERS_PER_GPU = (2, 4)  # that share one
 PARTLY_ON_DEMAND = 8  # numbers of a fleet's workers

@@ -21,12 +21,12 @@ from tokenfleet.planning.traffic.sample import Sampler
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.traces import Trace, read_traces
-from tokenfleet.whatif import run
-from tokenfleet.whatif.axes import Scenario, changed, grid, prepared
-from tokenfleet.whatif.cache import Cache, key_of
-from tokenfleet.whatif.run import solved
-from tokenfleet.whatif.solve import families
-from tokenfleet.whatif.view import whatif_json
+from tokenfleet.whatifs import run
+from tokenfleet.whatifs.axes import Scenario, changed, grid, prepared
+from tokenfleet.whatifs.cache import Cache, key_of
+from tokenfleet.whatifs.run import solved
+from tokenfleet.whatifs.solve import families
+from tokenfleet.whatifs.view import whatif_json
 
 PRICES = "schema: tokenfleet.prices/1\nprices:\n" + "".join(
     f'- {{gpu: {gpu}, on_demand: {usd}, spot: {usd / 2}, date: 2026-01-01, source: "made"}}\n'

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenfleet.planning.plan_file import PlanFile, kind_of_worker
 from tokenfleet.texts import duration_text
-from tokenfleet.whatif.axes import AXES, Scenario, checked, is_numeric
+from tokenfleet.whatifs.axes import AXES, Scenario, checked, is_numeric
 
 # Axes that change what the schedule costs, not the fleet; only the schedule's price tells.
 _BY_SCHEDULE = ("cold-start",)

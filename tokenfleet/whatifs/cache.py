@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tokenfleet.files import keep_newest, write_files
 from tokenfleet.planning.search import workload_digest
-from tokenfleet.whatif.axes import Task
-from tokenfleet.whatif.solve import Result
+from tokenfleet.whatifs.axes import Task
+from tokenfleet.whatifs.solve import Result
 
 SCHEMA = "tokenfleet.scenario/1"
 MOST_FILES = 4000  # some 20 kB each
@@ -25,7 +25,7 @@ _SOURCES = (
     "controlplane/**/*.py",
     "dataplane/simulated/*.py",
     "tokenfleet/planning/*.py",
-    "tokenfleet/whatif/solve.py",
+    "tokenfleet/whatifs/solve.py",
 )
 
 

@@ -13,8 +13,8 @@ from controlplane.perfmodel.profile import KvModel
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.planning.plan_file import read_plan
-from tokenfleet.portfolio.offers import _workers_on_demand
-from tokenfleet.portfolio.request import read_portfolio
+from tokenfleet.portfolios.offers import _workers_on_demand
+from tokenfleet.portfolios.request import read_portfolio
 from tokenfleet.profiles.library import write_profile
 
 PRICES = "schema: tokenfleet.prices/1\nprices:\n" + "".join(

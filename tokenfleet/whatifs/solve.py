@@ -18,7 +18,7 @@ from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.search import Replayer, workload_digest
 from tokenfleet.planning.threads import threads
 from tokenfleet.report.plan_json import plan_json
-from tokenfleet.whatif.axes import Task
+from tokenfleet.whatifs.axes import Task
 
 Result = dict[str, Any]  # {"plan": tokenfleet.plan/1 or None, "error": str}
 

@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from tokenfleet import __version__
 from tokenfleet.planning.plan_file import Paid, PlanFile
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import fleet_text, gpus_text, share_text, table, usd_text
-from tokenfleet.whatif.axes import Scenario, checked
-from tokenfleet.whatif.marginal import NO_CLOCK, TimeOfDay, marginal
-from tokenfleet.whatif.pareto import cost, cost_figure, is_priced, unbeaten
+from tokenfleet.version import VERSION
+from tokenfleet.whatifs.axes import Scenario, checked
+from tokenfleet.whatifs.marginal import NO_CLOCK, TimeOfDay, marginal
+from tokenfleet.whatifs.pareto import cost, cost_figure, is_priced, unbeaten
 
 SCHEMA = "tokenfleet.whatif/1"
 _COLUMNS = ("fleet", "GPUs", "cost", "expected", "lower bound")
@@ -163,7 +163,7 @@ def whatif_report(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) ->
                 [(*one.changes.values(), one.command) for one in scenarios],
             ),
         ],
-        f"Made by tokenfleet {__version__}. Latencies come from simulation, not from a running fleet.",
+        f"Made by tokenfleet {VERSION}. Latencies come from simulation, not from a running fleet.",
     )
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from tokenfleet import __version__
-from tokenfleet.portfolio.offers import GpuPurchase
-from tokenfleet.portfolio.plan import PortfolioPlan, Row, Use
+from tokenfleet.portfolios.offers import GpuPurchase
+from tokenfleet.portfolios.plan import PortfolioPlan, Row, Use
 from tokenfleet.report.figures import TONES, Axis, Figure, Series
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import fleet_text, share_text, table, usd_text
+from tokenfleet.version import VERSION
 
 SCHEMA = "tokenfleet.portfolio-plan/1"
 _MODELS = ("model", "fleet", "constant", "on schedule", "lower bound", "on other GPUs")
@@ -175,7 +175,7 @@ def portfolio_report(plan: PortfolioPlan) -> str:
             section("Models", _MODELS, [_model(row) for row in plan.rows]),
             section("Limits", _LIMITS, [_limit(use) for use in plan.uses]),
         ],
-        f"Made by tokenfleet {__version__}. Latencies come from simulation, not from a running fleet.",
+        f"Made by tokenfleet {VERSION}. Latencies come from simulation, not from a running fleet.",
     )
 
 

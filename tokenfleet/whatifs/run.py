@@ -23,9 +23,9 @@ from tokenfleet.planning.inputs import Bias
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import PlanRequest, command_line
 from tokenfleet.traces import Trace
-from tokenfleet.whatif.axes import Changes, Scenario, Task, changed, prepared
-from tokenfleet.whatif.cache import Cache
-from tokenfleet.whatif.solve import Family, Result, families, solve
+from tokenfleet.whatifs.axes import Changes, Scenario, Task, changed, prepared
+from tokenfleet.whatifs.cache import Cache
+from tokenfleet.whatifs.solve import Family, Result, families, solve
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from controlplane.errors import Infeasible
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
-from tokenfleet.portfolio.choose import (
+from tokenfleet.portfolios.choose import (
     Choice,
     Group,
     Limit,
@@ -27,11 +27,11 @@ from tokenfleet.portfolio.choose import (
     least_excess,
     raised,
 )
-from tokenfleet.portfolio.offers import GpuPurchase, Made, PlanTasks, Without, fleets_of
-from tokenfleet.portfolio.request import Portfolio
-from tokenfleet.whatif.cache import Cache
-from tokenfleet.whatif.run import results_of
-from tokenfleet.whatif.solve import Result
+from tokenfleet.portfolios.offers import GpuPurchase, Made, PlanTasks, Without, fleets_of
+from tokenfleet.portfolios.request import Portfolio
+from tokenfleet.whatifs.cache import Cache
+from tokenfleet.whatifs.run import results_of
+from tokenfleet.whatifs.solve import Result
 
 DAY_S = 86_400.0
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import Infeasible
-from tokenfleet.portfolio.choose import (
+from tokenfleet.portfolios.choose import (
     Group,
     Limit,
     Offer,

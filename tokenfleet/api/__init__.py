@@ -1,0 +1,1 @@
+"""The Python library behind `import tokenfleet`, which the command line uses too (docs/python.md)."""
