@@ -14,7 +14,7 @@ first arrival comes later than the whole recording lasts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +23,8 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.workload import LONGEST_S, Workload
-from tokenfleet.traces.formats import (
-    ANSWERED,
-    ROW,
-    UNREADABLE,
-    ArrivalUnit,
-    Match,
-    TableFile,
-    blame,
-    match,
-    open_container,
-)
+from tokenfleet.traces.container import ROW, UNREADABLE, TableFile, blame, open_container
+from tokenfleet.traces.formats import ANSWERED, ArrivalUnit, Match, match
 from tokenfleet.traces.identity import identify
 from tokenfleet.traces.sessions import RequestRows
 from tokenfleet.traces.trace import Trace, merged
@@ -75,6 +66,8 @@ def read_trace(path: str | Path) -> Trace:
     """
     container = open_container(Path(path))
     form = match(container.columns, str(path))
+    if container.tool:  # its times are a clock's: they begin with the first arrival
+        form = replace(form, name=container.tool, format=replace(form.format, relative=False))
     frame, rules = _numbers(container, form)
     table = _collect(container, frame)
     faults = table.select(pl.col("^__fault_.*$").any())

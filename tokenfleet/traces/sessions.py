@@ -21,7 +21,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from tokenfleet.traces.formats import ROW, Match
+from tokenfleet.traces.container import ROW
+from tokenfleet.traces.formats import Match
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.prefixes import Sessions
 from tokenfleet.files import whole_file
-from tokenfleet.traces.formats import Kind
+from tokenfleet.traces.container import Kind
 from tokenfleet.traces.trace import Trace
 
 ROWS_AT_ONCE = 50_000

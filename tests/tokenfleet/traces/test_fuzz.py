@@ -23,6 +23,7 @@ NAMES = (
     *("hash_ids", "__row", "__blank", "__fault_0", "__bad_turn"),
     *("session", "turn", "after", "think_s", "block_tokens", "system", "system_tokens", "ttft_s", "tpot_s"),
 )
+SAMPLES = Path(__file__).parent / "samples"
 COLUMNS = st.sampled_from(["", *NAMES])
 CELLS = st.one_of(
     st.integers(-(2**70), 2**70).map(str),
@@ -97,6 +98,25 @@ def test_any_json_lines(file: Path, rows: list[dict[str, object]], rest: bytes) 
     reads_or_refuses(file, "\n".join(json.dumps(row) for row in rows).encode() + rest)
 
 
+TOLD = st.sampled_from(
+    [
+        *("benchmarks", "requests", "successful", "errored", "incomplete", "request_start_time", "metadata"),
+        *("metrics", "request_start_ns", "value", "input_lens", "output_lens", "ttfts", "itls", "startTime"),
+        *("resourceSpans", "scopeSpans", "spans", "attributes", "key", "start_times", "completion_tokens"),
+        *("prompt_tokens", "gen_ai.usage.prompt_tokens", "gen_ai.usage.completion_tokens"),
+    ]
+)
+NESTED = st.recursive(
+    JSON, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TOLD, inner, max_size=5), max_leaves=20
+)
+
+
+@given(st.lists(st.dictionaries(TOLD, NESTED, min_size=1, max_size=6), max_size=3), st.booleans())
+def test_any_nested_json(file: Path, objects: list[dict[str, object]], array: bool) -> None:
+    text = json.dumps(objects, indent=1) if array else "\n".join(json.dumps(one) for one in objects)
+    reads_or_refuses(file, text.encode())
+
+
 KINDS = st.sampled_from(
     [pl.Int64, pl.Float32, pl.String, pl.Boolean, pl.Date, pl.Duration, pl.Binary, pl.Null]
 )
@@ -156,7 +176,7 @@ def good_files() -> dict[str, bytes]:
         "jsonl": plain.write_ndjson().encode(),
         "parquet": parquet.getvalue(),
         "azure": azure.encode(),
-    }
+    } | {sample.name: sample.read_bytes() for sample in SAMPLES.iterdir()}
 
 
 GOOD = good_files()
@@ -164,8 +184,8 @@ GOOD = good_files()
 
 @given(
     st.sampled_from(sorted(GOOD)),
-    st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=4),
-    st.integers(0, 4000),
+    st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 255)), max_size=4),
+    st.integers(0, 20_000),
 )
 def test_a_good_file_damaged_anywhere(
     file: Path, name: str, changes: list[tuple[int, int]], cut: int

@@ -1,0 +1,112 @@
+"""Files of load tools, LiteLLM and OpenTelemetry. `samples` holds parts of files that the tools wrote.
+
+vLLM 0.32, guidellm 0.8.1, aiperf 0.13.0 and LiteLLM 1.110 each sent a few requests to one vLLM server on a
+CPU; the spans are that server's, as OTLP's JSON.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from controlplane.errors import BadInput
+from tokenfleet.traces import read_trace
+from tokenfleet.traces.container import open_container
+
+SAMPLES = Path(__file__).parent / "samples"
+SAMPLE = {  # format, requests, prompt tokens, output tokens, and whether arrivals are dates
+    "vllm_bench.json": ("vllm-bench", 4, 240, 48, False),
+    "guidellm.json": ("guidellm", 4, 276, 48, True),
+    "aiperf.jsonl": ("aiperf", 4, 240, 55, True),
+    "litellm.jsonl": ("litellm", 6, 114, 48, True),
+    "otlp.jsonl": ("otlp", 6, 360, 72, True),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_what_a_tool_wrote_is_read(name):
+    form, requests, prompts, outputs, dated = SAMPLE[name]
+    trace = read_trace(SAMPLES / name)
+    work = trace.workload
+    assert (trace.format, work.requests, trace.warnings) == (form, requests, [])
+    assert (work.prompt_tokens.sum(), work.output_tokens.sum()) == (prompts, outputs)
+    assert work.arrival_s[0] == 0.0
+    assert 0.3 < work.arrival_s[-1] < 60.0
+    assert (trace.clock_start_s is not None) == dated
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_packed_indented_or_in_an_array_it_is_the_same(name, tmp_path):
+    text = (SAMPLES / name).read_text()
+    objects = [json.loads(text)] if name.endswith(".json") else [json.loads(one) for one in text.splitlines()]
+    expected = read_trace(SAMPLES / name).workload
+    for form, content in {
+        "gz": gzip.compress(text.encode()),
+        "indented": "\n".join(json.dumps(one, indent=2) for one in objects).encode(),
+        "array": json.dumps(objects).encode(),
+    }.items():
+        (tmp_path / form).write_bytes(content)
+        np.testing.assert_array_equal(read_trace(tmp_path / form).workload.arrival_s, expected.arrival_s)
+
+
+def test_answers_carry_their_times():
+    for name, fields in {
+        "vllm_bench.json": 2,
+        "guidellm.json": 2,
+        "aiperf.jsonl": 2,
+        "otlp.jsonl": 2,
+    }.items():
+        table = open_container(SAMPLES / name).table
+        times = table.select("ttft_s", "tpot_s").cast(float)
+        assert times.null_count().sum_horizontal().item() == 0
+        assert len(times.columns) == fields
+        assert (times["ttft_s"] > times["tpot_s"]).all()
+        assert times["ttft_s"].max() < 1.0
+
+
+def one(tmp_path, value):
+    (tmp_path / "one").write_text(json.dumps(value))
+    return tmp_path / "one"
+
+
+def test_an_array_of_plain_objects_is_a_table(tmp_path):
+    rows = [{"arrival_s": 2 * n, "prompt_tokens": 5 + n, "output_tokens": 1, "tenant": "a"} for n in range(3)]
+    trace = read_trace(one(tmp_path, rows))
+    assert (trace.format, trace.workload.prompt_tokens.tolist()) == ("plain", [5, 6, 7])
+    assert trace.tenants == ("a",)
+
+
+def test_rows_of_spend_logs_have_dates(tmp_path):
+    row = {"spend": 0.1, "prompt_tokens": 8, "completion_tokens": 4, "startTime": "2026-11-02T10:00:00Z"}
+    later = row | {"startTime": "2026-11-02T12:00:01+02:00", "status": "failure"}
+    last = row | {"startTime": "2026-11-02 10:00:02.5"}
+    trace = read_trace(one(tmp_path, [row, later, last]))
+    assert (trace.format, trace.empty_outputs) == ("litellm", 1)
+    assert trace.workload.arrival_s.tolist() == [0.0, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ttfts": [0.1]}, "object 1 of a file of vllm-bench: cannot be used"),
+        ({"start_times": None}, "object 1 of a file of vllm-bench: cannot be used"),
+        ({"input_lens": [60, None, 60, 60]}, "row 2: prompt_tokens: no value, expected a whole number"),
+        ({"output_lens": ["x", 1, 1, 1]}, "object 1 of a file of vllm-bench: cannot be used"),
+    ],
+)
+def test_a_damaged_report_is_refused_by_its_place(tmp_path, change, said):
+    report = json.loads((SAMPLES / "vllm_bench.json").read_text()) | change
+    with pytest.raises(BadInput, match=said):
+        read_trace(one(tmp_path, report))
+
+
+def test_a_report_without_its_requests_says_what_is_missing(tmp_path):
+    """`vllm bench serve` writes lists of requests only with --save-detailed."""
+    report = json.loads((SAMPLES / "vllm_bench.json").read_text())
+    del report["start_times"]
+    with pytest.raises(BadInput, match="run vllm bench serve with --save-result --save-detailed"):
+        read_trace(one(tmp_path, report))
+    with pytest.raises(BadInput, match="no requests"):
+        read_trace(one(tmp_path, {"resourceSpans": []}))
