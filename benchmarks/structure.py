@@ -42,7 +42,7 @@ LONG_LINES = 300  # of a module, and of a class
 BARS = {
     "product lines": 62_266,
     "product modules": 274,
-    "modules over 300 lines": 64,
+    "modules over 300 lines": 63,
     "modules in the fullest folder": 18,
     "modules in a circle of imports": 0,
     "folder pairs that import each other": 0,

@@ -174,14 +174,15 @@ class Deaths:
         from controlplane.worker_type import WorkerGroup, WorkerType
         from dataplane.live.engine_api.processes import Record
         from dataplane.live.pool.fleet_types import FleetTypes
-        from dataplane.live.pool.member import Revision
         from dataplane.live.pool.pool import FIRST, WorkerPool
+        from dataplane.live.pool.roster import PoolRecord
 
         front = Front((), profile(), QueueSettings())
         front.engines = self.engines
         types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
         record = Record(self.file)
-        first = Revision(*record.found["pool"]["revision"]) if record.found else FIRST
+        before = record.part("pool", PoolRecord)
+        first = FIRST if before is None else before.revision
         host = FrontHost(front)
         host.left = self.left
         pool = WorkerPool(host, front.core, most, types, first, record=record, **others)

@@ -62,6 +62,7 @@ from dataplane.live.pool.learning import KeptProfiles, Learning
 from dataplane.live.pool.member import Host, Revision
 from dataplane.live.pool.notice_watch import NoticeWatch
 from dataplane.live.pool.pool import WorkerPool
+from dataplane.live.pool.roster import PoolRecord
 from dataplane.live.worker.profiling import fingerprint
 
 log = logging.getLogger(__name__)
@@ -273,10 +274,10 @@ class _Fleet:
             settings.max_workers,
             settings.types,
             self._revision(),
+            settings.share,
             measure=self.learning.measure,
             record=estate.record,
         )
-        pool.share = settings.share
         core.is_starting = lambda: pool.starting > 0
         self._cleanup.push_async_callback(pool.close)
         self._cleanup.callback(self._tell_stop)
@@ -309,13 +310,12 @@ class _Fleet:
 
     def _revision(self) -> Revision:
         """What workers start with: what was asked for, or what the fleet was updated to."""
-        asked, found = self.settings.gateway, self.estate.record.found
-        number, model, flags = 1, asked.model, asked.engine_flags
-        if found:
-            number, model, flags = found["pool"]["revision"]
-        if number == 1:
-            return Revision(1, model, tuple(flags), engine_settings_of(self.gateway.arguments))
-        return Revision(number, model, tuple(flags), self.gateway.revised(model, flags))
+        asked, before = self.settings.gateway, self.estate.record.part("pool", PoolRecord)
+        if before is None or before.revision.number == 1:
+            settings = engine_settings_of(self.gateway.arguments)
+            return Revision(1, asked.model, tuple(asked.engine_flags), settings)
+        now = before.revision
+        return replace(now, settings=self.gateway.revised(now.model, now.flags))
 
     def set_targets(self) -> int:
         """Take the default targets, as they were at the fleet's start; the KV blocks of the smallest worker.

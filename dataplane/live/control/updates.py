@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from controlplane.errors import BadInput
@@ -59,16 +60,16 @@ class Updates:
         if left is None:
             return
         revisions, obstacle = [], ""
-        for number, model, flags in (left["revision"], left["before"]):
+        for one in (left.revision, left.before):
             settings: Mapping[str, Any] = {}
             try:
-                settings = now.settings if number == now.number else self._revised(model, flags)
+                settings = now.settings if one.number == now.number else self._revised(one.model, one.flags)
             except BadInput as why:
                 obstacle = f"a new core cannot go on with it: {why}"
-            revisions.append(Revision(number, model, tuple(flags), settings))
+            revisions.append(replace(one, settings=settings))
         to, before = revisions
         self._number = max(self._number, to.number)
-        rollout = Rollout(self._pool, to, left["finish_s"], left["only"])
+        rollout = Rollout(self._pool, to, left.finish_s, left.only)
         rollout.resume(left, before, obstacle)
         self._roll(rollout)
 

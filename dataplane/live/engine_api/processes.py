@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-import json
 import logging
 import multiprocessing
 import os
@@ -25,8 +24,10 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import psutil
 
+from controlplane.errors import BadInput
 from dataplane.processes.keeper import Pauses
 
 Result = TypeVar("Result")
@@ -43,6 +44,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 PULSE_BYTES = 16
+RECORD_VERSION = 2  # of what a core writes down for its successor
 TURNS = 64  # workers that may come to hold one share of the cores
 SEGMENTS = "/dev/shm/psm_"  # as Python's multiprocessing.shared_memory, and so vLLM, names them
 
@@ -132,15 +134,24 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self._now = dict(self.found)
+        self.found: dict[str, Any] = msgspec.json.decode(path.read_text()) if path.exists() else {}
+        self._now = self.found | {"version": RECORD_VERSION}
+
+    def part(self, name: str, kind: type[Result]) -> Result | None:
+        """What an earlier core has left under a name, if anything. Raises BadInput for another version."""
+        if name not in self.found:
+            return None
+        if (version := self.found.get("version", 1)) != RECORD_VERSION:
+            expected = f"expected {RECORD_VERSION}, got {version}; start the fleet anew"
+            raise BadInput(f"{self._path}: version: {expected}")
+        return msgspec.convert(self.found[name], kind)
 
     def note(self, **facts: Any) -> None:
-        """Write what is so from now on."""
+        """Write what is so from now on: plain values, and dataclasses by their fields."""
         if any(self._now.get(name) != fact for name, fact in facts.items()):
             self._now |= facts
             try:
-                replace_text(self._path, json.dumps(self._now))
+                replace_text(self._path, msgspec.json.encode(self._now).decode())
             except OSError as error:  # a full disk must not end what serves
                 log.error("a successor of this core would not know %s: %s", ", ".join(facts), error)
 
@@ -208,15 +219,6 @@ def descendants(of: int | None = None) -> list[int]:
     with suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(of).children(recursive=True)]
     return []
-
-
-def resident_bytes(pid: int) -> int:
-    """The memory that a process and all below it hold."""
-    held = 0
-    for each in (pid, *descendants(pid)):
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            held += psutil.Process(each).memory_info().rss
-    return held
 
 
 def free_memory_bytes() -> int:

@@ -1,17 +1,88 @@
-"""A worker of a fleet from the decision to launch it until it is gone, and the host it runs on."""
+"""A worker of a fleet from the decision to launch it until it is gone, and the host it runs on.
+
+Its life is the table NEXT. Clients of the control API see three of its states: starting, serving, draining.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from typing import Any, Literal, Protocol
 
+from controlplane.errors import IllegalStep
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import Notice
 
 WorkerState = Literal["starting", "serving", "draining"]
+
+
+class Life(StrEnum):
+    """The states of a worker."""
+
+    STARTING = auto()
+    TRIED = auto()  # started by a rollout, and it serves once it has passed the gate
+    SERVING = auto()
+    DRAINING = auto()  # requests leave it as they fit elsewhere; it may be taken back
+    RETIRING = auto()  # a rollout replaces it; a rollout that fails takes it back
+    EVACUATING = auto()  # it must be empty by a deadline; another is wanted in its place
+    DRAINED = auto()  # nothing runs on it any more, and its engine ends
+    RETIRED = auto()
+    EVACUATED = auto()
+    ENDING = auto()  # no member any more; its GPUs are taken until its processes have ended
+    GONE = auto()
+
+
+class LifeEvent(StrEnum):
+    """The events of a worker's life."""
+
+    READY = auto()
+    FAILED = auto()  # to start
+    GIVEN_UP = auto()  # before it was ready
+    DRAIN = auto()
+    RETIRE = auto()
+    EVACUATE = auto()
+    STAY = auto()  # taken back
+    EMPTIED = auto()
+    LOST = auto()
+    ENDED = auto()
+
+
+At, On = Life, LifeEvent
+NEXT: Mapping[Life, Mapping[LifeEvent, Life]] = {
+    At.STARTING: {On.READY: At.SERVING, On.FAILED: At.ENDING, On.GIVEN_UP: At.ENDING},
+    # One that is lost before its gate stays, until its launch notices and fails.
+    At.TRIED: {On.READY: At.SERVING, On.FAILED: At.ENDING, On.GIVEN_UP: At.ENDING, On.LOST: At.TRIED},
+    At.SERVING: {
+        On.DRAIN: At.DRAINING, On.RETIRE: At.RETIRING, On.EVACUATE: At.EVACUATING, On.LOST: At.ENDING,
+    },
+    At.DRAINING: {
+        On.STAY: At.SERVING, On.EVACUATE: At.EVACUATING, On.EMPTIED: At.DRAINED, On.LOST: At.ENDING,
+    },
+    At.RETIRING: {On.STAY: At.SERVING, On.EMPTIED: At.RETIRED, On.LOST: At.ENDING},
+    At.EVACUATING: {On.EMPTIED: At.EVACUATED, On.LOST: At.ENDING},
+    At.DRAINED: {On.ENDED: At.GONE, On.LOST: At.ENDING},
+    At.RETIRED: {On.ENDED: At.GONE, On.LOST: At.ENDING},
+    At.EVACUATED: {On.ENDED: At.GONE, On.LOST: At.ENDING},
+    At.ENDING: {On.ENDED: At.GONE},
+    At.GONE: {},
+}  # fmt: skip
+# What clients see; every other state is `draining`.
+SHOWN: Mapping[Life, WorkerState] = {
+    At.STARTING: "starting", At.TRIED: "starting", At.SERVING: "serving",
+}  # fmt: skip
+REPLACED = {At.RETIRING, At.EVACUATING, At.RETIRED, At.EVACUATED}  # others are wanted in their places
+EMPTY = {At.DRAINED, At.RETIRED, At.EVACUATED}
+
+
+def step(life: Life, event: LifeEvent) -> Life:
+    """The state after an event. Raises IllegalStep for what the table does not list."""
+    try:
+        return NEXT[life][event]
+    except KeyError:
+        raise IllegalStep(f"a worker: {event} while {life}") from None
 
 
 class Host(Protocol):
@@ -67,20 +138,47 @@ class Revision:
     flags: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def named(self) -> Revision:
+        """It without the settings, which follow from the rest."""
+        return Revision(self.number, self.model, self.flags)
+
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A worker of the cluster, from the decision to launch it until it is gone."""
+    """A worker of the cluster, from the decision to launch it until it is gone.
+
+    `task`: the work that its state takes. `until_s`: when one that is evacuated must be empty (Unix time).
+    """
 
     worker: WorkerId
     kind: str
-    state: WorkerState
+    life: Life
     since_s: float
     reason: str
     revision: int
     phase: str = "starting its process"  # of its start
     task: asyncio.Task[None] | None = None
-    is_tried: bool = False  # a rollout's new worker, before its gate
-    is_leaving: bool = False  # evacuated or retired: does not count among the wanted any more
-    until_s: float | None = None  # when an evacuated one must be empty (Unix time)
-    is_stopping: bool = False  # drained, and past being taken back
+    until_s: float | None = None
+
+    @property
+    def state(self) -> WorkerState:
+        return SHOWN.get(self.life, "draining")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing runs on it any more, and its engine is about to end."""
+        return self.life in EMPTY
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether it leaves for good, and another is wanted in its place."""
+        return self.life in REPLACED
+
+    def happens(self, event: LifeEvent) -> None:
+        """Take the step that its life takes on an event."""
+        self.life = step(self.life, event)
+
+    def stop_work(self) -> None:
+        """End what its state took."""
+        if self.task is not None:
+            self.task.cancel()

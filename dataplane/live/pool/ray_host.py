@@ -12,10 +12,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
@@ -24,7 +26,7 @@ from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import Notice
-from dataplane.live.engine_api.processes import free_memory_bytes, resident_bytes
+from dataplane.live.engine_api.processes import descendants, free_memory_bytes
 from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.pool.fleet_types import FleetTypes, Market, Site, accelerator, market_of
@@ -103,7 +105,7 @@ class RayHost:
         """A worker on the CPU needs what the largest of its like holds; of other nodes it is not known."""
         if not self._is_own:
             return None
-        needs = max((resident_bytes(w.info.pid) for w in self._workers.values()), default=0)
+        needs = max((_resident_bytes(w.info.pid) for w in self._workers.values()), default=0)
         free = free_memory_bytes()
         if needs < free:
             return None
@@ -283,3 +285,12 @@ def sweep(own: Path) -> None:
     for name in ray.util.list_named_actors():
         end_worker(WorkerId(name))
     ray.shutdown()
+
+
+def _resident_bytes(pid: int) -> int:
+    """The memory that a process and all below it hold."""
+    held = 0
+    for each in (pid, *descendants(pid)):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            held += psutil.Process(each).memory_info().rss
+    return held

@@ -21,15 +21,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.processes import pause_s
-from dataplane.live.pool.member import Member, Revision
+from dataplane.live.pool.member import Life, Member, Revision
 from dataplane.live.pool.pool import WorkerPool
+from dataplane.live.pool.roster import RolloutRecord
 
 State = Literal["running", "rolling-back", "done", "rolled-back", "failed"]
 GATE_S = 3.0
@@ -57,19 +58,17 @@ class Rollout:
         self.replaced = 0
         self._finish_s, self._gate_s = finish_s, gate_s
         self._stop = asyncio.Event()
-        self._retiring: list[Member] = []
         self._is_resumed, self._stays = False, only is not None  # which failing leaves as it then is
         if only is None and not pool.serving and pool.rollout_left is None:
             raise BadInput("update: no worker serves, so nothing would show whether a new one does; scale up")
 
-    def resume(self, left: Mapping[str, Any], before: Revision, obstacle: str) -> None:
+    def resume(self, left: RolloutRecord, before: Revision, obstacle: str) -> None:
         """Be the one that the core before has left under way; `obstacle`: why it cannot go on, or nothing."""
         self.pool.rollout_left = None
-        self.before, self.replaced, self.cause = before, left["replaced"], obstacle or left["cause"]
+        self.before, self.replaced, self.cause = before, left.replaced, obstacle or left.cause
         self._is_resumed, self._stays = True, self._stays or bool(obstacle)
-        self._retiring = [m for m in self.pool.members() if m.is_leaving and m.until_s is None]
-        for old in self._retiring:
-            old.task = self.pool.tasks.spawn(self._let_go(old))
+        for old in self._retiring():
+            self.pool.lives.let_go(old, self._finish_s, self.what)
 
     @property
     def is_open(self) -> bool:
@@ -81,7 +80,7 @@ class Rollout:
 
     def as_json(self) -> dict[str, Any]:
         """Where it stands."""
-        members = [m for m in self.pool.members() if not m.is_leaving]
+        members = [m for m in self.pool.members() if not m.is_replaced]
         new = sum(m.revision == self.revision.number for m in members)
         return {
             "what": self.what,
@@ -102,7 +101,7 @@ class Rollout:
 
     async def run(self) -> None:
         """Walk it to one of its ends."""
-        self.pool.on_gone.append(self._gone)
+        self.pool.lives.on_gone.append(self._gone)
         try:
             if self.cause:
                 raise RolloutFailed(self.cause)
@@ -114,7 +113,7 @@ class Rollout:
         except RolloutFailed as error:
             await self._back(str(error))
         finally:
-            self.pool.on_gone.remove(self._gone)
+            self.pool.lives.on_gone.remove(self._gone)
             self.pool.surge.clear()
 
     async def _replace_all(self, to: Revision) -> None:
@@ -123,34 +122,34 @@ class Rollout:
             await self._until(partial(self._is_whole, kind))
             if old.state != "serving":
                 continue  # it was lost, or drained, meanwhile
-            if self._standing(kind) > self.pool.wanted_kinds[kind]:
+            if self.pool.number_in("serving", kind) > self.pool.wanted_kinds[kind]:
                 self._retire(old, to)
                 continue
-            lack = self._lack(kind)
-            if lack is not None and any(m.kind == kind for m in self._still_retiring()):
+            lack = self.pool.lack(kind)
+            if lack is not None and any(m.kind == kind for m in self._retiring()):
                 await self._until_one_less()
                 continue
             await (self._start_first(old, to) if lack is None else self._stop_first(old, to, lack))
             if self.only is None:
                 self.pool.revision = to  # it has shown that it serves
-        while self._still_retiring():
+        while self._retiring():
             await self._until_one_less()
         if self.only is None:
             self.pool.revision = to
         for kind in self.pool.wanted_kinds:  # one that was lost meanwhile may have been replaced twice
-            self.pool.settle(kind, f"{self.what} is over")
+            self.pool.lives.settle(kind, f"{self.what} is over")
 
     async def _fill(self) -> None:
         """Start what the core before was starting as it died, and whatever was lost with it."""
         for kind, wanted in self.pool.wanted_kinds.items():
-            while self._lack(kind) is not None and any(m.kind == kind for m in self._still_retiring()):
+            while self.pool.lack(kind) is not None and any(m.kind == kind for m in self._retiring()):
                 await self._until_one_less()
-            if self._standing(kind) < wanted:
+            if self.pool.number_in("serving", kind) < wanted:
                 if self.only is None:
                     await self._start(kind, "one that was lost", self.revision)
                     self.pool.revision = self.revision
                 self.replaced += 1
-                self.pool.settle(kind, self.what)
+                self.pool.lives.settle(kind, self.what)
 
     async def _start_first(self, old: Member, to: Revision) -> None:
         self.how = "start-first: there is room for one worker more"
@@ -169,7 +168,7 @@ class Rollout:
         self.pool.surge[old.kind] -= 1  # its place is for the new one
         try:
             self._retire(old, to)
-            await self._until(lambda: old not in self._still_retiring())
+            await self._until(lambda: old not in self._retiring())
         finally:
             self.pool.surge[old.kind] += 1
         self._replaced(old, await self._start(old.kind, old.worker, to))
@@ -177,17 +176,16 @@ class Rollout:
     async def _start(self, kind: str, old: str, to: Revision) -> Member:
         """A new worker in place of `old`, past its gate. Raises RolloutFailed."""
         pool = self.pool
-        new = pool.enroll(kind, f"{self.what}: in place of {old}", to.number)
-        new.is_tried = True
-        new.task = pool.tasks.spawn(pool.launch(new, to, self._gate))
+        new = pool.enroll(kind, f"{self.what}: in place of {old}", to.number, Life.TRIED)
+        launch = pool.lives.launch(new, to, self._gate)
         stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait([new.task, stop], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([launch, stop], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        if not new.task.done():
-            pool.give_up(new, self.cause)
+        if not launch.done():
+            pool.lives.give_up(new, self.cause)
             raise RolloutFailed(self.cause)
-        error = None if new.task.cancelled() else new.task.exception()
-        if new.task.cancelled() or error is not None:
+        error = None if launch.cancelled() else launch.exception()
+        if launch.cancelled() or error is not None:
             raise RolloutFailed(f"{new.worker} did not start: {error or 'it was given up'}")
         return new
 
@@ -201,30 +199,12 @@ class Rollout:
             if is_lost or not await self.pool.host.is_healthy(new.worker):
                 raise RuntimeError(f"it died within {self._gate_s:g} s of its start")
 
-    def _lack(self, kind: str) -> str | None:
-        """Why no worker of a kind can be started beside those there are; None where one can."""
-        members, most, limit = list(self.pool.members()), self.pool.max_workers, self.pool.types[kind].limit
-        if len(members) >= most:
-            return f"--max-workers {most} leaves no room for another"
-        if limit is not None and sum(m.kind == kind for m in members) >= limit:
-            return f"no more than {limit} of {kind} can be had"
-        if not self.pool.has_room:
-            return f"its share of the portfolio, {self.pool.share} workers, leaves no room for another"
-        return self.pool.host.room(kind)
-
     def _retire(self, old: Member, to: Revision) -> None:
         """Let a worker's requests move or finish, then stop it; another is wanted in its place."""
-        if old.state != "serving" or self.pool.state_of(old.worker) is None:
+        if self.pool.state_of(old.worker) != "serving":
             return  # it was lost, or drained, meanwhile
-        self.pool.retire(old, f"{self.what}: replaced by a worker of revision {to.number}")
-        old.task = self.pool.tasks.spawn(self._let_go(old))
-        self._retiring.append(old)
-
-    async def _let_go(self, old: Member) -> None:
-        way_out = self.pool.way_out(old)
-        await way_out.drain(f"{old.worker} is being replaced", time.monotonic() + self._finish_s)
-        await self.pool.part(old, f"{old.worker} is replaced, and was given {self._finish_s:g} s to finish")
-        self.pool.events.record(time.time(), "stop", f"{self.what}: it is replaced", worker=old.worker)
+        self.pool.lives.retire(old, f"{self.what}: replaced by a worker of revision {to.number}")
+        self.pool.lives.let_go(old, self._finish_s, self.what)
 
     def _replaced(self, old: Member, new: Member) -> None:
         self.replaced += 1
@@ -236,13 +216,12 @@ class Rollout:
         self._stop.clear()
         self.pool.revision = self.before
         self._say(f"{self.what} fails: {cause}")
-        for member in self._still_retiring():
-            if not member.is_stopping and (self._stays or member.revision == self.before.number):
-                member.is_leaving = False
-                self.pool.undrain(member, f"{self.what} failed")
+        for member in self._retiring():
+            if not member.is_empty and (self._stays or member.revision == self.before.number):
+                self.pool.lives.take_back(member, f"{self.what} failed")
         for kind, wanted in self.pool.wanted_kinds.items():
-            if self._standing(kind) < wanted:
-                self.pool.settle(kind, f"{self.what} failed")
+            if self.pool.number_in("serving", kind) < wanted:
+                self.pool.lives.settle(kind, f"{self.what} failed")
         wait_s = pause_s(0.0)
         while not self._stays:
             try:
@@ -253,49 +232,43 @@ class Rollout:
                 await asyncio.sleep(wait_s)
                 wait_s = pause_s(wait_s)
         for kind in self.pool.wanted_kinds:
-            self.pool.settle(kind, f"{self.what} failed")
+            self.pool.lives.settle(kind, f"{self.what} failed")
         if self._stays:
             self._end("failed", f"{self.what} failed: {cause}")
             return
-        await self._until(lambda: all(self._standing(k) >= n for k, n in self.pool.wanted_kinds.items()))
+        await self._until(lambda: all(map(self._is_whole, self.pool.wanted_kinds)))
         self._end("rolled-back", f"{self.what}: rolled back, since {cause}")
 
     # What is there.
 
     def _next(self, to: Revision) -> Member | None:
         """The worker to replace next: that with the fewest requests."""
-        there = [m for m in self.pool.members() if not m.is_leaving]
+        there = [m for m in self.pool.members() if not m.is_replaced]
         if self.only is not None:
             return next((m for m in there if m.worker == self.only and m.state == "serving"), None)
         old = [m for m in there if m.revision != to.number]
         for member in old:
             if member.state == "starting" and self.pool.revision is to:
-                self.pool.give_up(member, f"{self.what}: it was of another revision")
-                self.pool.settle(member.kind, self.what)
+                self.pool.lives.give_up(member, f"{self.what}: it was of another revision")
+                self.pool.lives.settle(member.kind, self.what)
         requests = self.pool.core.requests
         serving = (m for m in old if m.state == "serving")
         return min(serving, key=lambda m: len(requests.on_worker(m.worker)), default=None)
 
-    def _standing(self, kind: str) -> int:
-        return sum(m.kind == kind and m.state == "serving" for m in self.pool.members())
-
     def _is_whole(self, kind: str) -> bool:
-        return self._standing(kind) >= self.pool.wanted_kinds[kind]
+        return self.pool.number_in("serving", kind) >= self.pool.wanted_kinds[kind]
 
-    def _still_retiring(self) -> list[Member]:
-        there = set(self.pool.members())
-        self._retiring = [m for m in self._retiring if m in there and m.is_leaving]
-        return self._retiring
+    def _retiring(self) -> list[Member]:
+        """The workers that a rollout replaces; there is one rollout at a time."""
+        return [m for m in self.pool.members() if m.life in (Life.RETIRING, Life.RETIRED)]
 
     async def _until_one_less(self) -> None:
-        before = len(self._still_retiring())
-        await self._until(lambda: len(self._still_retiring()) < before)
+        before = len(self._retiring())
+        await self._until(lambda: len(self._retiring()) < before)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Wait for the fleet. Raises RolloutFailed once the rollout is to be rolled back."""
-        while not holds():
-            if self._stop.is_set():
-                raise RolloutFailed(self.cause)
+        while not holds() and not self._stop.is_set():
             await asyncio.sleep(LOOK_S)
         if self._stop.is_set():
             raise RolloutFailed(self.cause)
@@ -322,9 +295,5 @@ class Rollout:
 
     def _note(self) -> None:
         """Write down what a core's successor must know to go on."""
-        both = {
-            name: (its.number, its.model, its.flags)
-            for name, its in (("revision", self.revision), ("before", self.before))
-        }
-        how = {"cause": self.cause, "replaced": self.replaced, "only": self.only, "finish_s": self._finish_s}
-        self.pool.note(rollout={"is_open": self.is_open, **both, **how})
+        both, how = (self.revision.named(), self.before.named()), (self.cause, self.replaced)
+        self.pool.note(rollout=RolloutRecord(self.is_open, *both, *how, self.only, self._finish_s))

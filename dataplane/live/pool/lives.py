@@ -1,0 +1,288 @@
+"""Lives: what a worker's states take. Launch, watch, drain, evacuate and stop workers, and replace lost ones.
+
+The steps to the wanted number are those of scaler.reconcile, as in the simulated plane. A lost worker is
+replaced, with growing pauses when its replacements fail early, so that a model that cannot run does not
+relaunch without end; a start that takes too long is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import asdict
+from functools import partial
+
+from controlplane.errors import ControlPlaneError
+from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, steps_to
+from controlplane.types import WorkerId
+from dataplane.live.engine_api.link import EngineLink
+from dataplane.live.engine_api.processes import Tasks, cancel_all, pause_s
+from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.pool.leaving import Exit, bring_to
+from dataplane.live.pool.member import Host, Life, LifeEvent, Member, Revision
+from dataplane.live.pool.roster import Roster
+
+log = logging.getLogger(__name__)
+
+Gate = Callable[[Member], Awaitable[None]]
+Measure = Callable[[EngineLink, str, bool], Awaitable[None]]
+MISSED_CHECKS = 3
+START_LIMIT_S = 1800.0  # a large model loads for minutes
+
+
+class Lives:
+    """Walks the workers of a roster through their lives, behind one FleetCore.
+
+    `measure`: what is done with a worker that has warmed up, before it serves (learning.py). `on_gone`: who
+    hears of a worker that was lost or did not start, and why.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        host: Host,
+        core: FleetCore,
+        measure: Measure | None,
+        health_every_s: float,
+    ) -> None:
+        self._roster, self._host, self._core = roster, host, core
+        self.measure = measure
+        self.on_gone: list[Callable[[Member, str], None]] = []
+        self.tasks = Tasks()
+        self._pause_s = 0.0
+        self._closing = False
+        core.on_lost.append(self._lost)
+        self.tasks.spawn(self._watch(health_every_s))
+
+    async def close(self) -> None:
+        """End all work, and then every worker."""
+        self._closing = True
+        await cancel_all(self.tasks)
+        left = [member.worker for member in self._roster.members()]
+        await asyncio.gather(*map(self._core.detach, left))
+        await asyncio.gather(*map(self._host.stop, left))
+
+    def settle(self, kind: str, reason: str) -> None:
+        """Take the steps to the wanted number of a kind."""
+        roster, requests = self._roster, self._core.requests
+        standing = [
+            Standing(m.worker, m.state, m.since_s, len(requests.on_worker(m.worker)))
+            for m in roster.members()
+            if m.kind == kind and not m.is_empty and not m.is_replaced
+        ]
+        wanted = roster.wanted_kinds[kind] + roster.surge[kind]
+        for step in steps_to(wanted, standing, time.monotonic(), START_LIMIT_S, reason):
+            if isinstance(step, Launch):
+                for _ in range(step.workers):
+                    if roster.has_room:  # else once there is
+                        self._begin(kind, step.reason)
+                continue
+            member = roster.named(step.worker)
+            if isinstance(step, Drain):
+                self.drain(member, step.reason)
+            elif isinstance(step, Undrain):
+                self.take_back(member, step.reason)
+            elif member.state == "starting":
+                self.give_up(member, step.reason)
+            # What is drained stops by itself: its task sees it first.
+
+    # Starts.
+
+    def _begin(self, kind: str, reason: str) -> None:
+        member = self._roster.enroll(kind, reason)
+        member.task = self.tasks.spawn(self._launch_or_report(member))
+
+    async def _launch_or_report(self, member: Member) -> None:
+        try:
+            await self._launch(member, self._roster.revision, None)
+        except (RuntimeError, OSError, ControlPlaneError) as error:
+            log.error("worker %s did not start: %s", member.worker, error)
+            self._replace(member, f"did not start: {error}")
+
+    def launch(self, member: Member, revision: Revision, gate: Gate | None = None) -> asyncio.Task[None]:
+        """Start a worker and let it serve, past its gate. Raises what hinders it; then it is gone."""
+        member.task = self.tasks.spawn(self._launch(member, revision, gate))
+        return member.task
+
+    async def _launch(self, member: Member, revision: Revision, gate: Gate | None) -> None:
+        types = self._roster.types
+        try:
+            link = await self._host.launch(
+                member.worker, member.kind, revision, partial(setattr, member, "phase")
+            )
+            kv_tokens = link.info.kv_blocks * link.info.block_tokens
+            if (lacks := types.shortfall(member.kind, kv_tokens)) is not None:
+                raise RuntimeError(f"worker {member.worker}: {lacks}")
+            cold_start_s = time.monotonic() - member.since_s  # without a measurement, which the next has not
+            if self.measure is not None:
+                member.phase = "measuring its step times"
+                await self.measure(link, member.kind, False)
+            self._core.attach(link, member.kind, types[member.kind].role)
+            if gate is not None:
+                self._core.set_open(member.worker, False)
+                await gate(member)
+                self._core.set_open(member.worker, True)
+        except BaseException:
+            was_given_up = member.life is Life.ENDING  # then that has seen to its end
+            if not was_given_up:
+                member.happens(LifeEvent.FAILED)
+            try:
+                await self._core.detach(member.worker)
+                await self._host.stop(member.worker)
+            finally:
+                if not was_given_up:
+                    self._roster.ended(member)
+            raise
+        self._roster.cold_start_s = cold_start_s
+        self._roster.become(member, LifeEvent.READY, "its engine is ready and warm")
+        self.tasks.spawn(bring_to(self._core, member.worker, self._is_serving))
+
+    def _is_serving(self, worker: WorkerId) -> bool:
+        return self._roster.state_of(worker) == "serving"
+
+    def give_up(self, member: Member, reason: str) -> None:
+        """End a worker that is not ready yet; its launch cleans up after itself."""
+        member.happens(LifeEvent.GIVEN_UP)
+        self._roster.tell("stop", reason, worker=member.worker)
+        assert member.task is not None  # its launch
+        member.stop_work()
+        self._end_with(member.task, member)
+
+    # Losses.
+
+    def _lost(self, worker: WorkerId, reason: str) -> None:
+        member = self._roster.find(worker)
+        if member is None or self._closing:
+            return
+        was_left, was_replaced = member.state == "draining", member.is_replaced
+        member.happens(LifeEvent.LOST)
+        if member.life is not Life.ENDING:
+            return
+        member.stop_work()
+        self._end_with(self.tasks.spawn(self._host.stop(worker)), member)
+        if not was_left:
+            self._replace(member, reason)
+            return
+        self._roster.tell("gone", f"lost while draining: {reason}", worker=worker)
+        if was_replaced:
+            self.settle(member.kind, f"in place of {worker}, which was evacuated")
+
+    def _end_with(self, work: asyncio.Task[None], member: Member) -> None:
+        """A worker is gone once this work has ended."""
+
+        def end(_: object) -> None:
+            self._roster.ended(member)
+            self._take_room(member.kind)
+
+        work.add_done_callback(end)
+
+    def _take_room(self, kind: str) -> None:
+        """Launch what the share has not let be launched before a worker was gone."""
+        if self._roster.share is not None and not self._closing:
+            self.settle(kind, "there is room for it in the model's share")
+
+    def _replace(self, member: Member, reason: str) -> None:
+        """Launch another in place of a lost worker, after a pause if it died young."""
+        self._roster.tell("lost", reason, worker=member.worker)
+        for tell in self.on_gone:
+            tell(member, reason)
+        self._pause_s = pause_s(self._pause_s, time.monotonic() - member.since_s)
+        self.tasks.spawn(self._replace_after(self._pause_s, member))
+
+    async def _replace_after(self, wait_s: float, gone: Member) -> None:
+        await asyncio.sleep(wait_s)
+        roster, kind = self._roster, gone.kind
+        here = roster.number_in("starting", kind) + roster.number_in("serving", kind)
+        if here < roster.wanted_kinds[kind] + roster.surge[kind] and roster.has_room:
+            self._begin(kind, f"replaces {gone.worker}")
+
+    async def _watch(self, every_s: float) -> None:
+        """Notice a worker whose process hangs or has vanished without its link saying so.
+
+        While nothing is heard of it over its link that decides: an outage ends either way (wire.Patience).
+        """
+        silent: Counter[WorkerId] = Counter()
+        while True:
+            await asyncio.sleep(every_s)
+            now_s = time.monotonic()
+            unheard = {at.worker for at in self._core.attached() if at.is_silent}
+            for member in self._roster.members():
+                if member.state == "starting" and now_s - member.since_s > START_LIMIT_S:
+                    self.give_up(member, f"still not ready after {now_s - member.since_s:.0f} s")
+                    self.tasks.spawn(self._replace_after(self._pause_s, member))
+                    continue
+                if member.state == "starting" or member.worker in unheard:
+                    continue
+                if await self._host.is_healthy(member.worker):
+                    silent.pop(member.worker, None)
+                    continue
+                silent[member.worker] += 1
+                if silent[member.worker] >= MISSED_CHECKS:  # once may be a machine that is short of CPU
+                    await self._core.detach(member.worker)
+                    self._lost(member.worker, "its process does not answer")
+
+    # Ways out.
+
+    def way_out(self, member: Member, shut: Collection[WorkerId] = ()) -> Exit:
+        """The way out of a worker, into none of `shut`."""
+        return Exit(self._core, member.worker, lambda w: w not in shut and self._is_serving(w))
+
+    def _shut(self, member: Member, event: LifeEvent, reason: str) -> None:
+        self._roster.become(member, event, reason)
+        self._core.set_open(member.worker, False)
+
+    def drain(self, member: Member, reason: str) -> None:
+        """Let requests leave a worker, however long that takes, and stop it."""
+        self._shut(member, LifeEvent.DRAIN, reason)
+        member.task = self.tasks.spawn(self._drain(member))
+
+    async def _drain(self, member: Member) -> None:
+        await self.way_out(member).drain(f"{member.worker} is being drained")
+        await self._part(member, "the worker was stopped")
+        self._roster.drain_s = time.monotonic() - member.since_s
+        self._roster.tell("stop", "drained: nothing runs on it any more", worker=member.worker)
+
+    def take_back(self, member: Member, reason: str) -> None:
+        """Let a worker that was leaving serve again."""
+        member.stop_work()
+        self._roster.become(member, LifeEvent.STAY, reason)
+        self._core.set_open(member.worker, True)
+
+    def evacuate(self, member: Member, way_out: Exit, seconds: float, reason: str) -> None:
+        """Empty a worker within `seconds`, and launch another in its place."""
+        member.stop_work()  # its drain
+        member.until_s, deadline_s = time.time() + seconds, time.monotonic() + seconds
+        self._shut(member, LifeEvent.EVACUATE, f"must be empty within {seconds:g} s: {reason}")
+        member.task = self.tasks.spawn(self._evacuate(member, way_out, deadline_s, reason))
+
+    async def _evacuate(self, member: Member, way_out: Exit, deadline_s: float, reason: str) -> None:
+        done = await way_out.evacuate(deadline_s, f"{member.worker} is evacuated: {reason}")
+        await self._part(member, f"{member.worker} had to be gone: {reason}")
+        self._core.metrics.count_evacuation(done.in_time, asdict(done))
+        self._roster.tell("evacuated", str(done), worker=member.worker, **asdict(done))
+        self.settle(member.kind, f"in place of {member.worker}, which was evacuated")
+
+    def retire(self, member: Member, reason: str) -> None:
+        """Shut a worker in whose place another is wanted; `let_go` is the rest."""
+        self._shut(member, LifeEvent.RETIRE, reason)
+
+    def let_go(self, member: Member, finish_s: float, what: str) -> None:
+        """Let a retired worker's requests move or finish, then stop it."""
+        member.task = self.tasks.spawn(self._let_go(member, finish_s, what))
+
+    async def _let_go(self, member: Member, finish_s: float, what: str) -> None:
+        worker = member.worker
+        await self.way_out(member).drain(f"{worker} is being replaced", time.monotonic() + finish_s)
+        await self._part(member, f"{worker} is replaced, and was given {finish_s:g} s to finish")
+        self._roster.events.record(time.time(), "stop", f"{what}: it is replaced", worker=worker)
+
+    async def _part(self, member: Member, why: str) -> None:
+        """The end of a worker that requests have left; what is still there is replayed, or fails."""
+        member.happens(LifeEvent.EMPTIED)
+        await self._core.detach(member.worker, why)
+        await self._host.stop(member.worker)
+        self._roster.ended(member)
+        self._take_room(member.kind)
