@@ -1,0 +1,201 @@
+"""The pages of docs/reference, made from the code: command line, metrics, HTTP, plan.json, models.
+
+python -m harness.reference          writes the pages
+"""
+
+from __future__ import annotations
+
+import typing
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pydantic import BaseModel
+
+from dataplane.http.keys import KeyRing
+from dataplane.http.server import Extension
+from dataplane.live.control.api import control_app
+from dataplane.live.control.step_times import StepTimes
+from dataplane.live.gateway.metrics import Metrics
+from tokenfleet.cli.main import VERBS, command_of
+from tokenfleet.planning.plan_file import PlanFile
+from tokenfleet.profiles.library import library
+from tokenfleet.service.app import plan_app
+from tokenfleet.service.routes import GapCollector, JobCollector, plan_router
+
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+NAVIGATION = (
+    "[Commands](cli.md) · [metrics](metrics.md) · [HTTP](http.md) · [plan.json](plan-json.md) ·"
+    " [models and GPUs](models.md)"
+)
+MADE = "This page is made from the code by `make reference`."
+Rows = Iterable[Iterable[object]]
+
+
+def table(head: Iterable[str], rows: Rows) -> str:
+    """A Markdown table; a cell is one line, and its bars are escaped."""
+    names = list(head)
+    lines = [names, ["---"] * len(names), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def page(title: str, says: str, parts: Iterable[tuple[str, str]]) -> str:
+    """A page of headed parts."""
+    body = [f"# {title}", NAVIGATION, f"{says} {MADE}"]
+    for head, text in parts:
+        body += [f"## {head}", text] if head else [text]
+    return "\n\n".join(body) + "\n"
+
+
+def command_line() -> str:
+    """Every verb with its options."""
+
+    def parts() -> Iterator[tuple[str, str]]:
+        for name, verb in VERBS.items():
+            yield from _command(name, command_of(verb))
+
+    says = "Every verb and option of `tokenfleet`. Each also takes `--config FILE.yaml`, with the same names."
+    return page("Command line", says, parts())
+
+
+def _command(name: str, command: Any) -> Iterator[tuple[str, str]]:
+    context = command.make_context(name, [], resilient_parsing=True)
+    shown = (one.get_help_record(context) for one in command.params if one.name != "help")
+    rows = [(f"`{flags}`", says) for flags, says in filter(None, shown)]
+    first = _cell((command.help or "").split("\n\n")[0])
+    yield f"tokenfleet {name}", first + ("\n\n" + table(("option", "meaning"), rows) if rows else "")
+    for inner in getattr(command, "commands", {}).values():
+        yield from _command(f"{name} {inner.name}", inner)
+
+
+def metrics() -> str:
+    """Every family of `/metrics`, with its labels."""
+    counters = [one for one in vars(Metrics()).values() if hasattr(one, "_labelnames")]
+    rows = [(f"`{one.describe()[0].name}`", one._type, ", ".join(one._labelnames), one._documentation)
+            for one in counters]  # fmt: skip
+    nothing: Any = SimpleNamespace(_here=list, kinds={}, counts=dict)
+    collected = [*StepTimes.collect(nothing), *JobCollector(nothing).collect()]
+    collected += GapCollector(lambda: None).collect()
+    rows += [(f"`{one.name}`", one.type, ", ".join(getattr(one, "_labelnames", ())), one.documentation)
+             for one in collected]  # fmt: skip
+    says = (
+        "The metrics of the control API's `/metrics`. Counters end in `_total`, histograms have `_bucket`,"
+        " `_sum` and `_count`. vLLM's own `vllm:` metrics pass through, with a `worker` label."
+    )
+    return page("Metrics", says, [("", table(("name", "type", "labels", "meaning"), sorted(rows)))])
+
+
+def http() -> str:
+    """The routes of the control API and of the plan service."""
+    nothing: Any = SimpleNamespace()
+    apps = {
+        "Control API of a fleet (`--control-port`)": control_app(nothing, KeyRing([])),
+        "Plan service (`tokenfleet api`)": plan_app(KeyRing([]), [Extension(routers=[plan_router(nothing)])]),
+    }
+    says = (
+        "Routes and what they answer. Each server's `/openapi.json` has the bodies."
+        " The gateway's own port is vLLM's OpenAI API."
+    )
+    return page("HTTP", says, [(name, _routes(app.openapi())) for name, app in apps.items()])
+
+
+def _routes(schema: dict[str, Any]) -> str:
+    rows = [
+        (f"`{method.upper()} {path}`", (one.get("description") or one.get("summary", "")).split("\n\n")[0])
+        for path, methods in schema["paths"].items()
+        for method, one in methods.items()
+    ]
+    return table(("route", "answers"), rows)
+
+
+def plan_document() -> str:
+    """The fields of plan.json."""
+    left, seen, parts = [PlanFile], set(), []
+    while left:
+        part = left.pop(0)
+        if part in seen:
+            continue
+        seen.add(part)
+        rows = []
+        for name, field in part.model_fields.items():
+            held = list(_parts_in(field.annotation))
+            left += held
+            links = ", ".join(f"[{one.__name__}](#{one.__name__.lower()})" for one in held)
+            rows.append(
+                (
+                    f"`{name}`",
+                    links or _type(field.annotation),
+                    "" if field.is_required() else "may be absent",
+                )
+            )
+        told = " ".join((part.__doc__ or "").split())
+        parts.append((part.__name__, f"{told}\n\n{table(('field', 'type', ''), rows)}"))
+    says = "The fields of `tokenfleet.plan/1`. Names end in their unit. A newer version only adds fields."
+    return page("plan.json", says, parts)
+
+
+def _parts_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _parts_in(inner)
+
+
+def _type(annotation: Any) -> str:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(inner[0])
+    if origin in (list, tuple):
+        return f"list of {_type(inner[0])}"
+    if origin is dict:
+        return f"object of {_type(inner[1])}"
+    if origin is typing.Literal:
+        return " or ".join(str(one) for one in inner)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " or ".join(one.value for one in annotation)
+    if inner:
+        return " or ".join(_type(one) for one in inner if one is not type(None))
+    names = {str: "text", float: "number", int: "whole number", bool: "true or false", Any: "any"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def profiles() -> str:
+    """The models, GPUs and TP degrees of the profile library."""
+    held: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for one in library():
+        held[one.model][one.gpu].add(one.tp_degree)
+
+    def parts() -> Iterator[tuple[str, str]]:
+        for model, gpus in sorted(held.items()):
+            rows = [(gpu, ", ".join(map(str, sorted(degrees)))) for gpu, degrees in sorted(gpus.items())]
+            yield model, table(("GPU", "TP degrees"), rows)
+
+    says = "The library has step times for these. [Profiles](../../profiles/README.md) has their sources."
+    return page("Models and GPUs", says, parts())
+
+
+PAGES = {
+    "cli.md": command_line,
+    "metrics.md": metrics,
+    "http.md": http,
+    "plan-json.md": plan_document,
+    "models.md": profiles,
+}
+
+
+def main() -> None:
+    """Write the pages."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, made in PAGES.items():
+        (FOLDER / name).write_text(made(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
