@@ -19,6 +19,7 @@ import typer
 from controlplane.errors import ControlPlaneError, Infeasible
 from dataplane.startup import use_kernel_cache
 from tokenfleet.cli.flags import take_option, with_config
+from tokenfleet.cli.groups import GroupedCommand
 from tokenfleet.field_errors import nearest
 
 DONE, INFEASIBLE, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 70, 130
@@ -128,6 +129,8 @@ def _run(arguments: list[str]) -> int:
         return _fail(BAD_INPUT, f"{name}: no such verb{nearest(name, VERBS)}; `tokenfleet --help` lists them")
     use_kernel_cache()
     command = command_of(VERBS[name])
+    if "--help-all" in rest[: _end_of_flags(rest)]:
+        command.is_whole, rest = True, ["--help" if word == "--help-all" else word for word in rest]
     config, rest = take_option(rest, "--config")
     if config is not None:
         rest = with_config(command, config, rest)
@@ -143,7 +146,7 @@ def command_of(verb: Verb) -> Any:
     if not isinstance(app, typer.Typer):
         # Rich's help cuts the names of options short in a terminal of 80 columns.
         verb_app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        verb_app.command(epilog=_EPILOG)(app)
+        verb_app.command(cls=GroupedCommand, epilog=_EPILOG)(app)
         app = verb_app
     command = typer.main.get_command(app)
     for one in (command, *getattr(command, "commands", {}).values()):
@@ -159,7 +162,7 @@ def _with_examples(text: str) -> str:
 
 def _help() -> str:
     lines = [
-        "Usage: tokenfleet VERB [flags]      tokenfleet VERB --help",
+        "Usage: tokenfleet VERB [flags]      tokenfleet VERB --help (--help-all: every option)",
         "",
         "How few GPUs meet your latency targets, and the fleet that runs on them.",
         "",

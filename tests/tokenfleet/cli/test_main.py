@@ -91,7 +91,7 @@ def test_version_and_help_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
 def test_every_verb_is_there_and_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert hasattr(importlib.import_module(cli.VERBS[verb].module), cli.VERBS[verb].attribute)
-    assert cli.main([*verb.split(), "--help"]) == 0
+    assert cli.main([*verb.split(), "--help-all"]) == 0
     assert "Usage" in capsys.readouterr().out
 
 
@@ -105,7 +105,7 @@ def test_help_names_every_option_whole_in_eighty_columns(
     command = cli.command_of(cli.VERBS[name])
     for word in words[len(name.split()) :]:
         command = command.commands[word]
-    assert cli.main([*words, "--help"]) == 0
+    assert cli.main([*words, "--help-all"]) == 0
     said = capsys.readouterr().out
     assert not re.findall(r"--\S*…|\w,?\.\.\.$", said, re.MULTILINE)
     assert all(re.search(rf"{option}\b", said) for p in command.params for option in p.opts if "--" in option)

@@ -55,7 +55,7 @@ from tokenfleet.service.routes import plan_extension
 from tokenfleet.whatifs.axes import AXES, changed
 
 for verb in ("plan", "whatif"):
-    main([verb, "--help"])
+    main([verb, "--help-all"])
 folder = Path(tempfile.mkdtemp(dir=sys.argv[1]))
 (folder / "flags.yaml").write_text("zone-count: 3")
 cell = changed(Wider(Slo(0.4, 0.03)), {"zone-count": "3"})

@@ -1,0 +1,93 @@
+"""The options of the long verbs in groups: `--help` shows those that people need first, `--help-all` all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+GROUPS = {
+    "Targets": ("--slo", "--attainment", "--confidence", "--class", "--session-time", "--agents"),
+    "Traffic": (
+        *("--trace", "--since", "--data", "--window", "--rate-scale", "--prompt-scale", "--output-scale"),
+        *("--drop-too-long", "--bias-from", "--most-agents", "--open-loop"),
+    ),
+    "Model and hardware": (
+        *("--model", "--gpu", "--tp", "--workers", "--prefill-workers", "--prefill", "--decode", "--kind"),
+        *("--profile", "--precision", "--max-gpus", "--cold-start", "--reclaims-per-h"),
+    ),
+    "Prices": ("--prices", "--provider", "--spot", "--reserved", "--price-scale", "--budget-usd-per-h"),
+    "Plan and scaling": (
+        *(
+            "--plan",
+            "--portfolio",
+            "--autoscale",
+            "--scale-in-after",
+            "--max-workers",
+            "--advisory",
+        ),
+        *("--as-is", "--vary"),
+    ),
+    "Engine and placement": (
+        *("--engine", "--policy", "--priority-headroom", "--no-prefix-cache", "--gpu-memory-utilization"),
+        *("--kv-tokens", "--max-batched-tokens", "--max-seqs", "--speculate", "--host-kv", "--kv-gb-per-s"),
+        *("--kv-latency", "--kv-transport", "--move-bandwidth", "--move-share"),
+    ),
+    "Endpoint": (
+        *("--host", "--port", "--gateways", "--api-key", "--api-keys", "--control-host", "--control-port"),
+        *("--control-key", "--control-keys", "--tls-cert", "--tls-key", "--insecure"),
+    ),
+    "Waiting": ("--queue", "--queue-wait", "--nodes-wait", "--shutdown-wait", "--reclaim-notice"),
+    "History": ("--history", "--history-prefixes", "--history-days", "--history-mb"),
+    "Output": ("--output-dir", "--all", "--per-request", "--verbose", "--format"),
+}
+OTHER = "Other"
+FIRST = {
+    "plan": (
+        *("--slo", "--attainment", "--confidence", "--trace", "--since", "--rate-scale", "--model", "--gpu"),
+        *("--tp", "--max-gpus", "--prices", "--spot", "--output-dir", "--all", "--format"),
+    ),
+    "whatif": (
+        *("--slo", "--vary", "--attainment", "--trace", "--since", "--model", "--gpu", "--tp", "--max-gpus"),
+        *("--prices", "--spot", "--output-dir", "--verbose", "--format"),
+    ),
+    "simulate": (
+        *("--slo", "--trace", "--rate-scale", "--model", "--gpu", "--tp", "--workers", "--prefill-workers"),
+        *("--policy", "--prices", "--per-request", "--verbose", "--format"),
+    ),
+    "serve": (
+        *("--model", "--plan", "--workers", "--tp", "--slo", "--autoscale", "--max-workers"),
+        *("--engine", "--port", "--api-key", "--control-key", "--data", "--history", "--verbose"),
+    ),
+}
+
+
+class GroupedCommand(typer.core.TyperCommand):
+    """A command whose help has its options in GROUPS; `is_whole` shows all of them."""
+
+    is_whole = False
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        verb = ctx.command_path.removeprefix("tokenfleet ")
+        if verb not in FIRST:
+            super().format_options(ctx, formatter)
+            return
+        first = tuple(one.opts[0] for one in self.params) if self.is_whole else FIRST[verb]
+        group_of = {flag: name for name, flags in GROUPS.items() for flag in flags}
+        shown: dict[str, list[tuple[str, str]]] = {name: [] for name in (*GROUPS, OTHER)}
+        hidden = 0
+        for one in self.get_params(ctx):
+            record = one.get_help_record(ctx)
+            if record is None or one.name == "help":
+                continue
+            if one.opts[0] in first:
+                shown[group_of.get(one.opts[0], OTHER)].append(record)
+            else:
+                hidden += 1
+        for name, records in shown.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+        if hidden:
+            formatter.write_paragraph()
+            formatter.write_text(f"{hidden} more options: {ctx.command_path} --help-all")
