@@ -24,6 +24,7 @@ from tokenfleet.planning.plan_file import (
     Shown,
     TraceSample,
 )
+from tokenfleet.report.origins import origins
 from tokenfleet.report.tables import (
     asked_text,
     count_text,
@@ -406,7 +407,7 @@ def _span(dates: list[str]) -> str:
 
 
 def tables(plan: PlanFile) -> Iterator[Shown]:
-    """The tables of an answer: classes, alternatives, what would help, ruled-out types, and the schedule."""
+    """Classes, alternatives, what would help, ruled-out types, the schedule, and the inputs' origins."""
     gpus = gpus_of(plan)
     if rows := [_class_row(one, gpus) for one in plan.classes if one.requests is not None]:
         yield Shown(title="Classes", columns=list(CLASSES), rows=rows)
@@ -423,6 +424,7 @@ def tables(plan: PlanFile) -> Iterator[Shown]:
         rows = [[kind_text(one, gpus), one.reason] for one in plan.passed_over]
         yield Shown(title="Ruled out", columns=["Ruled out", "why"], rows=rows)
     yield from _schedule(plan)
+    yield origins(plan, gpus)
 
 
 def _schedule(plan: PlanFile) -> Iterator[Shown]:

@@ -1,0 +1,69 @@
+"""The origin of a plan's inputs: recorded, measured, fitted, predicted, listed, assumed or given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from tokenfleet.planning.plan_file import PlanFile, PlannedProfile, Shown, kind_of_worker
+from tokenfleet.report.tables import gpu_text, kind_text
+from tokenfleet.texts import duration_text
+
+COLUMNS = ["Where numbers come from", "value", "origin", "from", "narrowed by"]
+OF_PROFILE = {"measured": "measured", "composed": "predicted", "published": "published"}
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
+
+
+def origins(plan: PlanFile, gpus: set[str]) -> Shown:
+    """One row for each input that the answer rests on. `gpus`: those of the plan, for short names."""
+    return Shown(title="Where numbers come from", columns=COLUMNS, rows=list(_rows(plan, gpus)))
+
+
+def _rows(plan: PlanFile, gpus: set[str]) -> Iterator[list[str]]:
+    inputs = plan.inputs
+    scaled = "" if inputs.rate_scale == 1.0 else f", at {inputs.rate_scale:g}x its rate"
+    requests = f"{inputs.requests:,} requests{scaled}"
+    yield ["Traffic", requests, "recorded", inputs.trace, "a longer trace"]
+    if plan.doubt is not None:
+        growth = f"{100 * plan.doubt.of_rate:.0f} % of the rate"
+        yield ["Traffic drift", growth, "fitted", "the trace, and usual traffic", "traces of more days"]
+    serving = {kind_of_worker(part) for part in plan.fleet}
+    used = [one for one in inputs.profiles if kind_of_worker(one) in serving] or inputs.profiles
+    for profile in used:
+        yield from _of_profile(profile, kind_text(profile, gpus))
+    for gpu, one in {profile.gpu: profile for profile in used}.items():
+        yield _price(gpu_text(gpu, gpus), one)
+    if plan.spares is not None:
+        rate = f"{plan.spares.reclaims_per_h:g} a worker and hour"
+        yield ["Spot interruptions", rate, "given", "--reclaims-per-h", "your provider's record"]
+    if plan.schedule_detail is not None and (paid := plan.schedule_detail.paid) is not None:
+        yield ["Cold start", duration_text(paid.cold_start_s), "given", "--cold-start", "a measured start"]
+
+
+def _of_profile(one: PlannedProfile, name: str) -> Iterator[list[str]]:
+    """Step times, KV memory, the time outside the engine, and the KV link, of one worker type."""
+    origin = OF_PROFILE.get(one.kind, one.kind)
+    source = f"{one.engine or 'an engine'}, {one.date[:7]}"
+    error = "" if one.mean_relative_error is None else f"{100 * one.mean_relative_error:.1f} % off on average"
+    yield [f"Step times, {name}", error or "-", origin, source, "`tokenfleet calibrate`, or `fit`"]
+    kv, frontend = one.profile.get("kv", {}), one.profile.get("frontend", {})
+    yield [
+        *(f"KV memory, {name}", f"{kv.get('capacity_tokens', 0):,} tokens", origin, source),
+        "--kv-tokens, from the engine's log",
+    ]
+    if (constant := frontend.get("per_request_s")) is not None:
+        assumed = "assumed" if one.kind == "composed" else origin
+        yield [f"HTTP and tokenizer, {name}", duration_text(constant), assumed, source, "`compare`"]
+    if one.kv_link is not None:
+        value = f"{one.kv_link.gb_per_s:g} GB/s a GPU"
+        yield [f"KV link, {name}", value, "assumed", "data sheets, or --kv-gb-per-s", "a measured copy"]
+
+
+def _price(gpu: str, one: PlannedProfile) -> list[str]:
+    if one.usd_per_gpu_h is None:
+        return [f"Price, {gpu}", "unknown", "-", "-", "--prices"]
+    dated = DATE.search(one.price or "")
+    return [
+        *(f"Price, {gpu}", f"${one.usd_per_gpu_h:.2f} a GPU and hour"),
+        *("listed", f"price list of {dated[0]}" if dated else "your price list", "--prices"),
+    ]
