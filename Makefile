@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # With `COVERAGE=1` the unit tests also say what they cover; they take a third more time.
 COVER := $(if $(COVERAGE),--cov=controlplane --cov=dataplane --cov=tokenfleet --cov-report=)
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
-.PHONY: help demo quick test check pure unit live kernels serve-demo reference clean
+.PHONY: help demo quick test check pure unit live kernels serve-demo wheel release reference clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -46,6 +46,16 @@ serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU
 	@echo "Starting two vLLM engines on CPU: one to two minutes until 'ready'."
 	$(BIN)/tokenfleet serve --model tokenfleet-out/tiny-llama --workers 2
 
+wheel: .venv/wheel  ## dist/: a wheel with compiled kernels, for this Python and architecture
+	$(BIN)/python deploy/ship_kernels.py
+	$(BIN)/python -m hatchling build -t wheel
+
+# The check installs the wheel in an empty environment and makes its first plan there.
+release: wheel  ## dist/: wheel and sdist, checked in an empty environment, and the notes of the version
+	$(BIN)/python -m hatchling build -t sdist
+	sed -n '/^## /,/^## /p' CHANGELOG.md | sed '1b;/^## /d' > dist/NOTES.md
+	$(BIN)/python benchmarks/first_plan.py --quick
+
 tokenfleet-out/tiny-llama: .venv/all
 	@echo "Making a tiny Llama with random weights in $@: about 20 seconds."
 	$(BIN)/python examples/tiny_llama.py $@
@@ -64,6 +74,11 @@ reference: .venv/dev  ## the pages of docs/reference, from the code
 	$(PIP) $(PINS) --editable .
 	touch $@
 
+# What builds wheels.
+.venv/wheel: .venv/base
+	$(PIP) 'hatchling>=1.26'
+	touch $@
+
 # Checks and the tests that need no engine.
 .venv/dev: .venv/base requirements/dev.txt
 	$(PIP) $(PINS) --editable '.[dev]'
@@ -74,5 +89,5 @@ reference: .venv/dev  ## the pages of docs/reference, from the code
 	$(PIP) --no-deps -r requirements/live-cpu.txt -r requirements/dev.txt
 	touch $@
 
-clean:  ## remove the environment and what the demos wrote
-	rm -rf .venv tokenfleet-out
+clean:  ## remove the environment, what was built, and what the demos wrote
+	rm -rf .venv build dist tokenfleet-out

@@ -2,7 +2,9 @@
 
 Threads run simulations side by side. Kernels are kept on disk where the process has named a folder for them
 (numba.config.CACHE_DIR, see dataplane/startup.py); by itself an import touches no file. They are filed by
-module name: the folder's name holds a digest of the sources, so checkouts with equal kernels share it.
+module name: the folder's name holds a digest of the sources, so checkouts with equal kernels share it. One
+process at a time compiles for a folder; the others wait and load the result. A wheel brings kernels that
+every CPU of an architecture runs; those that were compiled for this one go first.
 
 `by_reference`: a named tuple of arrays that kernels hand on to each other as one pointer. Numba hands tuples
 on by value: seven words and more for each array, from every function to every other.
@@ -10,14 +12,17 @@ on by value: seven words and more for each array, from every function to every o
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import numba
 from llvmlite import ir
 from numba.core import caching, cgutils, imputils, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.datamodel import models, register_default
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, lower_getattr_generic, typeof_impl, unbox
@@ -43,9 +48,10 @@ class _ByModule(caching.UserProvidedCacheLocator):  # type: ignore[misc]
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], file: str) -> _ByModule | None:
-        if not function.__module__.startswith(PACKAGES):
+        """The kernel's place, also in a folder that nothing can be written to: it may be there already."""
+        if not numba.config.CACHE_DIR or not function.__module__.startswith(PACKAGES):
             return None
-        return cast("_ByModule | None", super().from_function(function, file))
+        return cls(function, file)
 
 
 @lru_cache
@@ -57,13 +63,109 @@ def _digest(file: str) -> str:
 caching.CacheImpl._locator_classes.insert(0, _ByModule)
 
 
+class _Turn:
+    """The turn to compile: taken at the first kernel that is missing, kept until the outermost is done."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._held: IO[str] | None = None
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def taken_now(self) -> bool:
+        """Wait for the turn; False where it was taken before, or the folder cannot be written to."""
+        if self._depth == 0 or self._held is not None:
+            return False
+        with suppress(OSError):
+            self._held = open(f"{numba.config.CACHE_DIR}/compiling", "a")  # noqa: SIM115  (closed in __exit__)
+            fcntl.flock(self._held, fcntl.LOCK_EX)
+        return self._held is not None
+
+
+_TURN = _Turn()
+
+
+class _EveryCpu(NamedTuple):
+    """The target of kernels that every CPU of an architecture runs; Numba asks for its `magic_tuple`."""
+
+    triple: str
+
+    def magic_tuple(self) -> tuple[str, str, str]:
+        return self.triple, "generic", ""
+
+
+class _Kept(caching.FunctionCache):  # type: ignore[misc]
+    """The kernels of one function on disk."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        kept = super().load_overload(sig, target_context)
+        if kept is None and _TURN.taken_now():
+            kept = super().load_overload(sig, target_context)  # another process may have compiled it
+        return kept
+
+    def _load_overload(self, sig: Any, target_context: Any) -> Any:
+        kept = super()._load_overload(sig, target_context)
+        if kept is not None:
+            return kept
+        every_cpu = _EveryCpu(target_context.codegen().magic_tuple()[0])
+        data = self._cache_file.load(self._index_key(sig, every_cpu))
+        return None if data is None else self._impl.rebuild(target_context, data)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(OSError):  # a read-only folder: the kernel stays with this process
+            super().save_overload(sig, data)
+
+
+class _CalledFiles(caching.CompileResultCacheImpl):  # type: ignore[misc]
+    """Files of the form of a kernel that other kernels call."""
+
+    def get_filename_base(self, fullname: str, abiflags: str) -> str:
+        return f"called.{super().get_filename_base(fullname, abiflags)}"
+
+
+class _KeptCalled(_Kept):
+    _impl_class = _CalledFiles
+
+
 def compiled(function: F) -> F:
-    """The function's kernel; raises what the function raises."""
-    kernel = numba.njit(cache=bool(numba.config.CACHE_DIR), nogil=True, no_cfunc_wrapper=True)(function)
-    template = kernel.get_call_template
+    """The function's kernel; raises what the function raises.
+
+    It has two forms: one that Python calls, and one that other kernels call. What turns Python's arguments
+    into numbers is half of the work to compile a kernel, and the second form does without.
+    """
+    kernel = numba.njit(nogil=True, no_cfunc_wrapper=True)(function)
+    called = numba.njit(nogil=True, no_cfunc_wrapper=True, no_cpython_wrapper=True)(function)
+
+    def enable_caching() -> None:
+        kernel._cache, called._cache = _Kept(function), _KeptCalled(function)
+
+    for form in (kernel, called):
+        form.compile = _in_turn(form.compile)
+    kernel.enable_caching = enable_caching
+    if numba.config.CACHE_DIR:
+        enable_caching()
+    template = called.get_call_template
     # Else Numba compiles it again for each constant that other kernels give it.
     kernel.get_call_template = lambda args, kws: template([types.unliteral(of) for of in args], kws)
+    kernel.get_overload = called.get_overload
     return cast(F, kernel)
+
+
+def _in_turn(compile_it: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same, by one process at a time."""
+
+    def compile_in_turn(signature: Any) -> Any:
+        with global_compiler_lock, _TURN:
+            return compile_it(signature)
+
+    return compile_in_turn
 
 
 def compile_now(kernel: Callable[..., Any], *args: Any) -> None:

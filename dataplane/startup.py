@@ -1,8 +1,9 @@
 """The start of a process: our packages on its path, and compiled kernels on disk, never stale ones.
 
 Numba's own cache notices a change of the file a kernel stands in, not of a kernel that it calls from another
-file. So the folder's name carries a digest of every source file that has to do with kernels. The core does no
-I/O when it is imported: every process that runs kernels calls `use_kernel_cache` as it begins.
+file. So the folder's name carries a digest of every source file that has to do with kernels. A wheel brings a
+folder that is filled already. The core does no I/O when it is imported: every process that runs kernels calls
+`use_kernel_cache` as it begins.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 import sys
 import tempfile
-from importlib.metadata import version
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 _SOURCES = Path(__file__).resolve().parent.parent  # our packages
+_SHIPPED = _SOURCES / "tokenfleet" / "_kernels"  # a wheel has it: kernels for every CPU of its architecture
 _KEPT = 4  # digests to keep; older folders are removed
 
 
@@ -32,7 +36,8 @@ def child_environment() -> dict[str, str]:
 def use_kernel_cache() -> None:
     """Keep this process's kernels on disk: those loaded already, and those still to be loaded.
 
-    Child processes inherit the folder. Without a home that can be written to, it is a temporary one.
+    Child processes inherit the folder. Without a home that can be written to, it is one in the system's
+    temporary folder that only this user can enter, or the wheel's own, from which kernels are only read.
     """
     folder = str(_folder())
     os.environ["NUMBA_CACHE_DIR"] = folder  # read by Numba as it is imported, which takes half a second
@@ -46,7 +51,15 @@ def use_kernel_cache() -> None:
                     kernel.enable_caching()
 
 
-def _folder() -> Path:
+def has_simulator() -> bool:
+    """Whether the compiled simulator is on disk; else its first run compiles it, for minutes."""
+    return any(_folder().glob("dataplane.simulated.cluster/cluster.advance-*.nbc"))
+
+
+def kernel_digest() -> str:
+    """A digest of Numba's version and of every source that has to do with kernels."""
+    from importlib.metadata import version  # loads a mail parser, 12 ms
+
     digest = hashlib.sha256(version("numba").encode())
     for source in sorted(
         path
@@ -56,15 +69,43 @@ def _folder() -> Path:
         text = source.read_bytes()
         if b"compiled" in text:
             digest.update(text)
-    try:
+    return digest.hexdigest()[:16]
+
+
+@lru_cache(maxsize=1)
+def _folder() -> Path:
+    name = f"kernels-{kernel_digest()}"
+    shipped = _SHIPPED / name
+    with suppress(OSError, RuntimeError):  # no home, or a read-only one
         home = Path.home() / ".cache" / "tokenfleet"
-        folder = home / f"kernels-{digest.hexdigest()[:16]}"
-        if folder.exists():
-            return folder
-        folder.mkdir(parents=True)
-    except (OSError, RuntimeError):  # no home, or a read-only one
-        return Path(tempfile.mkdtemp(prefix="tokenfleet-kernels-"))
-    others = sorted((p for p in home.glob("kernels-*") if p != folder), key=lambda p: p.stat().st_mtime)
-    for old in others[: -_KEPT or None]:
-        shutil.rmtree(old, ignore_errors=True)
+        folder = _filled(home, name, shipped)
+        others = sorted((p for p in home.glob("kernels-*") if p != folder), key=lambda p: p.stat().st_mtime)
+        for old in others[: -_KEPT or None]:
+            shutil.rmtree(old, ignore_errors=True)
+        return folder
+    with suppress(OSError):
+        private = Path(tempfile.gettempdir()) / f"tokenfleet-{os.getuid()}"
+        private.mkdir(mode=0o700, exist_ok=True)
+        found = private.lstat()
+        # Kernels are code: nobody else may have put some there.
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return _filled(private, name, shipped)
+        return _filled(Path(tempfile.mkdtemp(prefix="tokenfleet-")), name, shipped)
+    return shipped
+
+
+def _filled(parent: Path, name: str, shipped: Path) -> Path:
+    """The folder of that name in `parent`, made with the kernels that the wheel brought. Raises OSError."""
+    folder = parent / name
+    if not folder.exists():
+        parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+        if shipped.is_dir():
+            shutil.copytree(shipped, part, dirs_exist_ok=True)
+        try:
+            part.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(part, ignore_errors=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder}: cannot be written to")
     return folder

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 
 VERSION = "0.1.0"
 _PACKAGE = Path(__file__).resolve().parent
 COMMIT_FILE = _PACKAGE / "_commit.txt"  # a wheel has it
-_DATE = re.compile(r"^\s+date: ['\"]?(\d{4}-\d{2}-\d{2})", re.MULTILINE)
 
 
 def version_text() -> str:
@@ -28,6 +25,8 @@ def _commit() -> str:
         return COMMIT_FILE.read_text(encoding="ascii").strip()
     if not (_PACKAGE.parent / ".git").exists():
         return ""
+    import subprocess
+
     asked = ["git", "-C", str(_PACKAGE.parent), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
@@ -36,7 +35,10 @@ def _commit() -> str:
 
 
 def _profile_dates() -> list[str]:
+    import re
+
     from tokenfleet.profiles.library import library_folder
 
+    dated = re.compile(r"^\s+date: ['\"]?(\d{4}-\d{2}-\d{2})", re.MULTILINE)
     texts = (path.read_text(encoding="utf-8") for path in library_folder().glob("*/*.yaml"))
-    return [date for text in texts for date in _DATE.findall(text)]
+    return [date for text in texts for date in dated.findall(text)]

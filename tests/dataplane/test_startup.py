@@ -1,5 +1,6 @@
 """Compiled kernels on disk: imports of the core touch no file, and a process that asks keeps its kernels."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -68,13 +69,81 @@ def test_only_the_newest_folders_stay(tmp_path):
     assert old == ["kernels-0", "kernels-1", "kernels-2", "kernels-3"]
 
 
-def test_without_a_home_kernels_are_kept_for_this_process_alone(tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    code = """
+FOLDER = """
 import os
 from dataplane.startup import use_kernel_cache
 use_kernel_cache()
 print(os.environ["NUMBA_CACHE_DIR"])
 """
-    said = python(code, tmp_path / "file", TMPDIR=str(tmp_path))
-    assert said.stdout.startswith(str(tmp_path / "tokenfleet-kernels-")), said.stderr
+
+
+def test_without_a_home_all_processes_of_a_user_share_a_private_folder(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    said = [python(FOLDER, tmp_path / "file", TMPDIR=str(tmp_path)) for _ in range(2)]
+    private = tmp_path / f"tokenfleet-{os.getuid()}"
+    assert said[0].stdout == said[1].stdout, said[0].stderr
+    assert said[0].stdout.startswith(str(private / "kernels-")), said[0].stderr
+    assert private.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_temporary_folder_that_others_can_enter_is_not_used(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / f"tokenfleet-{os.getuid()}").mkdir(mode=0o777)
+    (tmp_path / f"tokenfleet-{os.getuid()}").chmod(0o777)
+    said = python(FOLDER, tmp_path / "file", TMPDIR=str(tmp_path))
+    assert said.stdout.startswith(str(tmp_path / "tokenfleet-")), said.stderr
+    assert f"tokenfleet-{os.getuid()}/" not in said.stdout
+
+
+# Calls one kernel, and tells whether it was compiled, and whether it was loaded.
+CALL = """
+from dataplane import startup
+startup.use_kernel_cache()
+import numpy as np
+from controlplane.perfmodel.coefficients import decode_base_s
+print("ready", flush=True)
+decode_base_s(np.zeros(64), 1.0)
+print(sum(decode_base_s._cache_misses.values()), sum(decode_base_s._cache_hits.values()))
+"""
+
+
+def test_kernels_that_a_wheel_brings_for_every_cpu_are_loaded_not_compiled(tmp_path):
+    built, bought = tmp_path / "built", tmp_path / "bought"
+    assert python(CALL, built, NUMBA_CPU_NAME="generic").stdout == "ready\n1 0\n"
+    shipped = built / ".cache" / "tokenfleet"
+    brought = f"from pathlib import Path\nstartup._SHIPPED = Path({str(shipped)!r})\nstartup.use"
+    assert python(CALL.replace("startup.use", brought), bought).stdout == "ready\n0 1\n"
+    here, there = ({path.name for path in of.rglob("*.nbc")} for of in (bought, built))
+    assert here == there
+
+
+def test_a_kernel_that_two_processes_need_is_compiled_once(tmp_path):
+    assert python(FOLDER, tmp_path).returncode == 0
+    (folder,) = (tmp_path / ".cache" / "tokenfleet").iterdir()
+    env = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"HOME": str(tmp_path)}
+    with open(folder / "compiling", "a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # both wait until both need it
+        both = [
+            subprocess.Popen(
+                [sys.executable, "-B", "-c", CALL], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True
+            )
+            for _ in range(2)
+        ]
+        for process in both:
+            assert process.stdout.readline() == "ready\n"
+    assert sorted(process.communicate()[0] for process in both) == ["0 1\n", "1 0\n"]
+
+
+def test_a_folder_that_cannot_be_written_to_only_costs_the_compilation(tmp_path):
+    code = CALL.replace("startup.use_kernel_cache()", "")
+    assert python(code, tmp_path, NUMBA_CACHE_DIR="/proc/self").stdout == "ready\n1 0\n"
+
+
+def test_the_simulator_is_known_to_be_on_disk_once_it_was_compiled(tmp_path):
+    told = "from dataplane.startup import has_simulator; print(has_simulator())"
+    assert python(told, tmp_path).stdout == "False\n"
+    (folder,) = (tmp_path / ".cache" / "tokenfleet").iterdir()
+    kept = folder / "dataplane.simulated.cluster"
+    kept.mkdir()
+    (kept / "cluster.advance-28.py311.1.nbc").touch()
+    assert python(told, tmp_path).stdout == "True\n"

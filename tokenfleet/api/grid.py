@@ -16,7 +16,7 @@ from tokenfleet.api.options import Targets, as_vary, request_of
 from tokenfleet.files import cache_folder, write_files
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.page import framed
-from tokenfleet.report.progress import counted_bar
+from tokenfleet.report.progress import counted_bar, tell_compiling
 from tokenfleet.report.tables import fleet_text
 from tokenfleet.traces import Trace
 from tokenfleet.whatifs.axes import Scenario, checked, grid
@@ -103,6 +103,7 @@ def grid_of(
     """The scenarios of axes on a trace as read. Raises BadInput."""
     cells = grid(as_vary(dict(axes)))
     cache = Cache(cache_folder("whatif") if keep else None)
+    tell_compiling()
     with counted_bar("planning scenarios", len(cells)) as advance:
         scenarios, warnings = planned(
             trace,

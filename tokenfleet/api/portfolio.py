@@ -16,7 +16,7 @@ from tokenfleet.portfolios.plan import PortfolioPlan, plan_portfolio
 from tokenfleet.portfolios.request import read_portfolio
 from tokenfleet.portfolios.view import headline, portfolio_json, portfolio_report
 from tokenfleet.report.page import framed
-from tokenfleet.report.progress import counted_bar
+from tokenfleet.report.progress import counted_bar, tell_compiling
 from tokenfleet.report.tables import fleet_text
 from tokenfleet.whatifs.cache import Cache
 
@@ -77,5 +77,6 @@ def portfolio(file: str | Path, *, jobs: int = 1, keep: bool = True) -> Portfoli
     asked_for = read_portfolio(Path(file))
     asked = tasks_of(asked_for, date.today())
     cache = Cache(cache_folder("whatif") if keep else None)
+    tell_compiling()
     with counted_bar("planning models", asked.count) as advance:
         return PortfolioAnswer(plan_portfolio(asked_for, asked, jobs, cache, advance))

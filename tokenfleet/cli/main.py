@@ -1,6 +1,7 @@
 """`tokenfleet`: the table of verbs, the exit codes, and the options of every verb (`--config`, `--no-color`).
 
-A verb's module is imported only when the verb is used, so `tokenfleet --help` answers at once.
+A verb's module, and all that reads flags, is imported only when a verb is used. So `tokenfleet --help`
+answers at once.
 
 Exit codes: 0 done, 1 ran but no feasible answer, 2 bad input, 130 interrupted.
 """
@@ -10,17 +11,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import typer
-
 from controlplane.errors import ControlPlaneError, Infeasible
-from dataplane.startup import use_kernel_cache
-from tokenfleet.cli.flags import take_option, with_config
-from tokenfleet.cli.groups import GroupedCommand
-from tokenfleet.field_errors import nearest
 
 DONE, INFEASIBLE, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 70, 130
 
@@ -90,8 +84,8 @@ def exit_code(run: Callable[[], int]) -> int:
         return _fail(INFEASIBLE, str(error))
     except ControlPlaneError as error:
         return _fail(BAD_INPUT, str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail(INTERRUPTED, "interrupted; nothing was written")
+    except KeyboardInterrupt:
+        return _interrupted()
     except BrokenPipeError:
         # The reader of our output went away (`| head`); stdout is closed so that exit does not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -100,6 +94,12 @@ def exit_code(run: Callable[[], int]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(BAD_INPUT, f"{where}{error.strerror or error}")
     except Exception as error:
+        import traceback
+
+        import typer
+
+        if isinstance(error, typer.Abort):
+            return _interrupted()
         # Typer's own refusals (an unknown flag, say) carry a message; anything else is a fault of ours.
         message = getattr(error, "format_message", None)
         if message is not None:
@@ -109,6 +109,10 @@ def exit_code(run: Callable[[], int]) -> int:
         return _fail(
             INTERNAL, f"internal error ({type(error).__name__}); please report it with the lines above"
         )
+
+
+def _interrupted() -> int:
+    return _fail(INTERRUPTED, "interrupted; nothing was written")
 
 
 def _run(arguments: list[str]) -> int:
@@ -126,7 +130,12 @@ def _run(arguments: list[str]) -> int:
     words = 2 if " ".join(arguments[:2]) in VERBS else 1
     name, rest = " ".join(arguments[:words]), arguments[words:]
     if name not in VERBS:
+        from tokenfleet.field_errors import nearest
+
         return _fail(BAD_INPUT, f"{name}: no such verb{nearest(name, VERBS)}; `tokenfleet --help` lists them")
+    from dataplane.startup import use_kernel_cache
+    from tokenfleet.cli.flags import take_option, with_config
+
     use_kernel_cache()
     command = command_of(VERBS[name])
     if "--help-all" in rest[: _end_of_flags(rest)]:
@@ -142,6 +151,10 @@ def _run(arguments: list[str]) -> int:
 
 def command_of(verb: Verb) -> Any:
     """A verb as the Click command that Typer makes of it."""
+    import typer
+
+    from tokenfleet.cli.groups import GroupedCommand
+
     app = getattr(importlib.import_module(verb.module), verb.attribute)
     if not isinstance(app, typer.Typer):
         # Rich's help cuts the names of options short in a terminal of 80 columns.

@@ -139,6 +139,7 @@ def portfolio_command(
     from tokenfleet.portfolios.plan import plan_portfolio
     from tokenfleet.portfolios.request import read_portfolio
     from tokenfleet.portfolios.view import portfolio_json, portfolio_report, portfolio_tables
+    from tokenfleet.report.progress import tell_compiling
     from tokenfleet.whatifs.cache import Cache
 
     portfolio = read_portfolio(file)
@@ -148,6 +149,7 @@ def portfolio_command(
     files = [] if output_dir is None else [output_dir / "portfolio.json", output_dir / "portfolio.html"]
     refuse_unwritable([*files, *plans.values()])
     asked = tasks_of(portfolio, date.today())
+    tell_compiling()
     with counted_bar("planning models", asked.count) as advance:
         cache = Cache(None if no_cache else cache_folder("whatif"))
         plan = plan_portfolio(portfolio, asked, jobs or os.cpu_count() or 1, cache, advance)

@@ -104,6 +104,7 @@ def simulate_command(
     from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import what_drafts_do, without_work
+    from tokenfleet.report.progress import tell_compiling
     from tokenfleet.traces import read_traces
 
     profile = _profile(worker, request)
@@ -117,6 +118,7 @@ def simulate_command(
     agents = "most-agents" if as_sessions.most_agents else "agents"
     workload = as_asked(workload, request, open_loop=as_sessions.open_loop, agents=agents)
     notes = [*warnings, *what_drafts_do(workload, _of(worker, request)), *without_work(workload, request)]
+    tell_compiling()
     began, most = time.perf_counter(), None
     with console(stderr=True).status(f"simulating {len(workload):,} requests") as status:
         if as_sessions.most_agents:

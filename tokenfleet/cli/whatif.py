@@ -125,10 +125,12 @@ def _planned(
 ) -> tuple[list[Scenario], list[str]]:
     """The scenarios and their warnings, with a bar; interrupted, it prints how many are kept."""
     from tokenfleet.cli.terminal import counted_bar
+    from tokenfleet.report.progress import tell_compiling
     from tokenfleet.service.scorecard import kept_bias
     from tokenfleet.whatifs.run import planned
 
     done = 0
+    tell_compiling()
     try:
         with counted_bar("planning scenarios", len(cells)) as advance:
 

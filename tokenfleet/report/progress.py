@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -18,7 +19,10 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from dataplane.startup import has_simulator
 from tokenfleet.planning.threads import Watch
+
+COMPILES = "Compiling the simulator: once, two to four minutes of one core. Later runs load it from disk."
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -27,6 +31,12 @@ def console(*, stderr: bool = False) -> Console:
     if not shown.is_terminal and "COLUMNS" not in os.environ:
         shown.width = 110
     return shown
+
+
+def tell_compiling() -> None:
+    """Say on stderr that the simulator is compiled first, where it is not on disk."""
+    if not has_simulator():
+        print(COMPILES, file=sys.stderr, flush=True)
 
 
 class Bar(Watch):
@@ -57,6 +67,8 @@ def _progress(count: ProgressColumn, is_shown: bool | None) -> Progress:
 @contextmanager
 def progress_bar(is_shown: bool | None = None) -> Iterator[Watch]:
     """A bar of a plan's progress, with the simulations that it took; by default where a person watches."""
+    if is_shown is not False:
+        tell_compiling()
     with _progress(TextColumn("{task.fields[simulations]} simulations"), is_shown) as progress:
         yield Bar(progress, progress.add_task("planning", total=1.0, simulations=0))
 
