@@ -22,7 +22,7 @@ from rich.progress import (
 from dataplane.startup import has_simulator
 from tokenfleet.planning.threads import Watch
 
-COMPILES = "Compiling the simulator: once, two to four minutes of one core. Later runs load it from disk."
+COMPILES = "Compiling the simulator: once, for a minute or two. Later runs load it from disk."
 
 
 def console(*, stderr: bool = False) -> Console:

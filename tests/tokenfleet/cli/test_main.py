@@ -125,3 +125,10 @@ def test_help_imports_nothing_heavy() -> None:
         "sys.exit(any(m in sys.modules for m in ('numba', 'numpy', 'polars', 'plotly', 'pulp')))"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+
+
+def test_the_list_of_verbs_loads_nothing_that_reads_flags_or_plans():
+    program = "import sys; from tokenfleet.cli.main import main; main(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Usage: tokenfleet VERB")
+    assert not {"typer", "pydantic", "numpy", "numba", "polars"} & set(done.stdout.splitlines()[-1].split())
