@@ -4,17 +4,21 @@ Any vLLM's `/metrics`, a gateway's too: engines are told apart by their labels (
 differ by version, and counters that a version does not have are done without where that can be: `NAMES` lists
 them, newest first. Two scrapes between which a counter fell (a restart), a number is not finite or more than
 LONGEST_S passed say nothing.
+
+Only the lines that are used are read: a page has some thousand, and a hundred servers are looked at every few
+seconds.
 """
 
 from __future__ import annotations
 
 import http.client
 import math
+import re
 import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.calibration import Interval
@@ -38,19 +42,40 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "finished_prefill_tokens": ("request_prefill_kv_computed_tokens_sum",),
     "finished_queue_s": ("request_queue_time_seconds_sum",),
     "drafted": ("spec_decode_num_draft_tokens_total",),
+    "waiting": ("num_requests_waiting",),
+    "ended": ("request_success_total",),
+    "ended_prompt_tokens": ("request_prompt_tokens_sum",),
+    "ended_output_tokens": ("request_generation_tokens_sum",),
 }
+# Of each request: its first token, and the mean of its gaps between tokens.
+HISTOGRAMS: Mapping[str, str] = {
+    "ttft": "time_to_first_token_seconds_bucket",
+    "tpot": "request_time_per_output_token_seconds_bucket",
+}
+OTHERS = {"sglang:": "SGLang", "tgi_": "TGI", "trtllm_": "TensorRT-LLM", "llamacpp:": "llama.cpp"}
 NEEDED = ("gaps", "gaps_s", "first_tokens", "first_tokens_s", "prompt_tokens", "running")
-GAUGES = ("running", "kv_share")
+GAUGES = ("running", "waiting", "kv_share")
+_CONFIG = "cache_config_info"
+_READ = sorted({_CONFIG, *HISTOGRAMS.values(), *(name for names in NAMES.values() for name in names)})
+_LINE = re.compile(rf"^vllm:({'|'.join(_READ)})(?:\{{(.*)\}})?[ \t]+(\S+)", re.M)
+_HISTOGRAM_OF = {name: histogram for histogram, name in HISTOGRAMS.items()}
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_SAMPLE = re.compile(r"^[a-zA-Z_:][\w:]*(?:\{.*\})?[ \t]+[-+.\w]+", re.M)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """What one engine told at `at_s`: values by the names of `NAMES`, and its KV (0 where it is not said)."""
+    """What one engine told at `at_s`: values by the names of `NAMES`, and its KV (0 where it is not said).
+
+    `buckets`: of each of `HISTOGRAMS` the requests up to each edge. `model`: the name that it is served by.
+    """
 
     at_s: float
     values: Mapping[str, float]
     kv_tokens: int = 0
     block_tokens: int = 0
+    buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    model: str = ""
 
 
 def scraped(url: str) -> str:
@@ -69,25 +94,59 @@ def scraped(url: str) -> str:
 
 def engine_counts(text: str, at_s: float, where: str = "metrics") -> dict[str, EngineCounts]:
     """The engines of a metrics page. Raises BadInput where it is none, or lacks what calibration needs."""
-    from prometheus_client.parser import text_string_to_metric_families
-
     found: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    buckets: defaultdict[str, dict[str, defaultdict[float, float]]] = defaultdict(_no_buckets)
     kv: dict[str, tuple[int, int, bool]] = {}
+    models: dict[str, str] = {}
+    known: dict[str, dict[str, str]] = {}
     of_fleet = False  # a fleet's gateway tells of a configuration of its own, for slots without a worker too
     try:
-        for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
-            engine = " ".join(sample.labels[name] for name in ENGINE_LABELS if sample.labels.get(name))
-            of_fleet = of_fleet or "worker" in sample.labels
-            if sample.name == "vllm:cache_config_info":
-                kv[sample.labels.get("engine", "")] = _kv(sample.labels)
-            elif sample.name.startswith("vllm:"):
-                found[engine][sample.name.removeprefix("vllm:")] += float(sample.value)
-    except (ValueError, KeyError, IndexError) as error:
+        for name, said, value in _LINE.findall(text):
+            labels = known.get(said) or known.setdefault(said, _labels(said))
+            engine = " ".join(labels[label] for label in ENGINE_LABELS if labels.get(label))
+            of_fleet = of_fleet or "worker" in labels
+            if name == _CONFIG:
+                kv[labels.get("engine", "")] = _kv(labels)
+            elif (histogram := _HISTOGRAM_OF.get(name)) is not None:
+                buckets[engine][histogram][float(labels["le"])] += float(value)
+            else:
+                found[engine][name] += float(value)
+                models[engine] = labels.get("model_name", "")
+    except (ValueError, KeyError) as error:
         raise BadInput(f"{where}: not Prometheus metrics: {error}") from None
+    if not found:
+        _refuse_others(text, where)
     whole = _whole(found, where)
     tokens, block_tokens, is_sum = (0, 0, False) if of_fleet else next(iter(kv.values()), (0, 0, False))
     tokens = tokens // len(kv) if is_sum else tokens
-    return {engine: EngineCounts(at_s, values, tokens, block_tokens) for engine, values in whole.items()}
+    return {
+        engine: EngineCounts(at_s, values, tokens, block_tokens, buckets[engine], models[engine])
+        for engine, values in whole.items()
+    }
+
+
+def _refuse_others(text: str, where: str) -> None:
+    """Raise BadInput for a page of another engine, and for what is no page of metrics."""
+    for prefix, other in OTHERS.items():
+        if re.search(rf"^{prefix}", text, re.M):
+            raise BadInput(f"{where}: metrics of {other}, expected vLLM's")
+    if _SAMPLE.search(text) is None:
+        raise BadInput(f"{where}: not Prometheus metrics")
+
+
+def _no_buckets() -> dict[str, defaultdict[float, float]]:
+    return {name: defaultdict(float) for name in HISTOGRAMS}
+
+
+def _labels(said: str) -> dict[str, str]:
+    return {label: _plain(quoted) for label, quoted in _LABEL.findall(said)}
+
+
+def _plain(quoted: str) -> str:
+    """A label's value without its escapes."""
+    if "\\" not in quoted:
+        return quoted
+    return re.sub(r"\\(.)", lambda one: "\n" if one[1] == "n" else one[1], quoted)
 
 
 def _whole(found: Mapping[str, Mapping[str, float]], where: str) -> dict[str, dict[str, float]]:

@@ -258,3 +258,44 @@ def test_a_models_name_stands_for_one_profile_of_the_library(tmp_path, capsys):
     ]
     assert main(words) == 2
     assert "choose with --gpu and --tp" in capsys.readouterr().err
+
+
+labels = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]) | st.just("\n"), max_size=12)
+
+
+@given(st.lists(st.tuples(labels, labels, st.floats(0, 1e9)), min_size=1, max_size=5))
+def test_labels_of_any_text_are_read_as_prometheus_own_parser_reads_them(rows):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    def quoted(text):
+        return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+    lines = [
+        f'vllm:{NAMES[name][0]}{{engine="{quoted(engine)}",model_name="{quoted(model)}"}} {value!r}'
+        for engine, model, value in rows
+        for name in ("gaps", "gaps_s", "first_tokens", "first_tokens_s", "prompt_tokens", "running")
+    ]
+    text = "\n".join(lines) + "\n"
+    expected = {}
+    for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
+        if sample.name == f"vllm:{NAMES['gaps'][0]}":
+            key = sample.labels["engine"], sample.labels["model_name"]
+            expected[key] = expected.get(key, 0.0) + sample.value
+    found = engine_counts(text, 0.0)
+    by_name = {}
+    for (engine, model), value in expected.items():
+        name = " ".join(filter(None, (engine, model)))
+        by_name[name] = by_name.get(name, 0.0) + value
+    assert {name: one.values["gaps"] for name, one in found.items()} == pytest.approx(by_name)
+
+
+def test_the_histograms_of_latency_and_the_models_name_are_read():
+    edges = 'vllm:time_to_first_token_seconds_bucket{engine="0",model_name="m",le="%s"} %d\n'
+    text = page(zeros()) + edges % ("0.5", 3) + edges % ("+Inf", 5)
+    (one,) = engine_counts(text, 0.0).values()
+    assert (one.model, one.buckets["ttft"]) == ("m", {0.5: 3.0, float("inf"): 5.0})
+
+
+def test_another_engines_page_is_refused_by_its_name():
+    with pytest.raises(BadInput, match="u: metrics of SGLang, expected vLLM's"):
+        engine_counts('# HELP x\nsglang:num_running_reqs{model="m"} 1\n', 0.0, "u")

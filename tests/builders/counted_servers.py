@@ -1,0 +1,66 @@
+"""Servers that count as vLLM does for its metrics, without an engine: requests arrive, run and end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tokenfleet.advise.look import Page
+from tokenfleet.profiles.engine_metrics import HISTOGRAMS, NAMES, engine_counts
+
+EDGES = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, float("inf"))
+PROMPT, OUTPUT = 600, 200
+
+
+class CountedServer:
+    """A server's counters. `arrive` and `end` move requests through it; `page` is what it shows."""
+
+    def __init__(self, model: str = "m") -> None:
+        self.model = model
+        self.ended = self.running = self.waiting = 0
+        self.seconds = {"ttft": 0.0, "tpot": 0.0}
+        self.buckets = {name: dict.fromkeys(EDGES, 0) for name in HISTOGRAMS}
+
+    def arrive(self, count: int = 1, waits: bool = False) -> None:
+        if waits:
+            self.waiting += count
+        else:
+            self.running += count
+
+    def end(self, count: int = 1, ttft_s: float = 0.1, tpot_s: float = 0.02) -> None:
+        count = min(count, self.running)
+        self.running -= count
+        self.ended += count
+        for name, took_s in (("ttft", ttft_s), ("tpot", tpot_s)):
+            self.seconds[name] += took_s * count
+            for edge in EDGES:
+                self.buckets[name][edge] += count * (took_s <= edge)
+
+    def restart(self) -> None:
+        self.__init__(self.model)  # type: ignore[misc]
+
+    def text(self) -> str:
+        values: Mapping[str, float] = {
+            "gaps": self.ended * (OUTPUT - 1),
+            "gaps_s": self.seconds["tpot"] * (OUTPUT - 1),
+            "first_tokens": self.ended,
+            "first_tokens_s": self.seconds["ttft"],
+            "prompt_tokens": self.ended * PROMPT,
+            "running": self.running,
+            "waiting": self.waiting,
+            "kv_share": 0.0,
+            "ended": self.ended,
+            "ended_prompt_tokens": self.ended * PROMPT,
+            "ended_output_tokens": self.ended * OUTPUT,
+        }
+        label = f'engine="0",model_name="{self.model}"'
+        lines = ['vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="400000"} 1.0']
+        lines += [f"vllm:{NAMES[name][0]}{{{label}}} {float(value)}" for name, value in values.items()]
+        for name, told in HISTOGRAMS.items():
+            for edge in EDGES:
+                said = "+Inf" if edge == float("inf") else edge
+                lines.append(f'vllm:{told}{{{label},le="{said}"}} {float(self.buckets[name][edge])}')
+        return "\n".join(lines) + "\n"
+
+    def page(self, at_s: float) -> Page:
+        (one,) = engine_counts(self.text(), at_s).values()
+        return one

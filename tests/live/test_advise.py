@@ -1,0 +1,78 @@
+"""`tokenfleet advise` beside two stock vLLM servers: from the command to the advice, and what holds it."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from checkout import ROOT
+
+from harness.served import free_port, plain_server, session, stream
+
+REQUESTS = 40
+LOOKS = 40  # in which a condition has to come
+
+
+@pytest.fixture(scope="module")
+def servers(model_folder):
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        starts = [pool.submit(stack.enter_context, plain_server(model_folder, core)) for core in (0, 1)]
+        yield [start.result() for start in starts]
+
+
+async def send(servers, count):
+    """So many requests, by turns; all are answered when this returns."""
+    async with session() as http:
+        bodies = ({"prompt": [7, i + 5, 9], "max_tokens": 8} for i in range(count))
+        each = [stream(http, servers[i % 2].gateway, body) for i, body in enumerate(bodies)]
+        return await asyncio.gather(*each)
+
+
+def until(documents, holds):
+    """The first of the coming documents of which that is true."""
+    one = "no document came"
+    for _, line in zip(range(LOOKS), documents, strict=False):
+        if holds(one := json.loads(line)):
+            return one
+    raise AssertionError(f"not within {LOOKS} looks: {one}")
+
+
+def test_two_stock_servers_are_counted_exactly_advised_and_held_when_one_dies(servers):
+    port = free_port()
+    command = [sys.executable, "-m", "tokenfleet", "advise", *(one.gateway for one in servers)]
+    command += ["--model", "llama-3.1-8b", "--gpu", "h100", "--slo", "ttft=1s,tpot=50ms"]
+    command += ["--format", "json", "--listen", f"127.0.0.1:{port}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        documents = process.stdout
+        first = until(documents, lambda one: True)
+        assert (first["replicas"], first["wanted_replicas"], first["arrivals"]) == (2, None, 0)
+        answers = asyncio.run(send(servers, REQUESTS))
+        assert all(answer.is_done for answer in answers)
+        counted = until(documents, lambda one: one["arrivals"] >= REQUESTS and one["wanted_replicas"])
+        assert counted["arrivals"] == REQUESTS
+        assert (counted["mean_prompt_tokens"], counted["mean_output_tokens"]) == (3.0, 8.0)
+        assert counted["held"] is None
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+            page = reply.read().decode()
+        assert f'tokenfleet_wanted_replicas{{model="tiny-llama"}} {counted["published_replicas"]:.1f}' in page
+
+        servers[1].process.kill()
+        held = until(documents, lambda one: one["held"])
+        assert servers[1].gateway in held["held"]
+        assert held["wanted_replicas"] is not None
+        again = until(documents, lambda one: True)
+        assert (again["held_since"], again["wanted_replicas"]) == (
+            held["held_since"],
+            held["wanted_replicas"],
+        )
+        process.terminate()
+        process.communicate(timeout=60)  # and close the pipe
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,151 @@
+"""The servers asked for, what they answer, and what `tokenfleet advise` refuses at the start."""
+
+import asyncio
+import threading
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from counted_servers import CountedServer
+
+from controlplane.errors import BadInput
+from tokenfleet.advise.look import NoCounts
+from tokenfleet.advise.servers import Servers
+from tokenfleet.cli.main import main
+from tokenfleet.profiles.engine_metrics import EngineCounts
+
+SLO = ("--slo", "ttft=1s,tpot=50ms")
+OTHERS = {
+    "SGLang": "sglang:num_running_reqs 3\n",
+    "TGI": "tgi_request_count 3\n",
+}
+
+
+@contextmanager
+def answering(text, status=200):
+    """A server that shows this page; its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *told):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def pages(*addresses, file=None, times=1):
+    async def asked():
+        async with Servers(addresses, file) as servers:
+            return [await servers.pages(float(n)) for n in range(times)]
+
+    return asyncio.run(asked())
+
+
+def refused(capsys, *words):
+    code = main(["advise", *words, *SLO])
+    return code, capsys.readouterr().err.strip()
+
+
+def test_servers_by_address_file_and_name_are_asked_once_each(tmp_path):
+    with answering(CountedServer().text()) as one, answering(CountedServer("other").text()) as two:
+        port = two.rpartition(":")[2]
+        (tmp_path / "servers.txt").write_text(f"# ours\n{one}\n\n{two} # the second\n")
+        (found,) = pages(one, f"dns:localhost:{port}", file=tmp_path / "servers.txt")
+    assert list(found) == [one, two]
+    assert [page.model for page in found.values()] == ["m", "other"]
+    assert all(isinstance(page, EngineCounts) for page in found.values())
+
+
+def test_a_file_is_read_anew_and_stands_where_it_cannot_be(tmp_path):
+    path = tmp_path / "servers.txt"
+
+    async def asked():
+        async with Servers((), path) as servers:
+            path.write_text("a:1\n")
+            first = await servers.listed()
+            path.write_text("a:1\nb:2\n")
+            second = await servers.listed()
+            path.write_text("no address here\n")
+            faulty = await servers.listed()
+            path.unlink()
+            return first, second, faulty, await servers.listed()
+
+    assert asyncio.run(asked()) == (["a:1"], ["a:1", "b:2"], ["a:1", "b:2"], ["a:1", "b:2"])
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+def test_another_engine_is_refused_by_name(engine, capsys):
+    with answering(OTHERS[engine]) as address:
+        assert pages(address) == [{address: NoCounts(f"metrics of {engine}, expected vLLM's", answers=True)}]
+        assert refused(capsys, address) == (2, f"error: {address}: metrics of {engine}, expected vLLM's")
+
+
+def test_what_a_server_answers_instead_of_metrics_is_said(capsys):
+    two = CountedServer().text().replace('engine="0"', 'engine="1"') + CountedServer().text()
+    with ExitStack() as stack:
+        busy = stack.enter_context(answering("", status=503))
+        other = stack.enter_context(answering("", status=404))
+        page = stack.enter_context(answering("<html>hello</html>"))
+        ranks = stack.enter_context(answering(two))
+        (found,) = pages(busy, other, page, ranks, "127.0.0.1:9")
+    assert list(found.values()) == [
+        NoCounts("answers with status 503"),
+        NoCounts("answers with status 404", answers=True),
+        NoCounts("not Prometheus metrics", answers=True),
+        NoCounts("shows 2 engines; a replica is counted as one", answers=True),
+        NoCounts("does not answer: Connect call failed ('127.0.0.1', 9)"),
+    ]
+
+
+def test_servers_of_two_models_are_refused(capsys):
+    with answering(CountedServer("a").text()) as one, answering(CountedServer("b").text()) as two:
+        code, said = refused(capsys, one, two)
+    assert (code, said) == (2, f"error: advise: one model at a time; {one} serves a, {two} serves b")
+
+
+def test_a_gpu_is_asked_for_where_the_library_has_several_and_a_model_where_it_has_none(capsys):
+    with answering(CountedServer("meta-llama/Llama-3.1-8B-Instruct").text()) as address:
+        code, said = refused(capsys, address)
+        assert code == 2
+        assert "error: --gpu: the metrics do not tell; for meta-llama/Llama-3.1-8B-Instruct there are" in said
+    with answering(CountedServer("my-chat").text()) as address:
+        code, said = refused(capsys, address, "--gpu", "h100")
+        assert code == 2
+        assert "--model names another, --profile gives step times" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "advise: which servers? give addresses, or --servers FILE"),
+        (("127.0.0.1:9",), "127.0.0.1:9: does not answer: Connect call failed ('127.0.0.1', 9)"),
+        (("ftp://h:1",), "advise: 'ftp://h:1': expected HOST:PORT, http://HOST:PORT or dns:NAME:PORT"),
+        (("dns:name",), "advise: 'dns:name': expected HOST:PORT, http://HOST:PORT or dns:NAME:PORT"),
+        (("a:1", "--replicas", "0..3"), "--replicas: expected MIN..MAX such as 1..8, from 1 on, got '0..3'"),
+        (("a:1", "--every", "1h"), "--every: expected 1s to 30s, got '1h'"),
+        (("a:1", "--listen", "9105"), "--listen: expected HOST:PORT, got '9105'"),
+        (("--servers", "no-such-file"), "no-such-file: cannot be read: No such file or directory"),
+        (("a:1", "--profile", "x.yaml", "--gpu", "h100"), "--profile: says model, GPU and TP; leave out"),
+    ],
+)
+def test_what_cannot_be_watched_is_told_in_a_line(capsys, words, line):
+    code, said = refused(capsys, *words)
+    assert code == 2
+    assert said.startswith(f"error: {line}")
+    assert "\n" not in said
+
+
+def test_no_name_and_no_server_are_refused(tmp_path):
+    (tmp_path / "servers.txt").write_text("# none yet\n")
+    with pytest.raises(BadInput, match=r"dns:no\.such\.invalid:1: the name is not known"):
+        pages("dns:no.such.invalid:1")
+    assert pages(file=tmp_path / "servers.txt") == [{}]

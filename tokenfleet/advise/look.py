@@ -1,0 +1,194 @@
+"""The traffic of a fleet between two looks at its servers' metrics.
+
+A server counts the requests that end and shows those that run or wait, so between two looks
+
+    arrivals = Δ ended + Δ running + Δ waiting
+
+to the request. A look counts nothing where it would have to guess: a server does not answer, its counters
+fell, it answers again, or it left. Absence is no idleness. A server that never answered yet is starting, and
+one that is new is counted from its first look on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tokenfleet.profiles.engine_metrics import HISTOGRAMS, EngineCounts
+
+Buckets = Mapping[str, Mapping[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class NoCounts:
+    """Why a server gave no counts. `answers`: it gave something else."""
+
+    why: str
+    answers: bool = False
+
+
+Page = EngineCounts | NoCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The servers as last seen: `last` those of the last look, `known` all that ever answered.
+
+    `debt`: arrivals that were counted too early, where a server shows its gauges before its counters.
+    """
+
+    last: Mapping[str, EngineCounts] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+    debt: float = 0.0
+    is_first: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTraffic:
+    """What a fleet did between two looks, and what runs and waits at the second.
+
+    `arrivals` None: not counted, for the reason `held`. `running`: by server that answers. `starting`:
+    servers that have not answered yet. `ended`, with their tokens: of the same time, at the first look of the
+    servers' whole lives. `buckets`: requests up to each edge of the latency histograms.
+    """
+
+    at_s: float
+    running: tuple[float, ...]
+    waiting: float
+    starting: int = 0
+    arrivals: float | None = None
+    ended: float = 0.0
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+    buckets: Buckets = field(default_factory=dict)
+    held: str = ""
+
+    @property
+    def servers(self) -> int:
+        return len(self.running)
+
+
+def look(
+    watched: Watched, pages: Mapping[str, Page], at_s: float, model: str = ""
+) -> tuple[Watched, FleetTraffic]:
+    """The servers as they are now, and their traffic since the last look. `model`: what all must serve."""
+    checked = {server: _checked(page, model) for server, page in pages.items()}
+    now = {server: page for server, page in checked.items() if isinstance(page, EngineCounts)}
+    held, starting = _silent(watched, checked)
+    held += _changed(watched, pages, now)
+    if not now and not held:
+        held = ["no server answers" if pages else "no server is listed"]
+    more = _risen(watched, now, bool(held))
+    counts_arrivals = not (held or watched.is_first)
+    risen = more("ended", "running", "waiting") + watched.debt if counts_arrivals else 0.0
+    next_watched = Watched(
+        now,
+        (watched.known & pages.keys()) | now.keys(),
+        min(risen, 0.0),
+        is_first=watched.is_first and not now,
+    )
+    return next_watched, FleetTraffic(
+        at_s,
+        tuple(_total(page, "running") for page in now.values()),
+        sum(_total(page, "waiting") for page in now.values()),
+        starting,
+        max(risen, 0.0) if counts_arrivals else None,
+        more("ended"),
+        more("ended_prompt_tokens"),
+        more("ended_output_tokens"),
+        more.buckets(),
+        _told(held),
+    )
+
+
+def _silent(watched: Watched, pages: Mapping[str, Page]) -> tuple[list[str], int]:
+    """Why servers give no counts that should, and how many have yet to answer."""
+    silent = {server: page for server, page in pages.items() if isinstance(page, NoCounts)}
+    lost = [f"{s}: {page.why}" for s, page in silent.items() if page.answers or s in watched.known]
+    return lost, len(silent) - len(lost)
+
+
+def _changed(watched: Watched, pages: Mapping[str, Page], now: Mapping[str, EngineCounts]) -> list[str]:
+    """The servers whose counts do not go on from those of the last look, and why."""
+    last = watched.last
+    left = [f"{s}: is gone" for s in sorted(watched.known - pages.keys())]
+    again = [f"{s}: answers again" for s in now if s in watched.known and s not in last]
+    fell = [s for s in now if s in last and _total(now[s], "ended") < _total(last[s], "ended")]
+    return [*left, *(f"{s}: its counters fell, it was restarted" for s in fell), *again]
+
+
+def _risen(watched: Watched, now: Mapping[str, EngineCounts], is_held: bool) -> _Sum:
+    """What the counters rose by: since the last look, at the first one since they began."""
+    if watched.is_first:
+        return _Sum({}, now)
+    both = [] if is_held else [server for server in now if server in watched.last]
+    return _Sum({s: watched.last[s] for s in both}, {s: now[s] for s in both})
+
+
+def share_within(buckets: Mapping[float, float], target_s: float) -> tuple[float, float] | None:
+    """The share of requests within a target: at least, and at most, by the edges around it; None of none.
+
+    Both are equal where the target is an edge.
+    """
+    total = buckets.get(math.inf, 0.0)
+    if total <= 0:
+        return None
+    near = [edge for edge in buckets if math.isclose(edge, target_s, rel_tol=1e-9)]
+    if near:
+        return buckets[near[0]] / total, buckets[near[0]] / total
+    low = max((count for edge, count in buckets.items() if edge < target_s), default=0.0)
+    high = min((count for edge, count in buckets.items() if edge > target_s), default=total)
+    return low / total, high / total
+
+
+def nearest_edges(buckets: Mapping[float, float], target_s: float) -> tuple[float, ...]:
+    """The edges next to a target, below and above; the target alone where it is one."""
+    if any(math.isclose(edge, target_s, rel_tol=1e-9) for edge in buckets):
+        return (target_s,)
+    below = [edge for edge in buckets if edge < target_s]
+    above = [edge for edge in buckets if target_s < edge < math.inf]
+    return (*([max(below)] if below else []), *([min(above)] if above else []))
+
+
+class _Sum:
+    """What counters rose by over several servers."""
+
+    def __init__(self, before: Mapping[str, EngineCounts], now: Mapping[str, EngineCounts]) -> None:
+        self._before, self._now = before, now
+
+    def __call__(self, *names: str) -> float:
+        total = sum(_total(page, name) for page in self._now.values() for name in names)
+        return total - sum(_total(page, name) for page in self._before.values() for name in names)
+
+    def buckets(self) -> Buckets:
+        found: dict[str, dict[float, float]] = {name: {} for name in HISTOGRAMS}
+        for pages, sign in ((self._now, 1.0), (self._before, -1.0)):
+            for page in pages.values():
+                for name, edges in page.buckets.items():
+                    for edge, count in edges.items():
+                        found[name][edge] = found[name].get(edge, 0.0) + sign * count
+        return found
+
+
+def _total(page: EngineCounts, name: str) -> float:
+    return page.values.get(name, 0.0)
+
+
+def _checked(page: Page, model: str) -> Page:
+    """The counts, or why a page is not counted."""
+    if isinstance(page, NoCounts):
+        return page
+    if not all(map(math.isfinite, page.values.values())):
+        return NoCounts("a counter is no number", answers=True)
+    if "ended" not in page.values:
+        return NoCounts("vllm:request_success_total is missing", answers=True)
+    if model and page.model != model:
+        return NoCounts(f"serves {page.model or 'no named model'}, expected {model}", answers=True)
+    return page
+
+
+def _told(held: list[str]) -> str:
+    if len(held) < 2:
+        return "".join(held)
+    return f"{held[0]} (and {len(held) - 1} more)"

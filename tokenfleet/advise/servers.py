@@ -1,0 +1,131 @@
+"""The servers of a fleet and their metrics pages, by address, by file and by DNS name.
+
+Files and names are looked up at each look. Where one cannot be read any more, its last list stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from controlplane.errors import BadInput
+from tokenfleet.advise.look import NoCounts, Page
+from tokenfleet.field_errors import read_text
+from tokenfleet.profiles.engine_metrics import MOST_BYTES, engine_counts
+
+TIMEOUT_S = 4.0
+TOGETHER = 64
+DNS = "dns:"
+
+
+class Servers:
+    """The servers that are asked for, and a session to ask them by."""
+
+    def __init__(self, addresses: Sequence[str], file: Path | None = None) -> None:
+        if not addresses and file is None:
+            raise BadInput("advise: which servers? give addresses, or --servers FILE")
+        self._fixed = [checked(address) for address in addresses]
+        self._file = file
+        self._known: dict[str, list[str]] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Servers:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=TOGETHER))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def listed(self) -> list[str]:
+        """The servers now, each once. Raises BadInput for a file or a name that was never read."""
+        listed = self._fixed + (self._of_file(self._file) if self._file is not None else [])
+        found = [await self._of_name(one) if one.startswith(DNS) else [one] for one in listed]
+        return list(dict.fromkeys(address for some in found for address in some))
+
+    async def pages(self, at_s: float) -> dict[str, Page]:
+        """What each server says now."""
+        servers = await self.listed()
+        pages = await asyncio.gather(*(self._page(server, at_s) for server in servers))
+        return dict(zip(servers, pages, strict=True))
+
+    async def _page(self, server: str, at_s: float) -> Page:
+        assert self._session is not None
+        try:
+            async with self._session.get(url_of(server), allow_redirects=False) as reply:
+                if reply.status != 200:
+                    return NoCounts(f"answers with status {reply.status}", answers=reply.status < 500)
+                text = await _text(reply)
+            engines = engine_counts(text, at_s, server)
+        except BadInput as error:
+            return NoCounts(str(error).removeprefix(f"{server}: "), answers=True)
+        except TimeoutError:
+            return NoCounts(f"does not answer within {TIMEOUT_S:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return NoCounts(f"does not answer: {getattr(error, 'strerror', None) or error}")
+        if len(engines) > 1:
+            why = f"shows {len(engines)} engines; a replica is counted as one"
+            return NoCounts(why, answers=True)
+        return next(iter(engines.values()))
+
+    def _of_file(self, path: Path) -> list[str]:
+        """The addresses in a file, one a line; # begins a comment."""
+        key = str(path)
+        try:
+            lines = [line.partition("#")[0].strip() for line in read_text(path).splitlines()]
+            self._known[key] = [checked(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line]
+        except BadInput:
+            if key not in self._known:
+                raise
+        return self._known[key]
+
+    async def _of_name(self, name: str) -> list[str]:
+        """The servers of `dns:NAME:PORT`: one for each of its addresses."""
+        host, _, port = name.removeprefix(DNS).rpartition(":")
+        try:
+            loop = asyncio.get_running_loop()
+            found = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            four = sorted({at[0] for family, *_, at in found if family == socket.AF_INET})
+            six = sorted({f"[{at[0]}]" for family, *_, at in found if family == socket.AF_INET6})
+            self._known[name] = [f"{at}:{port}" for at in four or six]
+        except OSError as error:
+            if name not in self._known:
+                raise BadInput(f"{name}: the name is not known: {error.strerror}") from None
+        return self._known[name]
+
+
+def checked(address: str, where: str = "advise") -> str:
+    """An address as it was given. Raises BadInput for none."""
+    try:
+        parts = urlsplit(url_of(address.removeprefix(DNS)))
+        is_one = bool(parts.hostname) and (parts.port is not None or not address.startswith(DNS))
+    except ValueError:
+        is_one = False
+    if not is_one or any(c.isspace() for c in address):
+        raise BadInput(f"{where}: {address!r}: expected HOST:PORT, http://HOST:PORT or dns:NAME:PORT")
+    return address
+
+
+def url_of(server: str) -> str:
+    """The address of a server's metrics page. Raises ValueError for another scheme."""
+    url = server if "://" in server else f"http://{server}"
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{server}: no http address")
+    return f"{url}/metrics" if url.count("/") == 2 else url
+
+
+async def _text(reply: aiohttp.ClientResponse) -> str:
+    """A page, or as much of it as anybody needs."""
+    pieces, size = [], 0
+    async for piece in reply.content.iter_chunked(1 << 16):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MOST_BYTES:
+            break
+    return b"".join(pieces).decode("utf-8", "replace")

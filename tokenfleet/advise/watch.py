@@ -1,0 +1,143 @@
+"""A fleet that is watched: a look at its servers every few seconds, the advice, and its gauges over HTTP.
+
+Looks lie on a grid of times, so that each bin of the counts has equally many; one that would be late is left
+out. Step times are calibrated every minute by what the servers count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.calibration import Interval, calibrated_by
+from tokenfleet.advise.advice import Advice, AdviceSettings, AdviceState
+from tokenfleet.advise.decide import advise
+from tokenfleet.advise.look import NoCounts, Page, Watched, look
+from tokenfleet.advise.servers import Servers
+from tokenfleet.profiles.engine_metrics import EngineCounts, intervals_of
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import AsyncIterator
+
+    from prometheus_client.registry import Collector
+
+# The first look ends a bin of each length (10 s, 30 s, 5 min), and so begins the next.
+ORIGIN_S = 300.0 - 1e-3
+CALIBRATE_S = 60.0
+MOST_INTERVALS = 2000
+Show = Callable[[Advice, Callable[[float], datetime]], bool]
+
+
+async def first_pages(servers: Servers) -> dict[str, EngineCounts]:
+    """The servers' first pages. Raises BadInput for one that gives no counts, and where models differ."""
+    pages = await servers.pages(ORIGIN_S)
+    if not pages:
+        raise BadInput("advise: no server is listed")
+    for server, page in pages.items():
+        if isinstance(page, NoCounts):
+            raise BadInput(f"{server}: {page.why}")
+        if "ended" not in page.values:
+            raise BadInput(f"{server}: vllm:request_success_total is missing")
+    counts = {server: page for server, page in pages.items() if isinstance(page, EngineCounts)}
+    models = {page.model: server for server, page in counts.items()}
+    if len(models) > 1:
+        (one, at), (other, there) = sorted(models.items())[:2]
+        raise BadInput(f"advise: one model at a time; {at} serves {one}, {there} serves {other}")
+    return counts
+
+
+class FleetWatch:
+    """The watched fleet: its state between looks."""
+
+    def __init__(self, servers: Servers, settings: AdviceSettings, model: str, every_s: float) -> None:
+        self._servers, self._model, self._every_s = servers, model, every_s
+        bin_s = every_s * math.ceil(settings.scaling.bin_s / every_s)
+        self._settings = replace(settings, scaling=replace(settings.scaling, bin_s=bin_s))
+        self._watched, self._state = Watched(), AdviceState()
+        self._intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
+        self._calibrated_s = ORIGIN_S
+
+    async def run(self, first: dict[str, EngineCounts], show: Show, stop: asyncio.Event) -> None:
+        """Look, advise and show until `stop` is set or `show` asks for no more."""
+        began_s, unix_s, number = time.monotonic(), time.time(), 0
+        pages: dict[str, Page] = dict(first)
+
+        def clock(at_s: float) -> datetime:
+            return datetime.fromtimestamp(unix_s + at_s - ORIGIN_S).astimezone()
+
+        while True:
+            advice = await self._look(pages, ORIGIN_S + number * self._every_s)
+            if not show(advice, clock) or stop.is_set():
+                return
+            number = max(number, int((time.monotonic() - began_s) / self._every_s)) + 1
+            try:
+                async with asyncio.timeout(max(began_s + number * self._every_s - time.monotonic(), 0.0)):
+                    await stop.wait()
+                return
+            except TimeoutError:
+                pages = await self._servers.pages(ORIGIN_S + number * self._every_s)
+
+    async def _look(self, pages: dict[str, Page], at_s: float) -> Advice:
+        before = self._watched.last
+        self._watched, traffic = look(self._watched, pages, at_s, self._model)
+        if not traffic.held:
+            self._intervals.extend(intervals_of([before, self._watched.last]))
+        self._state, advice = advise(self._settings, self._state, traffic)
+        if at_s - self._calibrated_s >= CALIBRATE_S:
+            self._calibrated_s = at_s
+            await self._calibrate()
+        return advice
+
+    async def _calibrate(self) -> None:
+        """Correct the step times, where there was traffic enough."""
+        around = self._settings.worker_type.profile
+        try:
+            made, _ = await asyncio.to_thread(calibrated_by, tuple(self._intervals), around)
+        except BadInput:
+            return
+        self._state = replace(self._state, profile=made)
+
+
+@asynccontextmanager
+async def answering(listening: socket.socket, gauges: Collector) -> AsyncIterator[None]:
+    """Serve the gauges at /metrics meanwhile, to everybody who may reach the address."""
+    import uvicorn
+    from fastapi import APIRouter, Response
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+    from dataplane.http.keys import KeyRing
+    from dataplane.http.rules import application
+    from dataplane.http.server import Extension, QuietServer, server_options
+
+    registry, router = CollectorRegistry(auto_describe=False), APIRouter()
+    registry.register(gauges)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """The advice as Prometheus gauges."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    extension = Extension([router], open_paths=frozenset({"/metrics"}))
+    app = application("Tokenfleet advice", KeyRing(()), [extension])
+    app.include_router(router)
+    server = QuietServer(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **server_options(None)
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+        listening.close()

@@ -1,0 +1,257 @@
+"""`tokenfleet advise`: how many replicas a running vLLM fleet should have, by its own metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from controlplane.errors import BadInput, Infeasible, ProfileMissing
+from controlplane.perfmodel.profile import Profile
+from controlplane.types import EngineMode
+from controlplane.worker_type import WorkerType
+from tokenfleet.cli.flags import Format, OutputFormat, takes
+from tokenfleet.cli.terminal import console, warn
+from tokenfleet.profiles.library import find_profiles, read_profile
+from tokenfleet.profiles.prices import read_prices
+from tokenfleet.texts import parse_duration_s, parse_slo
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping
+
+    from tokenfleet.advise.advice import Advice, AdviceSettings
+    from tokenfleet.advise.gauges import AdviceGauges
+    from tokenfleet.profiles.engine_metrics import EngineCounts
+
+FIRST_S = 60.0  # in which --once has an advice, or ends without
+MOST = 100_000  # replicas, where no ceiling is given
+
+
+@dataclass(frozen=True, slots=True)
+class AdviseFlags:
+    """What `tokenfleet advise` is asked."""
+
+    slo: Annotated[str, typer.Option(help="targets of each request, e.g. ttft=1s,tpot=50ms")]
+    addresses: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ADDRESS]...", help="servers: HOST:PORT, http://HOST:PORT, dns:NAME:PORT"),
+    ] = None
+    servers: Annotated[
+        Path | None, typer.Option(help="file with an address on each line; read again at each look")
+    ] = None
+    gpu: Annotated[str | None, typer.Option(help="GPU of a replica, e.g. h100")] = None
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a replica, vLLM's --tensor-parallel-size (default: 1)")
+    ] = None
+    profile: Annotated[
+        Path | None, typer.Option(help="step times of a replica, instead of --gpu and --tp")
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(help="model of the library, where the served name says another")
+    ] = None
+    attainment: Annotated[
+        float, typer.Option(min=0.5, max=0.9999, help="share of requests to be within the targets")
+    ] = 0.99
+    replicas: Annotated[
+        str | None, typer.Option(help="floor and ceiling of the advice, MIN..MAX (default: 1, no ceiling)")
+    ] = None
+    cold_start: Annotated[str, typer.Option(help="time until a new replica serves")] = "2m"
+    scale_in_after: Annotated[str, typer.Option(help="how long fewer replicas must be enough")] = "80s"
+    every: Annotated[str, typer.Option(help="time between two looks")] = "5s"
+    prices: Annotated[Path | None, typer.Option(help="price list instead of the shipped one")] = None
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT to serve the advice at /metrics, for KEDA and Prometheus")
+    ] = None
+    once: Annotated[bool, typer.Option("--once", help="print the first advice and end")] = False
+    output_format: Format = OutputFormat.TABLE
+
+
+@takes(AdviseFlags)
+def advise_command(flags: AdviseFlags) -> None:
+    """Advise how many replicas a running vLLM fleet should have. It reads metrics and changes nothing.
+
+    The first advice takes some 30 seconds. Model and KV size come from the metrics. The GPU does not: give
+    --gpu, or --profile. Step times are then corrected by what the servers count.
+
+    tokenfleet advise vllm-0:8000 vllm-1:8000 --gpu h100 --slo ttft=1s,tpot=50ms
+    tokenfleet advise dns:vllm-headless:8000 --profile mine.yaml --slo ttft=1s,tpot=50ms --listen 0.0.0.0:9105
+    tokenfleet advise --servers servers.txt --gpu h100 --slo ttft=1s,tpot=50ms --once --format json
+    """
+    slo = parse_slo(flags.slo)
+    low, high = _bounds(flags.replicas)
+    every_s = _seconds(flags.every, "--every", 1.0, 30.0)
+    cold_start_s = _seconds(flags.cold_start, "--cold-start", 0.0, 86_400.0)
+    hold_s = _seconds(flags.scale_in_after, "--scale-in-after", 1.0, 86_400.0)
+    if flags.profile is not None and (flags.gpu or flags.tp or flags.model):
+        raise BadInput("--profile: says model, GPU and TP; leave out --model, --gpu and --tp")
+    given = None if flags.profile is None else read_profile(flags.profile)
+
+    from dataplane.live.control.settings import Autoscale
+    from tokenfleet.advise.advice import AdviceSettings
+
+    follows = Autoscale(low, high, hold_s=hold_s, attainment=flags.attainment)
+
+    def settings(first: Mapping[str, EngineCounts]) -> AdviceSettings:
+        worker_type = _priced(_profile(flags, first, given), flags.prices)
+        return AdviceSettings(
+            worker_type, slo, flags.attainment, follows.settings((worker_type,)), cold_start_s
+        )
+
+    with ExitStack() as cleanup:
+        asyncio.run(_watch(flags, every_s, settings, cleanup))
+
+
+async def _watch(
+    flags: AdviseFlags,
+    every_s: float,
+    settings_of: Callable[[Mapping[str, EngineCounts]], AdviceSettings],
+    cleanup: ExitStack,
+) -> None:
+    from tokenfleet.advise.gauges import AdviceGauges
+    from tokenfleet.advise.servers import Servers
+    from tokenfleet.advise.watch import FleetWatch, answering, first_pages
+
+    servers = Servers(flags.addresses or (), flags.servers)
+    listening = None if flags.listen is None else _listening(flags.listen)
+    if listening is not None:
+        cleanup.callback(listening.close)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for one in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(one, stop.set)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(servers)
+        first = await first_pages(servers)
+        settings = settings_of(first)
+        model = next(iter(first.values())).model
+        gauges = AdviceGauges(model, settings)
+        if listening is not None:
+            await stack.enter_async_context(answering(listening, gauges))
+        shown = _Shown(flags, settings, gauges, cleanup)
+        await FleetWatch(servers, settings, model, every_s).run(first, shown, stop)
+
+
+class _Shown:
+    """The advice on stdout: a table that follows it on a terminal, else changes alone; or JSON."""
+
+    def __init__(
+        self, flags: AdviseFlags, settings: AdviceSettings, gauges: AdviceGauges, cleanup: ExitStack
+    ) -> None:
+        self._flags, self._settings, self._gauges = flags, settings, gauges
+        self._console = console()
+        self._said: tuple[object, ...] = ()
+        self._first_s: float | None = None
+        self._live = None
+        is_live = self._console.is_terminal and not flags.once and flags.output_format == OutputFormat.TABLE
+        if is_live:
+            from rich.live import Live
+
+            self._live = cleanup.enter_context(Live(console=self._console, auto_refresh=False))
+
+    def __call__(self, advice: Advice, clock: Callable[[float], datetime]) -> bool:
+        """Show one; whether another is to come. Raises Infeasible where --once waited too long."""
+        self._gauges.advice = advice
+        if self._first_s is None:
+            self._first_s = advice.at_s
+        if not self._flags.once:
+            self._show(advice, clock)
+            return True
+        if advice.wanted is None and advice.at_s - self._first_s < FIRST_S:
+            return True
+        if advice.wanted is None:
+            from tokenfleet.advise.view import verdict
+
+            raise Infeasible(f"advise: no advice within {FIRST_S:g} s: {verdict(self._settings, advice)}")
+        self._show(advice, clock)
+        return False
+
+    def _show(self, advice: Advice, clock: Callable[[float], datetime]) -> None:
+        from tokenfleet.advise.view import OPENS, document, lines, verdict
+        from tokenfleet.report.tables import lines_table
+
+        if self._flags.output_format == OutputFormat.JSON:
+            print(json.dumps(document(self._settings, advice, clock)), flush=True)
+            return
+        colour = "bold yellow" if advice.held or advice.wanted != advice.has else "bold green"
+        table = lines_table(lines(self._settings, advice, clock), OPENS, colour)
+        if self._live is not None:
+            self._live.update(table, refresh=True)
+            return
+        news = (advice.wanted, advice.has, bool(advice.held))
+        if news != self._said and (advice.wanted is None or self._said[:1] in ((), (None,))):
+            self._console.print(table)
+        elif news != self._said:
+            self._console.print(
+                f"{clock(advice.at_s):%H:%M:%S}  {verdict(self._settings, advice)}", soft_wrap=True
+            )
+        self._said = news
+
+
+def _profile(flags: AdviseFlags, first: Mapping[str, EngineCounts], given: Profile | None) -> Profile:
+    """The step times of a replica, with the KV that the servers tell of."""
+    from tokenfleet.profiles.engine_metrics import kv_of
+
+    profile = given or _of_library(flags, next(iter(first.values())).model)
+    if profile.engine.mode != EngineMode.CHUNKED:
+        raise BadInput(
+            f"--profile: {profile.label}: is of a {profile.engine.mode} engine, vLLM's are chunked"
+        )
+    kv_tokens, block_tokens = kv_of(first)
+    if not kv_tokens:
+        warn(["the servers report no common KV size; the profile's is used"])
+        return profile
+    profile = profile.with_kv(None, kv_tokens)
+    return replace(profile, kv=replace(profile.kv, block_tokens=block_tokens))
+
+
+def _of_library(flags: AdviseFlags, served: str) -> Profile:
+    name = flags.model or served
+    try:
+        found = find_profiles(name, [flags.gpu] if flags.gpu else [], [flags.tp or 1])
+    except ProfileMissing as missing:
+        hint = "" if flags.model else "; --model names another, --profile gives step times"
+        raise ProfileMissing(f"{missing}{hint}") from None
+    if len(found) > 1:
+        names = ", ".join(one.gpu for one in found)
+        raise BadInput(f"--gpu: the metrics do not tell; for {name} there are {names}")
+    return found[0]
+
+
+def _priced(profile: Profile, prices: Path | None) -> WorkerType:
+    price = read_prices(prices).usd_per_gpu_h(profile.gpu)
+    usd_per_h = None if price is None else price.usd * profile.gpus / profile.workers_per_gpu
+    return WorkerType.of(profile, usd_per_h)
+
+
+def _bounds(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 1, MOST
+    low, dots, high = text.partition("..")
+    if not dots or not (low.isdecimal() and high.isdecimal()) or not 1 <= int(low) <= int(high) <= MOST:
+        raise BadInput(f"--replicas: expected MIN..MAX such as 1..8, from 1 on, got {text!r}")
+    return int(low), int(high)
+
+
+def _seconds(text: str, flag: str, least: float, most: float) -> float:
+    seconds = parse_duration_s(text, flag)
+    if not least <= seconds <= most:
+        raise BadInput(f"{flag}: expected {least:g}s to {most:g}s, got {text!r}")
+    return seconds
+
+
+def _listening(text: str) -> socket.socket:
+    """A bound socket at HOST:PORT."""
+    from dataplane.http.server import bind
+
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise BadInput(f"--listen: expected HOST:PORT, got {text!r}")
+    return bind(host.strip("[]"), int(port), "--listen")
