@@ -23,7 +23,7 @@ from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.load import LoadSettings, scale_by_load
 from controlplane.scaler.pools import are_pools, load_of, scaling_of, seen_by, together
 from controlplane.scaler.state import Scaling, ScalingSettings
-from controlplane.scaler.target import Stabilized
+from controlplane.scaler.target import Stabilized, may_give_back
 from controlplane.snapshot import SERVING, Action, Move, Note, Scale, Snapshot
 from controlplane.types import RequestId, WorkerId
 from controlplane.worker_type import WorkerType
@@ -151,6 +151,9 @@ def _size(
         return state, None
     used_tokens = sum(w.load.held_tokens + w.load.waiting_tokens for w in workers) + snapshot.waiting_tokens
     by_load, change = scale_by_load(settings.load, state.by_load, snapshot, used_tokens, types)
+    is_fall = change is not None and change.workers < snapshot.wanted
+    if is_fall and settings.scaling is not None and not may_give_back(snapshot):
+        return state, None
     return replace(state, by_load=by_load), change
 
 

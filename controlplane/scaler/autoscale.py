@@ -30,6 +30,7 @@ from controlplane.scaler.target import (
     Stabilized,
     Target,
     enough_for_those_here,
+    may_give_back,
     other_rates,
     stabilize,
     target,
@@ -92,7 +93,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     state = replace(state, stabilized=stable, rule=rule, needed=min(needed, stable.wanted))
     facts = _facts(settings, state, snapshot, found, line)
     if question is not None:
-        return _mixed(settings, state, snapshot, question, found, facts)
+        return _mixed(settings, state, snapshot, question, found, facts, window)
     if found.is_limited:
         state = _said_over(state, found.reason, settings.limits.limited_by or "MAX")
     elif stable.wanted != settings.limits.high:  # a target that comes and goes is said once
@@ -140,7 +141,10 @@ def _stable(
         return stable if settings.is_mix else Stabilized(snapshot.fixed)
     if snapshot.wanted == 0 and found.workers:
         return Stabilized(found.workers)  # requests do not wait for the window to pass
-    return stabilize(window, stable, found.workers, snapshot.now_s)
+    after = stabilize(window, stable, found.workers, snapshot.now_s)
+    if after.wanted < there and not may_give_back(snapshot):
+        return replace(stable, most_below=after.wanted)
+    return after
 
 
 def _rule(
@@ -277,7 +281,7 @@ def _question(
     weights = weigh(types, snapshot.wanted_kinds, state.traffic, state.weights)
     limits = settings.target.low, settings.target.high
     question = ask(settings.worker_types, settings.mix, weights, limits, snapshot)
-    mix = taken_up(state.fleet_mix, question, snapshot.now_s + window.down_s)
+    mix = taken_up(state.fleet_mix, question, snapshot.now_s, window.down_s)
     return replace(state, weights=weights, fleet_mix=mix), question
 
 
@@ -327,8 +331,9 @@ def _mixed(
     question: MixQuestion,
     found: Target,
     facts: Facts,
+    window: StabilizationWindow,
 ) -> tuple[Scaling, Scale | None]:
-    """From the units wanted to counts of each type."""
+    """From the units wanted to counts of each type. Without news of the demand they stay."""
     before, stable = state.fleet_mix, state.stabilized
     assert before is not None
     assert stable is not None
@@ -337,8 +342,10 @@ def _mixed(
     if snapshot.fixed is not None:
         mix = fixed_mix(question, snapshot.fixed)
         state = replace(state, stabilized=Stabilized(mix.units))
+    elif found.workers is None:
+        return state, None
     else:
-        mix = next_mix(before, question, stable.wanted, snapshot, is_news=found.workers is not None)
+        mix = next_mix(before, question, stable.wanted, snapshot, window.down_s)
     state = replace(state, fleet_mix=mix)
     why = found.reason
     asked = replace(question, demand=mix.units / PARTS)

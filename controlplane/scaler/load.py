@@ -4,6 +4,7 @@ Above `high` for `rise_s` without a break, as many workers are wanted as bring t
 `low` for `hold_s`, as few as would have kept it in the middle between the two all that time; within `least`
 and `most`. Of several types the one cheapest for its KV capacity grows, and the dearest shrinks whose going
 leaves the load below `high`. A snapshot without load figures holds everything: no news is not idleness.
+Nothing is given back while requests wait.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ def scale_by_load(
             stable = Stabilized(wanted)
         needed = settings.workers(wanted, used_tokens, each)
         window = StabilizationWindow(settings.rise_s, settings.hold_s)
-        stable = stabilize(window, stable, needed, snapshot.now_s)
-        workers = stable.wanted
+        after = stabilize(window, stable, needed, snapshot.now_s)
+        if after.wanted < wanted and snapshot.waiting_requests:
+            return stable, None
+        stable, workers = after, after.wanted
         if workers == wanted:
             return stable, None
         over, limit, for_s = "above", settings.high, settings.rise_s

@@ -5,6 +5,9 @@ counts that were set from outside; and not for a demand that rose to what is the
 cheapest for less and enough for more is cheapest for more. What was set from outside is left alone until the
 demand changes, or until it has stood as long as a fall must. Where one type gives way to another, workers
 that go stay until those that come serve, as far as demand needs them and limits allow.
+
+No type shrinks while requests wait, without news of the demand, or within the stabilization window: fewer of
+it must be enough for that long, and no type may have grown in that time. What is missing meanwhile is added.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from controlplane.scaler.mix import Counts, MixQuestion, MixSettings, choose, label, present
+from controlplane.scaler.target import may_give_back
 from controlplane.scaler.weights import HAIR, PARTS, Weights, even, in_parts
 from controlplane.snapshot import SERVING, Fact, Facts, Scale, Snapshot
 from controlplane.worker_type import WorkerType
@@ -26,7 +30,8 @@ class MixState:
 
     `units`: PARTS of a reference worker. `worker_types`: without their profiles, which count as weights.
     `due_s`: when to choose even if nothing changes. `solved`: the last question put to the program, and its
-    answer.
+    answer. `grown_s`: when a type last grew. `fewer_since_s`: since when fewer of a type are enough; None
+    while they are not.
     """
 
     units: int
@@ -36,6 +41,8 @@ class MixState:
     wanted: Counts
     due_s: float = math.inf
     solved: tuple[MixQuestion, Counts] | None = None
+    grown_s: float = -math.inf
+    fewer_since_s: float | None = None
 
 
 def ask(
@@ -58,15 +65,23 @@ def ask(
     )
 
 
-def taken_up(before: MixState | None, question: MixQuestion, due_s: float) -> MixState:
-    """`before`, where what is there is what it wanted; else what is there, to be left alone until `due_s`."""
+def taken_up(before: MixState | None, question: MixQuestion, now_s: float, down_s: float) -> MixState:
+    """`before`, where what is there is what it wanted; else what is there, to be left alone for `down_s`."""
     there, weights = question.there, question.weights
     if before is not None and before.wanted == there and before.weights.known == weights.known:
         return before
-    solved = None if before is None else before.solved
     units = in_parts(question.carries(there))
-    due_s = due_s if weights.known else math.inf
-    return MixState(units, weights, question.worker_types, there, there, due_s, solved)
+    due_s = now_s + down_s if weights.known else math.inf
+    mix = MixState(units, weights, question.worker_types, there, there, due_s)
+    if before is None:
+        return mix
+    grown_s = now_s if _grows(before.wanted, there) else before.grown_s
+    return replace(mix, solved=before.solved, grown_s=grown_s)
+
+
+def _grows(before: Counts, after: Counts) -> bool:
+    """Whether there are more of a type after than before."""
+    return any(n > before.get(name, 0) for name, n in after.items())
 
 
 def units_in(mix: MixState, question: MixQuestion) -> int:
@@ -80,21 +95,63 @@ def units_in(mix: MixState, question: MixQuestion) -> int:
 
 
 def next_mix(
-    before: MixState, question: MixQuestion, units: int, snapshot: Snapshot, is_news: bool = True
+    before: MixState, question: MixQuestion, units: int, snapshot: Snapshot, down_s: float = 0.0
 ) -> MixState:
-    """The mix for `units` now: `before`'s where nothing changed. Without news no answer is due."""
+    """The mix for `units` now, of news of the demand: `before`'s where nothing changed.
+
+    `down_s`: the stabilization window. A fall of the units has waited for it already.
+    """
+    now_s, fell = snapshot.now_s, units < units_in(before, question)
     question = replace(question, demand=units / PARTS)
     same = (before.weights, before.worker_types) == (question.weights, question.worker_types)
     if before.units != units:
         carried = before.units < units and question.is_enough(before.chosen)
         same = same and carried and sum(before.chosen.values()) >= question.least
-    chosen, due_s, solved = before.chosen, before.due_s, before.solved
-    if not same or (is_news and snapshot.now_s >= due_s):
+    chosen, due_s, solved, is_due = before.chosen, before.due_s, before.solved, now_s >= before.due_s
+    if not same or is_due:
         if solved is None or solved[0] != question:
             solved = question, choose(question)
         chosen, due_s = solved[1], math.inf
     wanted = bridged(question, chosen, Counter(w.kind for w in snapshot.workers if w.state == SERVING))
-    return MixState(units, question.weights, question.worker_types, chosen, wanted, due_s, solved)
+    mix = replace(
+        before, units=units, weights=question.weights, worker_types=question.worker_types, chosen=chosen,
+        due_s=due_s, solved=solved,
+    )  # fmt: skip
+    return _kept(mix, question, wanted, snapshot, down_s, has_waited=fell or is_due)
+
+
+def _kept(
+    mix: MixState, question: MixQuestion, wanted: Counts, snapshot: Snapshot, down_s: float, has_waited: bool
+) -> MixState:
+    """The mix that wants these counts, but what is there of types that may not shrink yet."""
+    now_s, there = snapshot.now_s, question.there
+    since_s = mix.fewer_since_s
+    if not _grows(wanted, there):
+        since_s = None
+    elif has_waited:
+        since_s = -math.inf
+    elif since_s is None:
+        since_s = now_s
+    has_lasted = since_s is not None and now_s - max(since_s, mix.grown_s) >= down_s
+    if since_s is not None and not (has_lasted and may_give_back(snapshot)):
+        is_enough = question.is_enough(there) and sum(there.values()) >= question.least
+        wanted = there if is_enough else _added(question, wanted)
+    grown_s = now_s if _grows(there, wanted) else mix.grown_s
+    return replace(mix, wanted=wanted, grown_s=grown_s, fewer_since_s=since_s)
+
+
+def _added(question: MixQuestion, wanted: Counts) -> dict[str, int]:
+    """What is there, and of types that grow as many as the limits allow and demand needs."""
+    counts = dict(question.there)
+    for name, n in sorted(wanted.items(), key=lambda one: (-question.weights.of.get(one[0], 0.0), one[0])):
+        while counts.get(name, 0) < n:
+            more = counts | {name: counts.get(name, 0) + 1}
+            if question.is_enough(counts) and sum(counts.values()) >= question.least:
+                return counts
+            if not question.is_allowed(more):
+                break
+            counts = more
+    return counts
 
 
 def fixed_mix(question: MixQuestion, total: int) -> MixState:

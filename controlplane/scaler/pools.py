@@ -55,14 +55,17 @@ def seen_by(pool: WorkerType, snapshot: Snapshot) -> Snapshot:
 def together(
     settings: ScalingSettings, snapshot: Snapshot, changes: Mapping[str, Scale | None]
 ) -> Scale | None:
-    """One change of the pools' own, within the fleet's bounds; None where the wanted numbers stay."""
-    wanted = {
-        name: snapshot.wanted_kinds.get(name, 0) if change is None else change.workers
-        for name, change in changes.items()
-    }
+    """One change of the pools' own, within the fleet's bounds; None where the wanted numbers stay.
+
+    A pool gives nothing back while requests wait for the other.
+    """
+    there = {name: snapshot.wanted_kinds.get(name, 0) for name in changes}
+    wanted = {name: there[name] if change is None else change.workers for name, change in changes.items()}
+    if snapshot.waiting_requests:
+        wanted = {name: max(n, there[name]) for name, n in wanted.items()}
     one = replace(settings, worker_types=settings.worker_types[:1]).limits
     counts = within(wanted, max(settings.target.low, len(wanted)), one.high)
-    if counts == {name: snapshot.wanted_kinds.get(name, 0) for name in wanted}:
+    if counts == there:
         return None
     reasons = [f"{name}: {change.reason}" for name, change in changes.items() if change is not None]
     facts = next((change.facts for change in changes.values() if change is not None), {})

@@ -250,6 +250,12 @@ class Stabilized:
     most_below: int = 0
 
 
+def may_give_back(snapshot: Snapshot) -> bool:
+    """Whether workers may go at all: no request waits for one, and the arrivals were counted."""
+    arrivals = snapshot.arrivals
+    return not (snapshot.waiting_requests or arrivals is None or math.isnan(arrivals))
+
+
 def stabilize(
     settings: StabilizationWindow, stable: Stabilized, target: int | None, now_s: float
 ) -> Stabilized:

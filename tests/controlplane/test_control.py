@@ -194,7 +194,7 @@ def test_of_several_types_load_grows_the_cheapest_for_its_capacity_and_shrinks_t
     small = [replace(worker(f"s{i}", (900,)), kind="small TP1") for i in range(2)]
 
     def asked(*workers, wanted):
-        seen = at(0.0, *workers, wanted=sum(wanted.values()), wanted_kinds=wanted)
+        seen = at(0.0, *workers, wanted=sum(wanted.values()), wanted_kinds=wanted, arrivals=0)
         return [a for a in tick(settings, State(), seen)[1] if isinstance(a, Scale)]
 
     (more,) = asked(*small, wanted={"small TP1": 2})
@@ -295,7 +295,7 @@ def test_a_burst_is_followed_within_its_bin_and_a_backlog_is_caught_up():
     assert [a.workers for a in actions] == [7]  # 4/s, and 240 within half a minute
 
 
-def test_nothing_is_let_go_while_more_wait_than_there_are_workers_or_what_runs_needs_it():
+def test_nothing_is_let_go_while_requests_wait_or_what_runs_needs_it():
     _, state = by_demand(1, [40] * 6)
     settings = Settings(
         moves=None,
@@ -307,9 +307,9 @@ def test_nothing_is_let_go_while_more_wait_than_there_are_workers_or_what_runs_n
         seen = replace(at(61.0, *fleet), arrivals=4, waiting_requests=waiting)
         assert [a.workers for a in tick(settings, state, seen)[1]] == wanted
     idle = [replace(worker(n, (10,)), max_seqs=4) for n in "abcdef"]
-    for waiting in (0, 1):  # one that waits a moment for its place keeps nobody
+    for waiting, wanted in ((0, [3]), (1, [])):
         seen = replace(at(61.0, *idle), arrivals=4, waiting_requests=waiting)
-        assert [a.workers for a in tick(settings, state, seen)[1]] == [3]
+        assert [a.workers for a in tick(settings, state, seen)[1]] == wanted
 
 
 def test_an_outage_of_the_metrics_keeps_the_fleet():

@@ -260,7 +260,8 @@ def test_both_planes_count_the_same_outcomes_of_the_same_requests(seed):
             tracked.output_token_ids = [7] * int(load.output_tokens[r])
             tracked.first_token_s, tracked.last_token_s = float(run.ledger.requests["first_s"][r]), finish_s
             live.end(tracked, "finished")
-            live.end(tracked, "aborted")  # what a client gave up is no outcome
+            early = Tracked(made_request(r, 1), tracked.ticket, 0.0, 1)
+            live.end(early, "aborted", 0.0)  # what a client gave up before it was late is no outcome
     there = Observer({}).snapshot(as_sent(run.ledger, outcomes=live.outcomes()), 0.0).outcomes
     assert sorted(there, key=lambda c: c.slo.ttft_s) == list(counted)
     assert sum(c.ended for c in counted) == n

@@ -113,7 +113,7 @@ class ControllerSettings:
         if self.autoscale is None:
             return plain
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.
-        load = LoadSettings(max(self.autoscale.low, 1), self.autoscale.high)
+        load = LoadSettings(max(self.autoscale.low, 1), self.autoscale.high, hold_s=self.autoscale.hold_s)
         types = tuple(replace(t, known_profile=profiles.get(t.name)) for t in self.worker_types)
         return replace(plain, load=load, scaling=self.autoscale.settings(types, self.classes))
 

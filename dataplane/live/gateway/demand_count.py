@@ -6,6 +6,7 @@ reading and reports the rate as unknown instead of zero.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from controlplane.types import ClassArrivals, ClassOutcomes, Slo
@@ -29,11 +30,15 @@ class DemandCount:
         sums[1] += tracked.prompt_tokens
         sums[2] += tracked.predicted_tokens
 
-    def end(self, tracked: Tracked, outcome: str) -> None:
-        """Count a request that is over, as `controlplane.types.ClassOutcomes` says."""
-        if outcome not in ("finished", "rejected"):
+    def end(self, tracked: Tracked, outcome: str, now_s: float | None = None) -> None:
+        """Count a request that is over, as `controlplane.types.ClassOutcomes` says.
+
+        One that its client gave up beyond a target counts as it stood; one given up earlier is no outcome.
+        """
+        is_judged = tracked.is_judged(outcome, time.monotonic() if now_s is None else now_s)
+        if not is_judged and outcome != "rejected":
             return
-        ttft_met, tpot_met = tracked.slo_met() if outcome == "finished" else (False, False)
+        ttft_met, tpot_met = tracked.slo_met() if is_judged else (False, False)
         sums = _row(self._ended, tracked.slo, 4)
         for at, counts in enumerate((True, ttft_met, tpot_met, ttft_met and tpot_met)):
             sums[at] += counts

@@ -49,7 +49,7 @@ class Metrics:
         self.key_tokens = counter("tokenfleet_key_tokens", spent, ["key", "kind"])
         self.slo = counter(
             "tokenfleet_slo_requests",
-            "Finished requests by whether they met a target (ttft, tpot, or both)",
+            "Requests by whether they met a target (ttft, tpot, or both): finished, or given up beyond it",
             ["target", "met", "priority", "slo_class"],
         )
         self.ttft_s = histogram(
@@ -118,13 +118,14 @@ class Metrics:
         self.lost_workers = counter("tokenfleet_workers_lost", "Workers that died")
 
     def count_end(self, request: Tracked, outcome: str) -> None:
-        """Count a request that is over; a finished one also against its SLO."""
+        """Count a request that is over; one that finished, or was given up late, also against its SLO."""
         priority, key = PRIORITY_NAMES[request.ticket.priority], request.ticket.key
         self.requests.labels(outcome, priority).inc()
         self.key_requests.labels(key, outcome).inc()
         self.key_tokens.labels(key, "prompt").inc(0 if outcome == "rejected" else request.prompt_tokens)
         self.key_tokens.labels(key, "output").inc(len(request.output_token_ids))
-        if outcome != "finished":
+        now_s = time.monotonic()
+        if not request.is_judged(outcome, now_s):
             self.timeline.add_unfinished(outcome, time.time())
             return
         slo_class = request.ticket.slo_class or PLAIN_CLASS
@@ -133,6 +134,9 @@ class Metrics:
         for target, met in zip(SLO_TARGETS, targets_met, strict=True):
             self.slo.labels(target, "true" if met else "false", priority, slo_class).inc()
         ttft_s, tpot_s = request.ttft_s(), request.tpot_s()
+        if outcome == "aborted":
+            self.timeline.add_given_up(request.waited_s(now_s), targets_met, time.time())
+            return
         self.timeline.add_finished(ttft_s, tpot_s, targets_met, time.time())
         if ttft_s is not None:
             self.ttft_s.labels(priority).observe(ttft_s)
@@ -140,7 +144,10 @@ class Metrics:
             self.tpot_s.labels(priority).observe(tpot_s)
 
     def attainment(self) -> dict[str, dict[str, int]]:
-        """{target: {"met", "of"}} of finished requests since the fleet began; targets ttft, tpot and both."""
+        """{target: {"met", "of"}} of requests since the fleet began; targets ttft, tpot and both.
+
+        Those that finished, and those that their clients gave up beyond a target.
+        """
         return {target: self._met(target=target) for target in SLO_TARGETS}
 
     def attainment_of(self, slo_class: str) -> dict[str, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -117,7 +118,7 @@ class FrontDoor:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope["app"].state
+        came_s, state = time.monotonic(), scope["app"].state
         policy: DoorPolicy = state.engine_client.door
         if scope["type"] == "lifespan":
             policy.server = state.server
@@ -138,6 +139,7 @@ class FrontDoor:
         request_id = asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex
         try:
             ticket = await _admit(policy, scope, headers, request_id, ahead)
+            ticket.sent_s = came_s  # what a client waits for begins here, not where the prompt has been read
             name = _claimed_name(scope, headers, ticket)
         except Refusal as refusal:
             await _answer(refusal, request_id, send)

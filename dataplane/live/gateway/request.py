@@ -123,6 +123,16 @@ class Tracked:
         ttft, tpot = self.ttft_s(), self.tpot_s()
         return ttft is not None and ttft <= self.slo.ttft_s, tpot is None or tpot <= self.slo.tpot_s
 
+    def waited_s(self, now_s: float) -> float:
+        """TTFT; until there is one, the time since arrival."""
+        ttft_s = self.ttft_s()
+        return now_s - self.arrival_s if ttft_s is None else ttft_s
+
+    def is_judged(self, outcome: str, now_s: float) -> bool:
+        """Whether the request counts in attainment: finished, or given up by its client beyond a target."""
+        is_late = self.waited_s(now_s) > self.slo.ttft_s or not self.slo_met()[1]
+        return outcome == "finished" or (outcome == "aborted" and is_late)
+
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
@@ -136,7 +146,8 @@ class Rejection:
 class Ticket:
     """One HTTP request. The first five, `session` and `slo_class` come with it, the fleet writes the rest.
 
-    `sent_s`: when another process sent it here, on this machine's monotonic clock; None where none did.
+    `sent_s`: when it came to the door, on this machine's monotonic clock; None once a part has taken that as
+    its arrival.
     `worker` is where the request (or its first part) was first placed; `failure` why a stream that had
     begun could not be finished; `client_left` that it went away before its answer was complete (`answered`);
     `requests` the parts that have not ended.
@@ -156,6 +167,11 @@ class Ticket:
     slo_class: str = ""  # where it is of one
     requests: list[RequestId] = field(default_factory=list)
 
+    def take_arrival_s(self, now_s: float) -> float:
+        """When the HTTP request came to the door; of parts that are begun later, now."""
+        sent_s, self.sent_s = self.sent_s, None
+        return now_s if sent_s is None else min(sent_s, now_s)
+
 
 CURRENT_TICKET: ContextVar[Ticket | None] = ContextVar("current_ticket", default=None)
 
@@ -166,9 +182,8 @@ def tracked_from(
     """The request with its HTTP request's ticket, its priority for the engine, and its expected output."""
     ticket = CURRENT_TICKET.get() or Ticket("", "anyone", default_slo, 0)
     request.priority = -ticket.priority  # vLLM: lower goes first
-    now_s = now_s if ticket.sent_s is None else min(ticket.sent_s, now_s)
     _strip_reserved(request)
-    return Tracked(request, ticket, now_s, _expected_tokens(request, predict))
+    return Tracked(request, ticket, ticket.take_arrival_s(now_s), _expected_tokens(request, predict))
 
 
 def _expected_tokens(request: EngineRequest, predict: Callable[[int], int]) -> int:

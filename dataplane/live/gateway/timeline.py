@@ -22,7 +22,10 @@ MOST_VALUES = 4096  # the newest of a bucket; percentiles of more would not diff
 
 @dataclass(slots=True)
 class Bucket:
-    """Counts of BUCKET_S from `at_s` (Unix time) on. `met`: finished requests within ttft, tpot, both."""
+    """Counts of BUCKET_S from `at_s` (Unix time) on. `met`: requests within ttft, tpot, both.
+
+    `given_up`: those of the aborted that were beyond a target.
+    """
 
     at_s: float
     tokens: int = 0
@@ -30,6 +33,7 @@ class Bucket:
     failed: int = 0
     rejected: int = 0
     aborted: int = 0
+    given_up: int = 0
     met: list[int] = field(default_factory=lambda: [0, 0, 0])
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_VALUES))
     tpot_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_VALUES))
@@ -56,6 +60,14 @@ class Timeline:
             bucket.ttft_s.append(ttft_s)
         if tpot_s is not None:
             bucket.tpot_s.append(tpot_s)
+
+    def add_given_up(self, waited_s: float, met: Sequence[bool], at_s: float) -> None:
+        """A request that its client gave up beyond a target: a miss, and its wait counts as its TTFT."""
+        bucket = self._at(at_s)
+        bucket.aborted += 1
+        bucket.given_up += 1
+        bucket.met = [count + hit for count, hit in zip(bucket.met, met, strict=True)]
+        bucket.ttft_s.append(waited_s)
 
     def add_unfinished(self, outcome: str, at_s: float) -> None:
         """A request that ended otherwise: failed, aborted by its client, rejected or rate_limited."""
@@ -89,7 +101,7 @@ def _summary(buckets: list[Bucket], over_s: float) -> dict[str, Any]:
     """Rates and latencies of some buckets; a latency is None where no request finished in them."""
     finished = sum(b.finished for b in buckets)
     met = {
-        target: {"met": sum(b.met[i] for b in buckets), "of": finished}
+        target: {"met": sum(b.met[i] for b in buckets), "of": finished + sum(b.given_up for b in buckets)}
         for i, target in enumerate(("ttft", "tpot", "both"))
     }
     return {

@@ -123,7 +123,7 @@ class RemoteCore(FrontEndClient):
             ticket.slo.ttft_s,
             ticket.slo.tpot_s,
             ticket.priority,
-            time.monotonic(),
+            ticket.take_arrival_s(time.monotonic()),
             ticket.session,
             slo_class=ticket.slo_class,
         )

@@ -50,7 +50,7 @@ class MessageType(IntEnum):
 class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     """What the core needs to know of an HTTP request beside the engine's request, and when it was sent.
 
-    `ticket` counts the gateway's tickets. `sent_s` is of the monotonic clock, which is the machine's.
+    `ticket` counts the gateway's tickets. `sent_s`: when it came to the door, by the machine's clock.
     `tokens`: its output so far, of one that an earlier core was given, and `first_s` when it had its first.
     """
 

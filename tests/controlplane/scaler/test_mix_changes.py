@@ -184,6 +184,8 @@ def test_a_mix_that_somebody_else_set_stays_as_long_as_a_fall_must_last():
     fleet.beat(rate_of(3.4), 25)
     assert fleet.there == {"small TP1": 4}
     fleet.beat(rate_of(3.4), 40)
+    assert fleet.there == {"cheap TP1": 4, "small TP1": 4}
+    fleet.beat(rate_of(3.4), 50)
     assert fleet.there == {"cheap TP1": 4, "small TP1": 0}
 
 
@@ -194,7 +196,7 @@ def test_of_a_mix_that_changes_nobody_goes_before_the_others_serve():
     assert fleet.there == {"cheap TP1": 4, "small TP1": 4}
     assert "4 small TP1 more until those serve" in fleet.asked[-1].reason
     fleet.serving = {"small TP1": 4, "cheap TP1": 4}
-    fleet.beat(rate_of(3.4))
+    fleet.beat(rate_of(3.4), 25)
     assert fleet.there == {"cheap TP1": 4, "small TP1": 0}
     assert "serve now" in fleet.asked[-1].reason
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,19 @@ def test_a_request_is_a_hit_by_its_own_figures_and_one_token_is_judged_by_ttft_a
     assert 'met="false",priority="normal",slo_class="default",target="both"} 2.0' in both
     assert 'met="false",priority="normal",slo_class="default",target="tpot"} 1.0' in both
     assert 'met="false",priority="normal",slo_class="default",target="ttft"} 1.0' in both
+
+
+@pytest.mark.parametrize(("waited_s", "of"), [(0.5, 0), (16.0, 1)])
+def test_a_request_given_up_by_its_client_is_a_miss_once_it_is_beyond_its_target(metrics, waited_s, of):
+    from dataplane.live.gateway.demand_count import DemandCount
+    from dataplane.live.gateway.request import Ticket, Tracked
+
+    ticket, came_s = Ticket("", "k", Slo(1.0, 0.1), 0), time.monotonic() - waited_s
+    tracked, demand = Tracked(SimpleNamespace(prompt_token_ids=[1]), ticket, came_s, 1), DemandCount()
+    metrics.count_end(tracked, "aborted")
+    demand.end(tracked, "aborted")
+    assert metrics.attainment()["both"] == {"met": 0, "of": of}
+    assert [(o.ended, o.met) for o in demand.outcomes()] == [(1, 0)] * of
 
 
 def test_a_worker_that_is_gone_leaves_no_gauge(metrics):

@@ -24,6 +24,16 @@ def test_counts_stand_in_the_bucket_of_their_time():
     assert second["ttft_s"] is None
 
 
+def test_a_request_given_up_late_is_a_miss_and_its_wait_a_ttft():
+    timeline = Timeline()
+    timeline.add_finished(0.2, 0.01, ALL, at_s=1000.0)
+    timeline.add_given_up(25.0, (False, True, False), at_s=1001.0)
+    (point,) = timeline.points(minutes=10, now_s=1010.0)
+    assert (point["finished"], point["aborted"]) == (1, 1)
+    assert point["attainment"]["both"] == {"met": 1, "of": 2}
+    assert point["ttft_s"]["p99"] > 20.0
+
+
 def test_the_last_minutes_are_one_point_over_all_their_requests():
     timeline = Timeline()
     values = np.random.default_rng(0).exponential(size=200)
