@@ -33,8 +33,30 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     return True if config.getoption("markexpr") == "not live" else None
 
 
+# `--dist loadgroup` deals these lines out in this order, the longest first: all processes end together.
+# Files of one line stay in one process and share its fixtures. Any other file is a line of its own, behind.
+GROUPS = (
+    ("test_hosts", "test_zones"),
+    (
+        *("test_console_live", "test_console_access", "test_mixed_fleet", "test_gateway", "test_control_api"),
+        *("test_compare_command", "test_fleet_changes_command", "test_step_times_served"),
+    ),
+    ("test_model_families",),
+    ("test_served_vllm",),
+    ("test_live_migration",),
+    ("test_api_command",),
+    ("test_served_portfolio",),
+    ("test_autoscale",),
+)
+LINE_OF = {name: at for at, names in enumerate(GROUPS) for name in names}
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LINE_OF.get(item.path.stem, len(GROUPS)))
     for item in items:
+        line = LINE_OF.get(item.path.stem)
+        item.add_marker(pytest.mark.xdist_group(item.path.stem if line is None else GROUPS[line][0]))
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.live)
             # vLLM, torch and Ray warn of their own affairs as they are imported.
@@ -98,7 +120,7 @@ def shared_inodes(fleet: ServedFleet) -> set[int]:
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
     """Two real vLLM workers and two gateways, as many workers until a test lets the controller decide.
 
@@ -184,6 +206,19 @@ def pair_of_workers(model_folder: Path, kv_tokens: int, **engine: Any) -> Iterat
         loop.run_until_complete(worker.stop())
     loop.close()
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def hosts(live_extra: None) -> Iterator[Any]:
+    """Two hosts, each with a Ray node: the first on demand in the west, the other on spot in the east."""
+    from harness.linux_hosts import linux_hosts, why_not
+
+    if reason := why_not():
+        pytest.skip(f"no hosts can be made here: {reason}")
+    zone, market = "ray.io/availability-zone", "ray.io/market-type"
+    labels = [f"{zone}=west,{market}=on-demand", f"{zone}=east,{market}=spot"]
+    with linux_hosts(2, labels=labels) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,6 @@ TOKENS = 600
 
 
 @pytest.fixture(scope="module")
-def hosts(live_extra):
-    from harness.linux_hosts import linux_hosts, why_not
-
-    if reason := why_not():
-        pytest.skip(f"no hosts can be made here: {reason}")
-    with linux_hosts(2) as hosts:
-        yield hosts
-
-
-@pytest.fixture(scope="module")
 def fleet(hosts, model_folder):
     with hosts.fleet(model_folder, "--workers", "2", "--max-workers", "3", "--policy", "jsq") as server:
         yield server

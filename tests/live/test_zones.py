@@ -24,29 +24,30 @@ ENGINE_FLAGS = ("--dtype", "float32", "--max-model-len", "4096")
 CPU = replace(worker("cpu"), model="tiny-llama", kv=KvModel(8192, 16, bytes_per_token=2048))
 
 
-@pytest.fixture
-def cluster(live_extra, monkeypatch):
+@pytest.fixture(scope="module")
+def cluster(live_extra):
     """A Ray of two nodes: four GPUs in the west, two in the east; to Ray they are but numbers."""
     import quiet_vllm  # noqa: F401  # first
     from ray.cluster_utils import Cluster
 
     from dataplane.live.pool import ray_host
 
-    for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ray_host, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    made = Cluster()
-    for zone, gpus in (("west", 4), ("east", 2)):
-        made.add_node(
-            num_cpus=1,
-            num_gpus=gpus,
-            labels={ZONE: zone},
-            resources={"accelerator_type:H100": 1},
-            object_store_memory=80 << 20,
-        )
-    monkeypatch.setenv("RAY_ADDRESS", made.address)
-    yield made
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}.items():
+            patch.setenv(name, value)
+        patch.setattr(ray_host, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        made = Cluster()
+        for zone, gpus in (("west", 4), ("east", 2)):
+            made.add_node(
+                num_cpus=1,
+                num_gpus=gpus,
+                labels={ZONE: zone},
+                resources={"accelerator_type:H100": 1},
+                object_store_memory=80 << 20,
+            )
+        patch.setenv("RAY_ADDRESS", made.address)
+        yield made
+        made.shutdown()
 
 
 def test_gpus_of_a_zone_are_reserved_there_and_nowhere_else(cluster, monkeypatch, tmp_path):
@@ -271,27 +272,9 @@ def planned(path, zone_of, **told):
     return path
 
 
-@pytest.fixture(scope="module")
-def hosts(live_extra):
-    from harness.linux_hosts import linux_hosts, why_not
-
-    if reason := why_not():
-        pytest.skip(f"no hosts can be made here: {reason}")
-    labels = [f"{ZONE}=west,{MARKET}=on-demand", f"{ZONE}=east,{MARKET}=spot"]
-    with linux_hosts(2, labels=labels) as hosts:
-        yield hosts
-
-
-@pytest.mark.parametrize(
-    ("zone", "says"),
-    [
-        ("north", f"Ray has no node with the label {ZONE}=north; there are east, west"),
-        ("west", f"Ray has no node there with the label {MARKET}=spot; 1 workers are planned on spot"),
-    ],
-)
-def test_nodes_that_the_cluster_lacks_are_one_line_and_exit_code_2(hosts, model_folder, scratch, zone, says):
+def test_nodes_that_the_cluster_lacks_are_one_line_and_exit_code_2(hosts, model_folder, scratch):
     told = {"chat": {"spot": False}, "code": {"spot": True}}
-    file = planned(scratch / "lacks.json", dict.fromkeys(told, zone), **told)
+    file = planned(scratch / "lacks.json", dict.fromkeys(told, "west"), **told)
     words = ["--portfolio", str(file), "--model", f"chat={model_folder}", "--model", f"code={model_folder}"]
     serve = [sys.executable, "-m", "tokenfleet", "serve", "--port", "8798", "--control-port", "8799", *words]
     done = subprocess.run(
@@ -303,7 +286,8 @@ def test_nodes_that_the_cluster_lacks_are_one_line_and_exit_code_2(hosts, model_
     )
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert line == f"error: chat: --portfolio: zone {zone}: {says}"
+    lacks = f"Ray has no node there with the label {MARKET}=spot; 1 workers are planned on spot"
+    assert line == f"error: chat: --portfolio: zone west: {lacks}"
 
 
 def serving(fleet, model):
@@ -318,45 +302,28 @@ async def until(holds):
             await asyncio.sleep(0.1)
 
 
-def test_models_start_and_grow_where_nodes_are_bought_as_planned(hosts, model_folder, scratch):
+def test_a_model_starts_grows_and_is_restarted_in_its_zone_on_nodes_bought_as_planned(
+    hosts, model_folder, scratch
+):
     told = {"chat": {"spot": True}, "code": {"spot": False}}
-    path = planned(scratch / "bought.json", dict.fromkeys(told), **told)
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {"limits": [{"name": "gpus.cpu", "most": 4}]}))
-    of = {"chat": hosts[1].ip, "code": hosts[0].ip}  # the second host is on spot
-    flags = "--portfolio", str(path), "--scale-in-after", "10m"
-
-    async def story(fleet):
-        for model, at in of.items():
-            assert list(serving(fleet, model).values()) == [at]
-        fleet.ask("POST", "/models/chat/v1/fleet/scale", {"workers": 2})
-        await until(lambda: list(serving(fleet, "chat").values()) == [of["chat"]] * 2)
-
-    with hosts.fleet(model_folder, *flags, engine_flags=ENGINE_FLAGS, names=("chat", "code")) as fleet:
-        hosts[0].call(lambda: asyncio.run(asyncio.wait_for(story(fleet), 300)))
-
-
-def test_a_model_starts_grows_and_is_restarted_in_its_zone_alone(hosts, model_folder, scratch):
-    file = planned(scratch / "zones.json", {"chat": "east", "code": "west"})
-    by_zone = {"west": hosts[0].ip, "east": hosts[1].ip}
+    file = planned(scratch / "zones.json", {"chat": "east", "code": "west"}, **told)
+    west, east = hosts[0].ip, hosts[1].ip
     flags = "--portfolio", str(file), "--scale-in-after", "10m"
 
     async def story(fleet):
-        def scale(workers):
-            fleet.ask("POST", "/models/chat/v1/fleet/scale", {"workers": workers})
-
         def share():
             return next(one for one in fleet.ask("GET", "/v1/fleet")["shares"] if one["name"] == "chat")
 
-        assert list(serving(fleet, "code").values()) == [by_zone["west"]]
-        scale(2)
-        await until(lambda: list(serving(fleet, "chat").values()) == [by_zone["east"]] * 2)
-        scale(4)
-        await until(lambda: share()["asked"] == 4)
+        def at(model):
+            return list(serving(fleet, model).values())
+
+        assert (at("chat"), at("code")) == ([east], [west])
+        fleet.ask("POST", "/models/chat/v1/fleet/scale", {"workers": 4})
+        await until(lambda: (share()["asked"], at("chat")) == (4, [east] * 2))
         old = min(serving(fleet, "chat"))
         fleet.ask("POST", f"/models/chat/v1/workers/{old}/restart", {})
         await until(lambda: len(now := serving(fleet, "chat")) == 2 and old not in now)
-        assert list(serving(fleet, "chat").values()) == [by_zone["east"]] * 2
+        assert at("chat") == [east] * 2
         seen = share()
         assert (seen["zone"], seen["asked"], seen["share"], seen["held"]) == ("east", 4, 2, 2)
 
