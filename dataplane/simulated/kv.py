@@ -177,16 +177,18 @@ def lacking_in_all(ledger: Ledger, w: int) -> int:
 def steps_with_room(ledger: Ledger, engines: Engines, w: int, steps: int) -> int:
     """The number of `steps` decode steps that there is room for; the first has its blocks already."""
     k = ledger.coefficients[ledger.workers[w].variant]
-    running, free = ledger.workers[w].running_n, room(ledger, engines, w)
-    most = blocks_of(steps - 1, int(k[speed.BLOCK_TOKENS]))
-    if ledger.caches.tokens == 0:
-        most += int(k[speed.WINDOW_BLOCKS])
+    running, free, block = ledger.workers[w].running_n, room(ledger, engines, w), int(k[speed.BLOCK_TOKENS])
+    window = int(k[speed.WINDOW_BLOCKS]) if ledger.caches.tokens == 0 else 0
+    most = blocks_of(steps - 1, block) + window
     if running + engines.workers[w].loading == 1 or running * most <= free:
         return steps
-    low, high = 1, steps
+    # A request's last block has room for fewer tokens than a block, or for none.
+    each = free // running
+    low, high = 1 + max(each - window, 0) * block, min(steps, (each + 1) * block)
+    free += blocks_after(ledger, w, 1)
     while low < high:
         middle = (low + high + 1) // 2
-        if blocks_grown(ledger, w, middle) <= free:
+        if blocks_after(ledger, w, middle) <= free:
             low = middle
         else:
             high = middle - 1
@@ -194,17 +196,16 @@ def steps_with_room(ledger: Ledger, engines: Engines, w: int, steps: int) -> int
 
 
 @compiled
-def blocks_grown(ledger: Ledger, w: int, steps: int) -> int:
-    """Blocks that decode steps take after the first, up to the number `steps`; none of them is done yet."""
+def blocks_after(ledger: Ledger, w: int, steps: int) -> int:
+    """Blocks that running requests hold after so many decode steps; none of them is done yet."""
     k, blocks = ledger.coefficients[ledger.workers[w].variant], 0
-    block = int(k[speed.BLOCK_TOKENS])
     for i in range(ledger.workers[w].running_n):
         r = ledger.running[w, i]
-        tokens = ledger.requests[r].prompt + state.generated(ledger, r)
+        tokens = ledger.requests[r].prompt + state.generated(ledger, r) + steps
         if ledger.caches.tokens == 0:
-            blocks += blocks_held(k, tokens + steps) - blocks_held(k, tokens + 1)
+            blocks += blocks_held(k, tokens)
         else:
-            blocks += blocks_of(tokens + steps - 1, block) - blocks_of(tokens, block)
+            blocks += blocks_of(tokens - 1, int(k[speed.BLOCK_TOKENS]))
     return blocks
 
 
