@@ -27,7 +27,7 @@ from itertools import islice
 from controlplane.errors import BadInput
 from controlplane.migration.balance import Pairs, decoding
 from controlplane.migration.move import Price, price_of, tenths_to_send
-from controlplane.migration.usage import WorkerView, with_request
+from controlplane.migration.usage import WorkerView, peak_tokens, with_request
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.heartbeat import PendingRequest
 from controlplane.placement.rebalance import Error, rebalance
@@ -95,15 +95,6 @@ def forecast(
         peak = load.peak_tokens if load.peak_tokens >= 0 else peak_tokens(requests) - load.shared_tokens
         kv = (peak + kept) / limit
     return LoadForecast(step_share, kv)
-
-
-def peak_tokens(requests: Sequence[RunningRequest]) -> int:
-    """(e)'s most KV tokens ever held: Σ (tokens + n) over requests that last n steps, at the worst n."""
-    held = peak = 0
-    for n, r in enumerate(sorted(requests, key=lambda r: -r.remaining_tokens), start=1):
-        held += r.tokens
-        peak = max(peak, held + n * r.remaining_tokens)
-    return peak
 
 
 def forecast_of(s: WorkerView, settings: ShedSettings, also: RunningRequest | None = None) -> LoadForecast:

@@ -18,7 +18,7 @@ The headroom is a share of M; the paper's leaves 1,600 tokens of 13,616 to all o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from controlplane.errors import BadInput
@@ -95,6 +95,15 @@ def worker_views(workers: Iterable[WorkerLoad], reading: Reading = PAPER) -> lis
             load = w.counted()
             views.append(WorkerView(w, load, freeness(load, w.capacity_tokens, w.state == DRAINING, reading)))
     return views
+
+
+def peak_tokens(requests: Sequence[RunningRequest]) -> int:
+    """(e)'s most KV tokens ever held: Σ (tokens + n) over requests that last n steps, at the worst n."""
+    held = peak = 0
+    for n, r in enumerate(sorted(requests, key=lambda r: -r.remaining_tokens), start=1):
+        held += r.tokens
+        peak = max(peak, held + n * r.remaining_tokens)
+    return peak
 
 
 def with_request(load: Load, request: RunningRequest, worker: WorkerId) -> Load:

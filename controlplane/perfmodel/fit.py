@@ -17,15 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.least_squares import MODEL_TERMS, Columns, Fitted, Form, columns_of, solved
+from controlplane.perfmodel.least_squares import MODEL_TERMS, Fitted, Form, check_distinct, columns_of, solved
 from controlplane.perfmodel.profile import FittedRange, Residuals
-from controlplane.perfmodel.samples import StepSamples
+from controlplane.perfmodel.samples import FEW_POINTS, StepSamples, folds
 from controlplane.perfmodel.step import Hinge, HingeOf, PrefillModel, StepModel, Term
 
-FOLDS = 5
-FEW_POINTS = 40  # up to as many distinct batches each is a fold of its own
 MIN_GAIN = 0.05  # of the cross-validated mean error, for a further term to be taken
-SPARE_POINTS = 2  # distinct batches beyond the number of coefficients
 MAX_KNOTS = 10  # places tried for a hinge
 MAX_HINGES = 2  # of a kind
 EXACT = 1e-9  # an error that no term can lower
@@ -160,7 +157,7 @@ def _fitted(
 ) -> tuple[dict[str, Any], tuple[Hinge, ...], Residuals]:
     """Coefficients by name, hinges, and the errors."""
     plain = Form.plain(fitted)
-    _check_identifiable(columns_of(samples, plain), samples, [_name(t, fitted) for t in plain.terms])
+    check_distinct(columns_of(samples, plain), samples, [_name(t, fitted) for t in plain.terms])
     fold = folds(samples, 0 if quick else FEW_POINTS)
     form = _chosen(samples, fitted, robust, fold) if extra_terms else plain
     values = solved(columns_of(samples, form), samples.step_s, robust)
@@ -261,27 +258,6 @@ def _held_out(samples: StepSamples, form: Form, robust: bool, fold: NDArray[np.i
     return error[fold >= 0]
 
 
-def folds(samples: StepSamples, few_points: int = FEW_POINTS) -> NDArray[np.int64]:
-    """The fold that judges each sample, shape [samples]; -1 = none, it is always learned from.
-
-    Few batches (`few_points` at most) are judged one by one. A batch that is alone at either end of a column
-    stays: a fit without it would be judged on an extrapolation, which says nothing about predictions inside
-    the range.
-    """
-    point = samples.points
-    distinct = point.max() + 1
-    fold = point % (FOLDS if distinct > few_points else distinct)
-    for column in (samples.prefill_tokens, samples.sequences, samples.context_tokens):
-        present = column[column > 0]
-        for end in (present.min(), present.max()) if len(present) else ():
-            at_end = np.unique(point[column == end])
-            if len(at_end) == 1:
-                fold[point == at_end[0]] = -1
-    # Numbered anew without gaps: an emptied fold is no fold.
-    kept = np.unique(fold[fold >= 0])
-    return np.where(fold < 0, -1, np.searchsorted(kept, fold))
-
-
 def _residuals(
     samples: StepSamples,
     form: Form,
@@ -322,22 +298,3 @@ def _errors(
     """Absolute relative errors. Of a robust fit 1 at most: a step told of as nothing is one wrong step."""
     error = np.abs(predicted_s / step_s - 1.0)
     return np.minimum(error, 1.0) if robust else error
-
-
-def _check_identifiable(columns: Columns, samples: StepSamples, names: list[str]) -> None:
-    needed = len(names) + SPARE_POINTS
-    distinct = len(np.unique(samples.points)) if len(samples) else 0
-    if distinct < needed:
-        raise BadInput(
-            f"measurements: {distinct} different batches, at least {needed} are needed"
-            f" for {len(names)} coefficients ({', '.join(names)})"
-        )
-    norms = np.linalg.norm(columns, axis=0)
-    scaled = columns / np.where(norms == 0, 1.0, norms)
-    _, singular, directions = np.linalg.svd(scaled, full_matrices=False)
-    if singular[-1] < 1e-6 * singular[0]:
-        tied = [name for name, part in zip(names, directions[-1], strict=True) if abs(part) > 0.05]
-        raise BadInput(
-            f"measurements: {' and '.join(tied)} cannot be told apart: the columns always move together;"
-            " vary one while the others stay"
-        )

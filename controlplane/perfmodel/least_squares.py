@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PREFILL_TERMS, STEP_TERMS, Hinge, HingeOf, Term
 
@@ -23,6 +24,7 @@ HUBER = 1.345  # residuals beyond this many robust standard deviations lose weig
 FAR = 2.0  # robust fits: a step predicted to take longer than this many times what it is told has taken
 ROBUST_ROUNDS = 20
 MEAN_ROUNDS = 8
+SPARE_POINTS = 2  # distinct batches beyond the number of coefficients
 
 Fitted = Literal["mixed", "prefill", "decode"]
 Columns = NDArray[np.float64]
@@ -61,6 +63,26 @@ def columns_of(samples: StepSamples, form: Form) -> Columns:
     batch = samples.batch
     parts: list[Term | Hinge] = [*form.terms, *(Hinge(of, start, 0.0) for of, start in form.knots)]
     return np.column_stack([np.broadcast_to(part.regressor(batch), len(samples)) for part in parts])
+
+
+def check_distinct(columns: Columns, samples: StepSamples, names: list[str]) -> None:
+    """Raise BadInput where samples cannot tell the coefficients of these columns apart."""
+    needed = len(names) + SPARE_POINTS
+    distinct = len(np.unique(samples.points)) if len(samples) else 0
+    if distinct < needed:
+        raise BadInput(
+            f"measurements: {distinct} different batches, at least {needed} are needed"
+            f" for {len(names)} coefficients ({', '.join(names)})"
+        )
+    norms = np.linalg.norm(columns, axis=0)
+    scaled = columns / np.where(norms == 0, 1.0, norms)
+    _, singular, directions = np.linalg.svd(scaled, full_matrices=False)
+    if singular[-1] < 1e-6 * singular[0]:
+        tied = [name for name, part in zip(names, directions[-1], strict=True) if abs(part) > 0.05]
+        raise BadInput(
+            f"measurements: {' and '.join(tied)} cannot be told apart: the columns always move together;"
+            " vary one while the others stay"
+        )
 
 
 def solved(columns: Columns, step_s: NDArray[np.float64], robust: bool) -> NDArray[np.float64]:

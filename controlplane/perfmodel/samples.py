@@ -18,6 +18,8 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.step import Batch
 
 _COLUMNS = ("prefill_tokens", "sequences", "context_tokens", "step_s")
+FOLDS = 5
+FEW_POINTS = 40  # up to as many distinct batches each is a fold of its own
 DECODE_STEPS = 8  # of every burst that decodes
 SHORTEST = 16
 KV_SHARE = 0.9  # of the KV memory that a burst may fill: preemptions are another story
@@ -102,6 +104,27 @@ def concatenated(parts: list[StepSamples]) -> StepSamples:
         np.concatenate([p.step_s for p in parts]),
         np.concatenate(present) if len(present) == len(parts) else None,
     )
+
+
+def folds(samples: StepSamples, few_points: int = FEW_POINTS) -> NDArray[np.int64]:
+    """The fold that judges each sample, shape [samples]; -1 = none, it is always learned from.
+
+    Few batches (`few_points` at most) are judged one by one. A batch that is alone at either end of a column
+    stays: a fit without it would be judged on an extrapolation, which says nothing about predictions inside
+    the range.
+    """
+    point = samples.points
+    distinct = point.max() + 1
+    fold = point % (FOLDS if distinct > few_points else distinct)
+    for column in (samples.prefill_tokens, samples.sequences, samples.context_tokens):
+        present = column[column > 0]
+        for end in (present.min(), present.max()) if len(present) else ():
+            at_end = np.unique(point[column == end])
+            if len(at_end) == 1:
+                fold[point == at_end[0]] = -1
+    # Numbered anew without gaps: an emptied fold is no fold.
+    kept = np.unique(fold[fold >= 0])
+    return np.where(fold < 0, -1, np.searchsorted(kept, fold))
 
 
 def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]) -> StepSamples:

@@ -207,3 +207,37 @@ def forget(caches: Caches, w: int, blocks: int) -> None:
     worker.lives += 1
     worker.asleep = worker.shared = worker.fresh = 0
     worker.first = worker.last = worker.unused = NOTHING
+
+
+@compiled
+def join(caches: Caches, w: int, sooner: int, later: int) -> None:
+    """In the line of those asleep, let two follow each other; NOTHING is either end."""
+    if sooner == NOTHING:
+        caches.workers[w].first = later
+    else:
+        caches.copies[w, sooner].later = later
+    if later == NOTHING:
+        caches.workers[w].last = sooner
+    else:
+        caches.copies[w, later].sooner = sooner
+
+
+@compiled
+def wake(caches: Caches, w: int, copy: int) -> None:
+    """Take a copy out of the line of those asleep."""
+    join(caches, w, caches.copies[w, copy].sooner, caches.copies[w, copy].later)
+    caches.workers[w].asleep -= caches.copies[w, copy].blocks
+
+
+@compiled
+def fall_asleep(caches: Caches, w: int, copy: int) -> None:
+    """Put a copy that has no users at the end of the line."""
+    last = caches.workers[w].last
+    caches.copies[w, copy].sooner = last
+    caches.copies[w, copy].later = NOTHING
+    if last == NOTHING:
+        caches.workers[w].first = copy
+    else:
+        caches.copies[w, last].later = copy
+    caches.workers[w].last = copy
+    caches.workers[w].asleep += caches.copies[w, copy].blocks

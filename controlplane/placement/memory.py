@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from controlplane.compiled import compiled
 from controlplane.placement import table
-from controlplane.placement.caches import NOTHING, UNKNOWN, Caches, Ints
+from controlplane.placement.caches import NOTHING, UNKNOWN, Caches, Ints, fall_asleep, join, wake
 
 
 @compiled
@@ -67,19 +67,6 @@ def touch(caches: Caches, w: int, r: int, hits: int) -> None:
 
 
 @compiled
-def join(caches: Caches, w: int, sooner: int, later: int) -> None:
-    """In the line of those asleep, let two follow each other; NOTHING is either end."""
-    if sooner == NOTHING:
-        caches.workers[w].first = later
-    else:
-        caches.copies[w, sooner].later = later
-    if later == NOTHING:
-        caches.workers[w].last = sooner
-    else:
-        caches.copies[w, later].sooner = sooner
-
-
-@compiled
 def use(caches: Caches, w: int, copy: int) -> None:
     """A copy has one user more."""
     if caches.copies[w, copy].users == 0:
@@ -125,27 +112,6 @@ def unpin(caches: Caches, w: int, r: int, hits: int) -> None:
     """Let them go again; the oldest copy of an id stays the oldest as long as it is used."""
     for i in range(hits - 1, -1, -1):
         disuse(caches, w, table.find(caches, w, table.block_id(caches, r, i)))
-
-
-@compiled
-def wake(caches: Caches, w: int, copy: int) -> None:
-    """Take a copy out of the line of those asleep."""
-    join(caches, w, caches.copies[w, copy].sooner, caches.copies[w, copy].later)
-    caches.workers[w].asleep -= caches.copies[w, copy].blocks
-
-
-@compiled
-def fall_asleep(caches: Caches, w: int, copy: int) -> None:
-    """Put a copy that has no users at the end of the line."""
-    last = caches.workers[w].last
-    caches.copies[w, copy].sooner = last
-    caches.copies[w, copy].later = NOTHING
-    if last == NOTHING:
-        caches.workers[w].first = copy
-    else:
-        caches.copies[w, last].later = copy
-    caches.workers[w].last = copy
-    caches.workers[w].asleep += caches.copies[w, copy].blocks
 
 
 @compiled

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.placement.ledger import Ledger
+from controlplane.placement.outlook import clients_s
 from controlplane.workload import Workload
+from dataplane.simulated.records import Engines
+
+ROWS = 1 << 16  # whose coefficients are looked up at once
 
 
 def attained_by_class(met: NDArray[np.bool_], workload: Workload) -> NDArray[np.float64]:
@@ -160,3 +165,31 @@ class Outcome:
     def prefix_hit_rate(self) -> float | None:
         """Hits by queries; None where nothing was looked up."""
         return self.prefix_hits / self.prefix_queries if self.prefix_queries else None
+
+
+def outcome_of(
+    workload: Workload, ledger: Ledger, engines: Engines, pace: NDArray[np.float64] | float
+) -> Outcome:
+    """The outcome, so far, of the requests of a run."""
+    finish_s = engines.requests["finish_s"]
+    ended, parts = finish_s[np.isfinite(finish_s)], range(0, max(len(finish_s), 1), ROWS)
+    to_client_s = np.concatenate([clients_s(ledger, slice(at, at + ROWS)) for at in parts])
+    # Copies: a view would keep the run's whole records for as long as its outcome is remembered.
+    return Outcome(
+        workload=workload,
+        arrival_s=np.where(np.isinf(ledger.requests["arrival_s"]), np.nan, ledger.requests["arrival_s"]),
+        ttft_target_s=ledger.requests["ttft_s"].copy(),
+        tpot_target_s=engines.requests["tpot_s"] * pace,
+        worker=ledger.requests["worker"].copy(),
+        first_token_s=ledger.requests["first_s"] + to_client_s,
+        finish_s=finish_s + to_client_s,
+        preemptions=engines.requests["preemptions"].copy(),
+        migrations=engines.requests["migrations"].copy(),
+        busy_s=engines.workers["busy_s"],
+        end_s=float(ended.max()) if len(ended) else 0.0,
+        complete=not np.isnan(finish_s).any(),
+        misses=float(engines.total["misses"][0]),
+        cached_tokens=ledger.caches.requests["cached"].copy() if ledger.caches.tokens else None,
+        loaded_tokens=engines.host.requests["tokens"].copy() if engines.host.chunks.tokens else None,
+        pace=pace,
+    )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from controlplane.compiled import by_reference
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.caches import LINK, Caches, HostMemory, new_caches, no_caches
 from controlplane.placement.constraints import SettingsRow
-from controlplane.placement.ledger import Floats, Ints, Records
+from controlplane.placement.ledger import NONE, Floats, Ints, Records
 from controlplane.placement.order import new_trees
 from controlplane.placement.queue import Queue, QueueSettings, new_queue
-from dataplane.simulated.host_tier import HostTier, no_tier
+from controlplane.prefixes import Prefixes
 
 READY, FAIL, DRAIN = 0, 1, 2  # what the timeline can do to a worker
 
@@ -153,6 +157,82 @@ TOTAL = np.dtype(
     ],
     align=True,
 )
+
+
+TIER = np.dtype(
+    [
+        ("plan", np.int64),  # the step that is planned,
+        ("new", np.int64),  # the copies that it has stored so far,
+        ("offer", np.int64),  # and the offers of copies so far
+        ("loaded", np.int64),  # copies that are being loaded
+        ("failed", np.int64),  # 1: a store found no room
+        ("ended", np.int64),  # of those that ended since the last step: the first,
+        ("last_ended", np.int64),  # and the last
+    ],
+    align=True,
+)
+# Of a copy: who stored, who offered it last.
+MARK = np.dtype([("plan", np.int64), ("offer", np.int64)], align=True)
+LOAD = np.dtype(
+    [
+        ("next", np.int64),  # the one that has ended after it
+        ("ready_s", np.float64),  # when its blocks are there
+        ("state", np.int64),
+        ("from_block", np.int64),  # what it loads,
+        ("to_block", np.int64),
+        ("stored", np.int64),  # blocks up to which it has offered its own
+        ("tokens", np.int64),  # that it loaded when it was first admitted
+    ],
+    align=True,
+)
+AWAY, LOADS, LOADED, CACHED = 0, 1, 2, 3  # not loading; blocks on their way; there; and found by others
+
+
+@by_reference
+class HostTier(NamedTuple):
+    """Records by worker and by request; `chunks.tokens` 0: there is no such tier."""
+
+    chunks: Caches
+    workers: Records  # [workers] of TIER
+    marks: Records  # [workers, copies] of MARK
+    requests: Records  # [requests] of LOAD
+    used: NDArray[np.uint8]  # 1 for each block of a request that it stored, offered or loaded
+
+
+def no_tier() -> HostTier:
+    """For engines without one."""
+    nothing = np.zeros(0, np.uint8)
+    return HostTier(no_caches(), np.zeros(0, TIER), np.zeros((0, 0), MARK), np.zeros(0, LOAD), nothing)
+
+
+def new_tier(
+    caches: Caches | None, prefixes: Prefixes | None, profiles: Sequence[Profile], variant: NDArray[np.int64]
+) -> tuple[HostTier, HostMemory] | tuple[None, None]:
+    """Empty tiers for workers of these profiles, and what placement looks at of them.
+
+    None where no worker has one, or nothing is cached.
+    """
+    if prefixes is None or caches is None or all(p.host_kv is None for p in profiles):
+        return None, None
+    tokens, of_all = prefixes.block_tokens, len(caches.held)
+    room, copy_s = np.zeros(len(profiles), np.int64), np.zeros(len(profiles))
+    for i, profile in enumerate(profiles):
+        if profile.host_kv is not None:
+            size = tokens * profile.kv.bytes_per_token
+            room[i] = min(profile.host_kv.capacity_bytes // size, of_all)
+            copy_s[i] = size / (profile.host_kv.bytes_per_s * profile.tp_degree)
+    of_requests = np.zeros(len(caches.requests), np.int64)
+    chunks = new_caches(prefixes, room[variant], np.full(len(variant), tokens), of_requests)
+    chunks = chunks._replace(requests=caches.requests, held=caches.held)
+    links = np.zeros(len(variant), LINK)
+    links["copy_s"] = copy_s[variant]
+    workers = np.zeros(len(variant), TIER)
+    workers["ended"] = workers["last_ended"] = NONE
+    requests = np.zeros(len(caches.requests), LOAD)
+    requests["next"] = NONE
+    marks, used = np.zeros(chunks.copies.shape, MARK), np.zeros(of_all, np.uint8)
+    memory = HostMemory(chunks, links, np.zeros(len(requests), np.int64))
+    return HostTier(chunks, workers, marks, requests, used), memory
 
 
 @by_reference

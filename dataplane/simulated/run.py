@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,23 +14,21 @@ from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile, rank_of
 from controlplane.perfmodel.speculation import paces
 from controlplane.placement import policies
-from controlplane.placement.caches import Caches, HostMemory, new_caches
+from controlplane.placement.caches import Caches, new_caches
 from controlplane.placement.constraints import kept_tpot_s, yields_to
 from controlplane.placement.ledger import OFF, ROLES, SERVING, Ledger, new_ledger
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.outlook import clients_s
 from controlplane.placement.policies import PlacementSettings, Policy
 from controlplane.types import EngineMode, Role, Slo
 from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
-from dataplane.simulated.host_tier import HostTier, new_tier
-from dataplane.simulated.outcome import Outcome
-from dataplane.simulated.records import DRAIN, FAIL, READY, Cluster, Engines, Rules, new_cluster, new_engines
+from dataplane.simulated import records
+from dataplane.simulated.outcome import Outcome, outcome_of
+from dataplane.simulated.records import Cluster, Engines, Rules
 from dataplane.simulated.sending import first_times, new_sending
 
 OFFER_EVERY_S = 0.01
 ENDLESS = 1 << 60
-ROWS = 1 << 16  # whose coefficients are looked up at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +74,7 @@ class RunState:
 
     def outcome(self) -> Outcome:
         """The outcome of the requests so far."""
-        ledger, engines = self.ledger, self.engines
-        finish_s = engines.requests["finish_s"]
-        ended, parts = finish_s[np.isfinite(finish_s)], range(0, max(len(finish_s), 1), ROWS)
-        to_client_s = np.concatenate([clients_s(ledger, slice(at, at + ROWS)) for at in parts])
-        # Copies: a view would keep the run's whole records for as long as its outcome is remembered.
-        return Outcome(
-            workload=self.workload,
-            arrival_s=np.where(np.isinf(ledger.requests["arrival_s"]), np.nan, ledger.requests["arrival_s"]),
-            ttft_target_s=ledger.requests["ttft_s"].copy(),
-            tpot_target_s=engines.requests["tpot_s"] * self.pace,
-            worker=ledger.requests["worker"].copy(),
-            first_token_s=ledger.requests["first_s"] + to_client_s,
-            finish_s=finish_s + to_client_s,
-            preemptions=engines.requests["preemptions"].copy(),
-            migrations=engines.requests["migrations"].copy(),
-            busy_s=engines.workers["busy_s"],
-            end_s=float(ended.max()) if len(ended) else 0.0,
-            complete=not np.isnan(finish_s).any(),
-            misses=float(engines.total["misses"][0]),
-            cached_tokens=ledger.caches.requests["cached"].copy() if ledger.caches.tokens else None,
-            loaded_tokens=engines.host.requests["tokens"].copy() if engines.host.chunks.tokens else None,
-            pace=self.pace,
-        )
+        return outcome_of(self.workload, self.ledger, self.engines, self.pace)
 
 
 class RunOptions(TypedDict, total=False):
@@ -135,18 +111,17 @@ def prepare(
     is_more = code == policies.EXACT or migrates  # than placing each request by itself, once
     workers, first_rank, ranks = _ranks(workers, is_more)
     split = _is_split(workers)
-    if split and is_more:
-        _refuse_split(code)
     classes = _classes(slo, workload)
     profiles, variant = _variants(workers, split)
-    if code == policies.EXACT:
-        _check_exact(profiles, classes)
+    _check_policy(code, migrates, split, profiles, classes)
     requests = len(workload)
     settings = options.get("settings") or PlacementSettings()
     lengths = options.get("predictor") or _own_lengths(workload)
     most_misses = options.get("max_misses")
     caches = _caches(workload, profiles, variant) if options.get("prefix_caching", True) else None
-    tier, host = _tier(workload, caches, profiles, variant, migrates)
+    tier, host = records.new_tier(caches, workload.prefixes, profiles, variant)
+    if tier is not None and migrates:
+        raise BadInput("--host-kv: not simulated beside moves; plan with a policy without +migrate")
     ledger = new_ledger(
         np.stack([coefficient_row(p) for p in profiles]),
         variant,
@@ -173,11 +148,11 @@ def prepare(
     )
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
     pace = _paces(profiles, workload, options.get("seed", 0))
-    engines = new_engines(len(workers), workload.output_tokens, tpot_s / pace, workload.weight, tier)
+    engines = records.new_engines(len(workers), workload.output_tokens, tpot_s / pace, workload.weight, tier)
     engines.workers["first_rank"], engines.workers["ranks"] = first_rank, ranks
     sending = new_sending(workload.arrival_s, workload.sessions, options.get("agents"))
     ledger.requests["arrival_s"] = first_times(sending, workload.arrival_s)
-    cluster = new_cluster(requests, _timeline(workers), settings.queue, sending)
+    cluster = records.new_cluster(requests, _timeline(workers), settings.queue, sending)
     return RunState(
         workload, ledger, engines, cluster, rules, profiles, classes, settings, placement, migrates, pace
     )
@@ -214,9 +189,15 @@ def _classes(slo: Slo | Sequence[Slo], workload: Workload) -> tuple[Slo, ...]:
     return classes
 
 
-def _check_exact(profiles: Sequence[Profile], slos: Sequence[Slo]) -> None:
-    """Raise BadInput where the heartbeat's program does not cover what is asked."""
-    if len(profiles) > 1 or len(slos) > 1:
+def _check_policy(
+    code: int, migrates: bool, split: bool, profiles: Sequence[Profile], slos: Sequence[Slo]
+) -> None:
+    """Raise BadInput where a policy does not cover what is asked."""
+    if code == policies.EXACT and split:
+        raise BadInput("policy: exact: places whole requests; it has no split mode")
+    if migrates and split:
+        raise BadInput("policy: +migrate: moves requests between whole workers; it has no split mode")
+    if code == policies.EXACT and (len(profiles) > 1 or len(slos) > 1):
         raise BadInput("policy: exact: covers one worker type and one SLO class; else use spread or best-fit")
 
 
@@ -235,12 +216,6 @@ def _transfers(workers: Sequence[WorkerSpec]) -> tuple[NDArray[np.float64], NDAr
         if spec.link is not None:
             latency_s[w], token_s[w] = spec.link.latency_s, spec.link.token_s(spec.profile)
     return latency_s, token_s
-
-
-def _refuse_split(code: int) -> NoReturn:
-    if code == policies.EXACT:
-        raise BadInput("policy: exact: places whole requests; it has no split mode")
-    raise BadInput("policy: +migrate: moves requests between whole workers; it has no split mode")
 
 
 def _variants(workers: Sequence[WorkerSpec], split: bool) -> tuple[tuple[Profile, ...], NDArray[np.int64]]:
@@ -280,24 +255,6 @@ def _caches(workload: Workload, profiles: Sequence[Profile], variant: NDArray[np
     )
 
 
-def _tier(
-    workload: Workload,
-    caches: Caches | None,
-    profiles: Sequence[Profile],
-    variant: NDArray[np.int64],
-    migrates: bool,
-) -> tuple[HostTier | None, HostMemory | None]:
-    """The tiers of the workers' caches in host memory, and what placement looks at of them.
-
-    None where none has one, or nothing is cached.
-    """
-    if workload.prefixes is None or caches is None or all(p.host_kv is None for p in profiles):
-        return None, None
-    if migrates:
-        raise BadInput("--host-kv: not simulated beside moves; plan with a policy without +migrate")
-    return new_tier(caches, workload.prefixes, profiles, variant)
-
-
 def _enter_requests(
     ledger: Ledger,
     workload: Workload,
@@ -322,11 +279,11 @@ def _timeline(workers: Sequence[WorkerSpec]) -> list[tuple[float, int, int]]:
     timeline: list[tuple[float, int, int]] = []
     for w, spec in enumerate(workers):
         if spec.ready_s > 0:
-            timeline.append((spec.ready_s, w, READY))
+            timeline.append((spec.ready_s, w, records.READY))
         for fails_s, back_s in spec.fails_s:
-            timeline += [(fails_s, w, FAIL), (back_s, w, READY)]
+            timeline += [(fails_s, w, records.FAIL), (back_s, w, records.READY)]
         if spec.drain_s is not None:
-            timeline.append((spec.drain_s, w, DRAIN))
+            timeline.append((spec.drain_s, w, records.DRAIN))
     return timeline
 
 

@@ -22,7 +22,7 @@ from controlplane.placement.caches import NOTHING
 from controlplane.placement.ledger import Ledger
 from controlplane.placement.memory import extend, grow, store
 from dataplane.simulated import host_tier, kv
-from dataplane.simulated.records import Engines
+from dataplane.simulated.records import CACHED, LOADED, LOADS, Engines
 
 MANY = 1 << 60
 
@@ -128,11 +128,11 @@ def come_back(ledger: Ledger, engines: Engines, w: int) -> bool:
         if batch.is_full(k, seats, budget_left(ledger, engines, w)):
             return False
         load, after = engines.host.requests[r], ledger.requests[r].next
-        if load.state == host_tier.LOADS:
+        if load.state == LOADS:
             r = after
             continue
-        if load.state == host_tier.LOADED:
-            load.state = host_tier.CACHED
+        if load.state == LOADED:
+            load.state = CACHED
             store(ledger.caches, w, r, block, load.to_block * ledger.caches.tokens)
         is_alone = seats == 0 and engines.host.workers[w].loaded == 0
         if not is_alone and kv.lacking(ledger, w, r) > kv.room(ledger, engines, w):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.migration import overload
-from controlplane.migration.overload import ShedSettings, forecast, peak_tokens
-from controlplane.migration.usage import worker_views
+from controlplane.migration.overload import ShedSettings, forecast
+from controlplane.migration.usage import peak_tokens, worker_views
 from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.snapshot import Cached, Pace, RunningRequest, Transport, WorkerLoad
 from controlplane.types import RequestId, WorkerId

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.fit import fit_phases, fit_prefill, fit_step, folds, outlying, pooled
+from controlplane.perfmodel.fit import fit_phases, fit_prefill, fit_step, outlying, pooled
 from controlplane.perfmodel.profile import (
     FittedRange,
     KvModel,
@@ -18,7 +18,7 @@ from controlplane.perfmodel.profile import (
     draw_profile,
     relative_error,
 )
-from controlplane.perfmodel.samples import StepSamples, concatenated
+from controlplane.perfmodel.samples import StepSamples, concatenated, folds
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 
 PLAIN = StepModel(0.012, 4e-5, 3e-5, 8e-8)
