@@ -53,7 +53,13 @@ def use_kernel_cache() -> None:
 
 def has_simulator() -> bool:
     """Whether the compiled simulator is on disk; else its first run compiles it, for minutes."""
-    return any(_folder().glob("dataplane.simulated.cluster/cluster.advance-*.nbc"))
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return any(_folder().glob(f"dataplane.simulated.cluster/cluster.advance-*.{python}.*.nbc"))
+
+
+def has_other_kernels() -> bool:
+    """Whether the wheel brought kernels of which none fits: for another Numba, Python or architecture."""
+    return any(_SHIPPED.glob("kernels-*")) and not has_simulator()
 
 
 def kernel_digest() -> str:

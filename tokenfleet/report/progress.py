@@ -19,7 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from dataplane.startup import has_simulator
+from dataplane.startup import has_other_kernels, has_simulator
 from tokenfleet.planning.threads import Watch
 
 COMPILES = "Compiling the simulator: once, for a minute or two. Later runs load it from disk."
@@ -36,7 +36,8 @@ def console(*, stderr: bool = False) -> Console:
 def tell_compiling() -> None:
     """Say on stderr that the simulator is compiled first, where it is not on disk."""
     if not has_simulator():
-        print(COMPILES, file=sys.stderr, flush=True)
+        why = " The wheel's kernels are for another Numba or Python." if has_other_kernels() else ""
+        print(COMPILES + why, file=sys.stderr, flush=True)
 
 
 class Bar(Watch):
