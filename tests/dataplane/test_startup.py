@@ -2,8 +2,10 @@
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 
 import pytest
 from checkout import ROOT
@@ -147,3 +149,22 @@ def test_the_simulator_is_known_to_be_on_disk_once_it_was_compiled(tmp_path):
     kept.mkdir()
     (kept / "cluster.advance-28.py311.1.nbc").touch()
     assert python(told, tmp_path).stdout == "True\n"
+
+
+def test_the_simulator_needs_no_package_but_those_that_make_installs_before_it_compiles():
+    (early,) = re.findall(r"PIP\) \$\(PINS\) (numba .*)", (ROOT / "Makefile").read_text())
+    allowed = {*early.split(), "yaml", "llvmlite", "controlplane", "dataplane"}  # pyyaml's, numba's, ours
+    refused = {name for name in packages_distributions() if name not in allowed and not name.startswith("_")}
+    code = f"""
+import runpy, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {sorted(refused)!r}:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+runpy.run_path("deploy/compile_simulator.py", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
