@@ -67,12 +67,14 @@ pictures: .venv/all demo tokenfleet-out/tiny-llama  ## the pictures of the docum
 reference: .venv/dev  ## the pages of docs/reference, from the code
 	$(BIN)/python -m harness.reference
 
-# The planner: no vLLM, no Ray, no GPU. The simulator compiles beside the rest of the installation.
+# The planner: no vLLM, no Ray, no GPU. The simulator compiles beside the rest of the installation; Python compiles
+# the modules that are used.
 .venv/base: pyproject.toml requirements/live-cpu.txt
 	@echo "Setting up .venv with the planner's packages: about a minute the first time."
 	test -d .venv || $(PYTHON) -m venv .venv
-	$(PIP) $(PINS) numba numpy scipy highspy pulp pyyaml
-	$(BIN)/python deploy/compile_simulator.py > /dev/null 2>&1 & $(PIP) $(PINS) --editable . && touch $@
+	$(PIP) --no-compile $(PINS) numba numpy scipy highspy pulp pyyaml
+	$(BIN)/python deploy/compile_simulator.py > /dev/null 2>&1 & \
+	  $(PIP) --no-compile $(PINS) --editable . && touch $@
 
 # What builds wheels.
 .venv/wheel: .venv/base
