@@ -70,7 +70,7 @@ reference: .venv/dev  ## the pages of docs/reference, from the code
 # The planner: no vLLM, no Ray, no GPU. The simulator compiles beside the rest of the installation; Python compiles
 # the modules that are used.
 .venv/base: pyproject.toml requirements/live-cpu.txt
-	@echo "Setting up .venv with the planner's packages: about a minute the first time."
+	@echo "Setting up .venv with the planner's packages: half a minute or so the first time."
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(PIP) --no-compile $(PINS) numba numpy scipy highspy pulp pyyaml
 	$(BIN)/python deploy/compile_simulator.py > /dev/null 2>&1 & \

@@ -20,7 +20,7 @@ from typing import Any
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
 
-MOST_S, MOST_MB, LEAST_SPEED = 20.0, 1024.0, 0.9
+MOST_CPU_S, MOST_MB, LEAST_SPEED = 40.0, 1024.0, 0.9  # 20 s on two cores that do nothing else
 REPEATS = 5
 PLAN = [
     *("plan", "--trace", str(ROOT / "examples" / "sample_trace.csv"), "--model", "llama-3.1-70b"),
@@ -99,7 +99,7 @@ def main() -> int:
             {"what": "without a home", **third},
         ]
         bars = {
-            "s of the first plan": bar(first["wall s"], MOST_S),
+            "CPU s of the first plan": bar(first["CPU s"], MOST_CPU_S),
             "MB of the first plan": bar(first["MB"], MOST_MB),
             "kernels compiled": bar(second["kernels on disk"] - first["kernels on disk"], 0),
             "plans that differ": bar(sum(one != plan for one in (again, bare)), 0),
