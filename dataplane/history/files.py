@@ -183,18 +183,9 @@ def read_history(
         pl.col(names).cast(pl.Categorical),
     ]
     parts = [pl.DataFrame(schema=SCHEMA).select(read)]
-    # Open segments first: one that is packed meanwhile is then read twice rather than not at all, and the
-    # copy under the same name is passed over.
-    ids = set()
-    for path in sorted(folder.glob("requests-*.jsonl")):
-        with suppress(FileNotFoundError):
-            parts.append(_rows_of(path.read_bytes()).filter(within).select(read))
-            ids.add(path.stem)
-    for path in sorted(folder.glob("requests-*.parquet")):
-        if path.stem in ids:
-            continue
+    for path in _segments(folder):
         try:
-            parts.append(pl.scan_parquet(path, glob=False).filter(within).select(read).collect())
+            parts.append(_rows(path).filter(within).select(read).collect())
         except FileNotFoundError:
             continue  # let go of meanwhile
         except (OSError, pl.exceptions.PolarsError) as error:
@@ -212,14 +203,9 @@ def last_lengths(folder: Path, model: str, most: int) -> pl.DataFrame:
     columns = "prompt_tokens", "output_tokens"
     parts: list[pl.DataFrame] = []
     rows = 0
-    names = {path.stem: path for path in folder.glob("requests-*.parquet")}
-    names |= {path.stem: path for path in folder.glob("requests-*.jsonl")}
-    for _, path in sorted(names.items(), reverse=True)[:LAST_FILES]:
+    for path in sorted(_segments(folder), key=lambda path: path.stem, reverse=True)[:LAST_FILES]:
         with suppress(OSError, pl.exceptions.PolarsError):
-            if path.suffix == ".jsonl":
-                part = _rows_of(path.read_bytes()).filter(wanted).select(columns)
-            else:
-                part = pl.scan_parquet(path, glob=False).filter(wanted).select(columns).collect()
+            part = _rows(path).filter(wanted).select(columns).collect()
             parts.append(part)
             rows += len(part)
         if rows >= most:
@@ -230,19 +216,11 @@ def last_lengths(folder: Path, model: str, most: int) -> pl.DataFrame:
 
 def history_span(folder: Path) -> tuple[int, float | None, float | None]:
     """The number of rows, and the first and last arrival (Unix seconds), without reading the rows."""
-    arrivals = [
-        _rows_of(path.read_bytes()).lazy().select("arrival_s") for path in folder.glob("requests-*.jsonl")
-    ]
-    packed = [pl.scan_parquet(p, glob=False).select("arrival_s") for p in folder.glob("requests-*.parquet")]
-    if not arrivals and not packed:
+    arrivals = [_rows(path).select("arrival_s") for path in _segments(folder)]
+    if not arrivals:
         return 0, None, None
     column = pl.col("arrival_s")
-    span = (
-        pl.concat([*arrivals, *packed])
-        .select(n=pl.len(), first=column.min(), last=column.max())
-        .collect()
-        .row(0)
-    )
+    span = pl.concat(arrivals).select(n=pl.len(), first=column.min(), last=column.max()).collect().row(0)
     return int(span[0]), span[1], span[2]
 
 
@@ -276,6 +254,21 @@ class Digests:
             before = hashlib.blake2b(text, digest_size=DIGEST_BYTES, key=self._salt).digest()
             ids.append(int.from_bytes(before))
         return ids
+
+
+def _segments(folder: Path) -> list[Path]:
+    """All files of requests, each segment once: those that may still be written first."""
+    written = sorted(folder.glob("requests-*.jsonl"))
+    names = {path.stem for path in written}
+    return [*written, *(p for p in sorted(folder.glob("requests-*.parquet")) if p.stem not in names)]
+
+
+def _rows(path: Path) -> pl.LazyFrame:
+    """The rows of a segment, or of what it was packed into meanwhile."""
+    if path.suffix == ".jsonl":
+        with suppress(FileNotFoundError):
+            return _rows_of(path.read_bytes()).lazy()
+    return pl.scan_parquet(path.with_suffix(".parquet"), glob=False)
 
 
 def _rows_of(text: bytes) -> pl.DataFrame:

@@ -87,11 +87,14 @@ def move(fleet, name):
 
 
 def kill(fleet, name):
-    """Kill the engine that a request runs on."""
+    """Kill the engine that a request runs on; the other is enough from then on, so none takes its place."""
+    lost = fleet.metric("tokenfleet_workers_lost_total")
     worker = where(fleet, name)["worker"]
     pid = next(w["pid"] for w in fleet.ask("GET", "/v1/fleet")["workers"] if w["worker"] == worker)
     children = psutil.Process(pid).children(recursive=True)
     os.kill(next(child.pid for child in children if "EngineCore" in child.name()), signal.SIGKILL)
+    fleet.until(lambda: fleet.metric("tokenfleet_workers_lost_total") > lost)
+    fleet.ask("POST", "/v1/fleet/scale", {"workers": 1})
 
 
 async def disturbed(fleet, model, disturb, **more):
