@@ -160,9 +160,8 @@ async def measured(asked: Any) -> dict[str, Any]:
     history = History(asked.output, Path(folder.name), "any")
     core = of(
         "queue", FleetCore, CoreSettings(asked.workers, SLO, QueueSettings()), placement, metrics, events,
-        history.expected_tokens,
+        history.expected_tokens, history.expected_tokens,
     )  # fmt: skip
-    core.predict_anew = history.expected_tokens
     core.on_end.append(account.counted("history", history.add))
     core.on_step.append(account.counted("history", history.add_step))
     core.on_step.append(account.counted("telemetry", step_times.add))
@@ -205,7 +204,7 @@ async def measured(asked: Any) -> dict[str, Any]:
     row |= dict(zip(("late_p50_ms", "late_p99_ms", "late_max_ms"), late_ms.round(1).tolist(), strict=True))
     row |= {
         "in_flight": len(core.requests),
-        "waiting": core.waiting,
+        "waiting": len(core.admission),
         "tokens_s": round(clients.tokens / wall_s),
     }
     probing.cancel()
@@ -214,7 +213,7 @@ async def measured(asked: Any) -> dict[str, Any]:
     server.should_exit = True
     await serving
     await pool.close()
-    core._admission.close()
+    core.admission.close()
     history.close()
     folder.cleanup()
     return {"workers": asked.workers, "requests": asked.requests} | row

@@ -100,7 +100,7 @@ class Round:
             return "none"
         source = tracked.worker
         target = next(w for w in self.engines if w != source)
-        moving = asyncio.ensure_future(self.core.move(tracked.id, target, "a fault round"))
+        moving = asyncio.ensure_future(self.core.segments.move(tracked.id, target, "a fault round"))
         while stage is not None and not moving.done():
             open_move = self.core.migrations.open.get(tracked.id)
             if open_move is not None and open_move.stage is stage:

@@ -96,7 +96,7 @@ class Front:
         self.pump.cancel()
         for at in list(self.core.attached()):
             await self.core.detach(at.worker)
-        self.core._admission.close()
+        self.core.admission.close()
 
 
 class FrontHost:
@@ -197,7 +197,7 @@ class Deaths:
         self.requests = list(front.core.requests)
         there = [at.worker for at in front.core.attached()]
         self.left = {w: [t.segment for t in front.core.requests.on_worker(w)] for w in there}
-        tasks = [*pool.tasks, front.core._admission._dispatcher, front.pump]
+        tasks = [*pool.tasks, front.core.admission._dispatcher, front.pump]
         tasks += [at.reader for at in front.core.attached()]
         for task in tasks:
             task.cancel()

@@ -48,7 +48,7 @@ def test_a_running_fleet_is_seen_as_it_is(live_extra):
                 look()
             await front.until("r0", 10)
             look()
-            moving = asyncio.ensure_future(front.core.move("r0", B, "a test"))
+            moving = asyncio.ensure_future(front.core.segments.move("r0", B, "a test"))
             while not moving.done():
                 look()
                 await asyncio.sleep(0.001)

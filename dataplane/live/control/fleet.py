@@ -253,8 +253,8 @@ class _Fleet:
             self.metrics,
             self.events,
             history.expected_tokens,
+            history.expected_tokens,
         )
-        core.predict_anew = history.expected_tokens
         core.on_arrival.append(self.arrived.add)
         core.on_end += [history.add, self.arrived.end]
         core.on_step += [history.add_step, step_times.add]
@@ -278,7 +278,6 @@ class _Fleet:
             measure=self.learning.measure,
             record=estate.record,
         )
-        core.is_starting = lambda: pool.starting > 0
         self._cleanup.push_async_callback(pool.close)
         self._cleanup.callback(self._tell_stop)
         telling = asyncio.create_task(tell_start(pool, self._tell))

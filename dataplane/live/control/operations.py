@@ -65,7 +65,7 @@ def set_gauges(m: Metrics, core: FleetCore, states: Sequence[str], policy: str) 
     """Bring the gauges of a fleet's workers up to date."""
     for state in ("starting", "serving", "draining"):
         m.workers.labels(state).set(states.count(state))
-    m.waiting.set(core.waiting)
+    m.waiting.set(len(core.admission))
     m.handovers_open.set(len(core.handovers))
     for at in core.attached():
         m.running.labels(at.worker).set(len(core.requests.on_worker(at.worker)))
@@ -187,7 +187,7 @@ class Operations:
             "lately": self.metrics.timeline.lately(self._began_s, time.time()),
             "requests": {
                 "running": sum(view["requests"] for view in views),
-                "waiting": self.core.waiting,
+                "waiting": len(self.core.admission),
             },
             "workers": views,
             "core": {"pid": os.getpid(), "number": self.core_number},
@@ -198,7 +198,7 @@ class Operations:
             "cold_start_s": round(self.cluster.cold_start_s, 3),
             "drain_s": round(self.cluster.drain_s, 3),
             # Why requests that run cannot be moved, and how many.
-            "fixed": dict(Counter(filter(None, map(self.core.why_fixed, book)))),
+            "fixed": dict(Counter(filter(None, map(self.core.segments.why_fixed, book)))),
             "transport": transport_view(self.core),
             "moving": [move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
@@ -223,7 +223,7 @@ class Operations:
         core, pool, moves = self.core, self.cluster, self.core.migrations
         workers, requests = core.placement.worker_rows, core.placement.request_rows
         sizes = {at.worker: at.link.info.kv_bytes_per_token for at in core.attached()}
-        held = [(requests[t.id], round(left_s, 3)) for t, left_s in core.held()]
+        held = [(requests[t.id], round(left_s, 3)) for t, left_s in core.admission.held()]
         records, table = copied(core.placement.ledger)
         return FleetState(
             records,
@@ -255,14 +255,14 @@ class Operations:
         """Whether a request cannot leave its place, and who else had it cached: looked up once a place."""
         if tracked.ties is None:
             elsewhere = self.core.placement.cached_elsewhere(tracked)
-            tracked.ties = self.core.why_fixed(tracked) is not None, elsewhere
+            tracked.ties = self.core.segments.why_fixed(tracked) is not None, elsewhere
         return tracked.ties
 
     def requests(self) -> list[dict[str, Any]]:
         """Every running and waiting request."""
         now_s = time.monotonic()
         return [
-            request_view(tracked, now_s) | {"fixed": self.core.why_fixed(tracked)}
+            request_view(tracked, now_s) | {"fixed": self.core.segments.why_fixed(tracked)}
             for tracked in self.core.requests
         ]
 
@@ -365,11 +365,11 @@ class Operations:
         chosen = WorkerId(target) if target else self.core.placement.haven(tracked, time.monotonic())
         if chosen is None:
             raise BadInput(f"request {name}: no other worker has room for it")
-        if not self.core.may_continue(tracked, chosen):
+        if not self.core.segments.may_continue(tracked, chosen):
             raise BadInput(f"target {chosen}: does not run the weights that the request began on")
         if tracked.id in self.core.migrations.open:
             raise BadInput(f"request {name}: is being moved already")
-        self._moves.spawn(self.core.move(tracked.id, chosen, reason))
+        self._moves.spawn(self.core.segments.move(tracked.id, chosen, reason))
         await asyncio.sleep(0)  # the move enters its record before its first wait
         move = self.core.migrations.open.get(tracked.id) or self.core.migrations.closed[-1]
         return move_view(move)

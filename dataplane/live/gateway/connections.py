@@ -43,6 +43,7 @@ class Attachments:
     def __init__(self, slots: int) -> None:
         self._slots = range(slots)
         self._by_worker: dict[WorkerId, Attached] = {}
+        self.carries_penalties = True  # as all of a fleet's
 
     def __len__(self) -> int:
         return len(self._by_worker)
@@ -62,7 +63,12 @@ class Attachments:
         taken = {at.slot for at in self._by_worker.values()}
         at = Attached(link, next(slot for slot in self._slots if slot not in taken), kind, role)
         self._by_worker[at.worker] = at
+        self.carries_penalties = link.info.carries_penalties
         return at
+
+    def link(self, worker: WorkerId) -> EngineLink | None:
+        at = self._by_worker.get(worker)
+        return None if at is None else at.link
 
     def discard(self, worker: WorkerId) -> None:
         self._by_worker.pop(worker, None)

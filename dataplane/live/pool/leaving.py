@@ -94,7 +94,7 @@ class Exit:
         What waits there goes at once, what decodes by the rule of both planes; what is cached goes beside.
         What an earlier core has left there comes back first: it may be this worker's alone to continue.
         """
-        while self._core.is_awaited(self.worker) and time.monotonic() < until_s:
+        while self._core.left.is_awaited(self.worker) and time.monotonic() < until_s:
             await asyncio.sleep(DRAIN_LOOK_S)
         shedding: asyncio.Task[None] | None = None
         stay: set[RequestId] = set()  # a move of theirs has failed: until the next look
@@ -103,8 +103,8 @@ class Exit:
             while (remaining := self._here()) and time.monotonic() < until_s:
                 if shedding is None or shedding.done():
                     shedding = asyncio.ensure_future(self.shed_unstarted(why))
-                may = [t for t in remaining if t.id not in stay and self._core.why_fixed(t) is None]
-                busy = self._core.at_copies()
+                may = [t for t in remaining if t.id not in stay and self._core.segments.why_fixed(t) is None]
+                busy = self._core.segments.at_copies()
                 next_off = self._core.placement.next_off(self.worker, may, busy, time.monotonic())
                 if next_off is None:
                     await asyncio.sleep(DRAIN_LOOK_S)  # nothing fits elsewhere, or may move: they run on
@@ -136,7 +136,7 @@ class Exit:
                 if tracked.worker != self.worker or placement.is_begun(tracked):
                     return
                 target = placement.choose(tracked, time.monotonic(), (self.worker,))
-                if target is not None and self._core.why_fixed(tracked) is None:
+                if target is not None and self._core.segments.why_fixed(tracked) is None:
                     await self._move_off(tracked, target, why)
 
         await asyncio.gather(*map(in_turn, self._here()))
@@ -150,7 +150,7 @@ class Exit:
 
     async def _move(self, request: RequestId, target: WorkerId, why: str, hurried: bool = False) -> bool:
         try:
-            move = await self._core.move(request, target, why, hurried)
+            move = await self._core.segments.move(request, target, why, hurried)
         except Exception:  # a fault of ours in one move must not leave the worker half empty for ever
             log.exception("the move of %s broke", request)
             return False
@@ -226,7 +226,7 @@ class Exit:
         self._done.replayed += 1
         self._done.replayed_tokens += tracked.context_tokens if tracked.output_token_ids else 0
         reason = f"{why}; computed anew on {target}"
-        self._under.replays[target] = await self._core.replay_on(tracked, target, reason)
+        self._under.replays[target] = await self._core.segments.replay_on(tracked, target, reason)
 
     async def _replay_all(self, why: str) -> None:
         """Replay everything that may be, at once: there is no time for moves any more."""
@@ -240,7 +240,7 @@ class Exit:
                 continue
             target = order.target
             if (
-                order.how == STAY and self._core.obstacle_to_replay(tracked) is None
+                order.how == STAY and self._core.segments.obstacle_to_replay(tracked) is None
             ):  # it did not end by itself
                 target = max(self._havens(), key=lambda h: (h.free_tokens, h.worker)).worker
             if target is not None:
@@ -270,7 +270,7 @@ class Exit:
 
     def _leaving(self, tracked: Tracked) -> Leaving:
         outputs = tracked.output_token_ids
-        may_move = self._core.why_fixed(tracked) is None and tracked.id not in self._fixed
+        may_move = self._core.segments.why_fixed(tracked) is None and tracked.id not in self._fixed
         rest = max(tracked.predicted_tokens - len(outputs), 1)
         pace_s = tracked.tpot_s() if outputs else None
         return Leaving(
@@ -279,7 +279,7 @@ class Exit:
             math.inf if pace_s is None else rest * pace_s,
             has_kv=bool(outputs),
             may_move=may_move,
-            may_replay=self._core.obstacle_to_replay(tracked) is None,
+            may_replay=self._core.segments.obstacle_to_replay(tracked) is None,
             cached=partial(self._core.placement.cached_at, tracked),
         )
 

@@ -48,6 +48,7 @@ class WorkerPool(Roster):
     ) -> None:
         super().__init__(types, max_workers, core.events, revision, share, record)
         self.host, self.core = host, core
+        core.await_workers(lambda: self.starting > 0)
         self.lives = Lives(self, host, core, measure, health_every_s)
         self.tasks = self.lives.tasks
         self._before = None if record is None else record.part("pool", PoolRecord)
@@ -97,13 +98,13 @@ class WorkerPool(Roster):
                 await self.lives.measure(link, left.kind, True)
             member = self._enter(worker, left.kind, left.reason, left.revision)
             self.core.attach(link, left.kind, self.types[left.kind].role)
-            self.core.was_running(worker, found[worker].segments)
             self.become(member, LifeEvent.READY, "adopted from the core before")
+        rollout = self.rollout_left
+        were_mixed = rollout is not None and rollout.revision.model != rollout.before.model
+        self.core.left.note({worker: one.segments for worker, one in found.items()}, were_mixed)
         for member in self.members():
             self._let_leave(member, begun[member.worker])
-        if (rollout := self.rollout_left) is not None:
-            self.core.was_mixed = rollout.revision.model != rollout.before.model
-        else:
+        if rollout is None:
             for kind in self.wanted_kinds:
                 self.lives.settle(kind, "a new core looks after the fleet")
         self._writes = True

@@ -90,7 +90,7 @@ def test_a_move_takes_its_adapter_along(play):
     async def story(front):
         source = await ask(front, "r", adapter())
         target = B if source == A else A
-        move = await front.core.move(front.core.requests.get("r").id, target, "a test")
+        move = await front.core.segments.move(front.core.requests.get("r").id, target, "a test")
         assert move.moved, move
         assert sorted(front.core.adapters.holders(1)) == [A, B]
 

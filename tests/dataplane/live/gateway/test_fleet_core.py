@@ -41,7 +41,7 @@ def play(story, workers=(A, B), waiting=None, ledger=False, policy=Policy.SPREAD
         front = Front(workers, profile(**sizes), waiting or QueueSettings(), placement)
         try:
             await asyncio.wait_for(story(front), 60)
-            assert len(front.core.requests) == front.core.waiting == 0
+            assert len(front.core.requests) == len(front.core.admission) == 0
             for engine in front.engines.values():
                 while not engine.is_lost and engine.batch.free_blocks < engine.batch.total_blocks:
                     await asyncio.sleep(0.01)
@@ -117,11 +117,11 @@ def test_who_has_waited_for_the_first_worker_is_placed_on_it_and_not_turned_away
     from controlplane.placement.queue import QueueSettings
 
     async def story(front):
-        front.core.is_starting = lambda: True
+        front.core.await_workers(lambda: True)
         names = [f"r{i}" for i in range(6)]
         for name in names:
             await front.send(name, max_tokens=20)
-        admission = front.core._admission
+        admission = front.core.admission
         admission._clock = lambda: time.monotonic() + 40.0  # which it takes
         admission.look()
         await until(lambda: not admission._wake.is_set())
@@ -161,7 +161,7 @@ def test_streams_are_whole_whatever_moves_and_dies(seed, ledger):
             await asyncio.sleep(float(rng.uniform(0, 0.02)))
             name = names[int(rng.integers(24))]
             target = list(front.engines)[int(rng.integers(len(front.engines)))]
-            moves.append(asyncio.ensure_future(front.core.move(name, target, "a test")))
+            moves.append(asyncio.ensure_future(front.core.segments.move(name, target, "a test")))
             if turn in (8, 16, 24):
                 alive = [w for w, e in front.engines.items() if not e.is_lost]
                 front.engines[alive[int(rng.integers(len(alive)))]].kill("kill -9")
@@ -183,7 +183,7 @@ def test_a_fleet_closes_in_the_middle_of_a_move():
         front = Front((A, B), profile(), QueueSettings())
         await front.send("r", [1] * 200, max_tokens=1000)
         await front.until("r", 3)
-        moving = asyncio.ensure_future(front.core.move("r", B, "a test"))
+        moving = asyncio.ensure_future(front.core.segments.move("r", B, "a test"))
         async with asyncio.timeout(20):
             await front.close()
             moving.cancel()
@@ -201,7 +201,7 @@ def test_a_client_that_leaves_while_its_stream_is_cut_over_leaves_no_kv_behind()
             await front.send(name, [turn + 1] * 200, max_tokens=1000)
             await front.until(name, 3)
             target = B if front.core.requests.get(name).worker == A else A
-            moving = asyncio.ensure_future(front.core.move(name, target, "a test"))
+            moving = asyncio.ensure_future(front.core.segments.move(name, target, "a test"))
             while getattr(front.core.migrations.open.get(name), "stage", None) is not Stage.CUTTING_OVER:
                 await asyncio.sleep(0)
             await front.core.abort_requests_async([name])
@@ -247,7 +247,7 @@ def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away():
             await front.send(name)
         waits = await front.send("waits")
         refused = await front.send("refused")
-        assert (front.core.waiting, waits.rejection) == (1, None)
+        assert (len(front.core.admission), waits.rejection) == (1, None)
         assert refused.rejection is not None
         await front.ended(*running, "waits", "refused")
         assert front.finish["waits"] == "LENGTH"
@@ -271,7 +271,7 @@ def test_work_that_may_wait_is_not_turned_away_from_a_full_queue():
         assert [tracked.rejection for tracked in held] == [None] * 6
         chat = await front.send("chat", ticket=Ticket("key", "test", tight, 0))
         refused = await front.send("refused", ticket=Ticket("key", "test", tight, 0))
-        assert (chat.rejection, front.core.waiting) == (None, 7)
+        assert (chat.rejection, len(front.core.admission)) == (None, 7)
         assert refused.rejection is not None
         await front.ended(*running, "chat", "refused", *waiting)
         assert {front.finish[name] for name in (*running, "chat", *waiting)} == {"LENGTH"}
@@ -319,7 +319,7 @@ def test_the_ledger_counts_the_tokens_that_passed_and_assigns_by_the_constraints
         # A token takes 2.01 ms alone and 2.04 ms as the fourth: constraint (b) holds this one back.
         hasty = Ticket("no", "test", Slo(10.0, 0.00202), 0)
         await front.send("no", ticket=hasty)
-        assert front.core.waiting == 1
+        assert len(front.core.admission) == 1
         await front.core.abandon(hasty)
         await front.ended(*(f"r{i}" for i in range(6)))
 

@@ -26,7 +26,7 @@ def play():
                 front.core.attach(engine, role=role)
             try:
                 await asyncio.wait_for(story(front), 15)
-                assert len(front.core.requests) == front.core.waiting == 0
+                assert len(front.core.requests) == len(front.core.admission) == 0
                 await until(lambda: len(front.core.handovers) == 0)
                 for engine in front.engines.values():
                     held = engine.batch
