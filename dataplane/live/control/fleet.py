@@ -415,8 +415,8 @@ class _Fleet:
             return asyncio.create_task(gateways.serve(core, settings.gateway.shutdown_s))
         self.gateway.prepare(kv_blocks)
         slo, answers = core.settings.default_slo, Answers()
-        door = DoorPolicy(keys, slo, partial(_now, allow), core.abandon, answers, self.control_url)
-        door.classes = settings.targets_by_class
+        classes = settings.targets_by_class
+        door = DoorPolicy(keys, slo, partial(_now, allow), core.abandon, answers, self.control_url, classes)
         core.on_closing.append(lambda why: setattr(door, "closing", why))
         return asyncio.create_task(self.gateway.serve(core, door, self.estate.listening))
 

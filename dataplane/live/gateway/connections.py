@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import Adapters, EngineLink, Telemetry
-from dataplane.live.engine_api.messages import Adapter, EngineRequest, StepOutputs
+from dataplane.live.engine_api.messages import Adapter, EngineRequest, Finish, SegmentOutput, StepOutputs
 from dataplane.live.gateway.request import Tracked
 
 MOST_UNREAD = 256  # batches that the front end may lag behind before workers are made to wait
@@ -167,6 +168,11 @@ class Unread:
         self._news.set()
         if len(self._batches) >= self._most:
             self._room.clear()
+
+    def tell_end(self, name: str, reason: Finish) -> None:
+        """Append the end of a request."""
+        output = SegmentOutput(name, [], finish_reason=reason)
+        self.tell(StepOutputs(outputs=[output], timestamp=time.monotonic()))
 
     async def until_room(self) -> None:
         """Wait while the reader lags behind; a sender calls it before it takes its next message."""

@@ -90,7 +90,7 @@ class FleetCore(FrontEndClient):
             metrics,
             events,
             self._attached,
-            self.unread.tell,
+            self.unread,
             lambda: not self._attached and self._is_starting(),
         )
         self.requests, self.admission = self.segments.requests, self.segments.admission
@@ -221,7 +221,7 @@ class FleetCore(FrontEndClient):
             tracked = self.requests.get(request)
             await self.abort_requests_async([request])
             if tracked is not None:
-                self.segments.tell_end(tracked, Finish.ABORT)
+                self.unread.tell_end(tracked.id, Finish.ABORT)
 
     async def fail(self, requests: Sequence[RequestId], why: str) -> None:
         """End requests in an explicit error, here and in the engines."""

@@ -57,10 +57,10 @@ class DoorPolicy:
     abandon: Callable[[Ticket], Awaitable[None]]
     claims: KeyClaims
     page: str
+    classes: Mapping[str, Slo] = field(default_factory=dict)
     closing: str = ""
     is_leaving: bool = False
     server: Any = None
-    classes: Mapping[str, Slo] = field(default_factory=dict)
 
 
 class Refusal(Exception):

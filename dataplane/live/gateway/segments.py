@@ -16,10 +16,10 @@ from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.kv_messages import Transfer
 from dataplane.live.engine_api.link import EngineLink
-from dataplane.live.engine_api.messages import Finish, SegmentOutput, StepOutputs
+from dataplane.live.engine_api.messages import Finish
 from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay, segment_request
 from dataplane.live.gateway.admission import Admission
-from dataplane.live.gateway.connections import Attachments, RequestBook
+from dataplane.live.gateway.connections import Attachments, RequestBook, Unread
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.handover import Handovers
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
@@ -69,7 +69,7 @@ class LeftRequests:
 class Segments:
     """The requests of a fleet, and the segment that each listens to.
 
-    `tell` passes outputs to the front end. `is_coming`: whether a fleet without workers is to get one.
+    `unread`: the way to the front end. `is_coming`: whether a fleet without workers is to get one.
     `on_end(request, outcome)` is called in the loop.
     """
 
@@ -81,11 +81,11 @@ class Segments:
         metrics: Metrics,
         events: EventLog,
         attached: Attachments,
-        tell: Callable[[StepOutputs], None],
+        unread: Unread,
         is_coming: Callable[[], bool],
     ) -> None:
         self._placement, self._metrics, self._events = placement, metrics, events
-        self._attached, self._tell = attached, tell
+        self._attached, self._unread = attached, unread
         self.requests = RequestBook()
         self.migrations = Migrations(self, moves)
         self.handovers = Handovers(
@@ -254,7 +254,7 @@ class Segments:
         tracked.ticket.failure = why
         self._record("failed", why, tracked)
         self.end(tracked, "failed")
-        self.tell_end(tracked, Finish.ERROR)
+        self._unread.tell_end(tracked.id, Finish.ERROR)
 
     def turn_away(self, tracked: Tracked, why: str) -> None:
         if tracked.output_token_ids:  # the client has begun to read: too late for a refusal
@@ -263,11 +263,7 @@ class Segments:
         tracked.ticket.rejection = self.admission.rejection(why)
         self._record("rejected", why, tracked)
         self.end(tracked, "rejected")
-        self.tell_end(tracked, Finish.ERROR)
-
-    def tell_end(self, tracked: Tracked, reason: Finish) -> None:
-        output = SegmentOutput(tracked.id, [], finish_reason=reason)
-        self._tell(StepOutputs(outputs=[output], timestamp=time.monotonic()))
+        self._unread.tell_end(tracked.id, Finish.ERROR)
 
     def _note_heartbeat(self, requests: int, is_proven: bool) -> None:
         """Count a heartbeat of the exact policy; say so where the solver's time begins to run out."""

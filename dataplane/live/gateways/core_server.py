@@ -24,32 +24,32 @@ from dataplane.live.engine_api.processes import Tasks, cancel_all
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.idempotency import Answers, OtherBody, StoredAnswer
 from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
-from dataplane.live.gateways.wire import (
-    WIRE_VERSION,
-    MessageType,
-    NewRequest,
-    TicketNews,
-    Welcome,
-    message,
-    next_message,
-    pack,
-)
+from dataplane.live.gateways import wire
+from dataplane.live.gateways.wire import MessageType, NewRequest, TicketNews, Welcome, pack
 
 log = logging.getLogger(__name__)
 BACK_S = 10.0  # within which an earlier core's gateways come, or are gone
 MOST_UNSENT = 64 << 20  # bytes of outputs that a gateway may leave untaken
-Told = tuple[str | None, str | None, str | None]  # worker, refusal and failure, as a gateway knows them
-UNTOLD: Told = (None, None, None)
 
 
 @dataclass(slots=True, eq=False)
 class OpenTicket:
-    """A ticket by its gateway's number, how many requests of it are open, and what the gateway knows."""
+    """A ticket by its gateway's number, how many requests of it are open, and what the gateway was told."""
 
     number: int
     ticket: Ticket
     parts: int = 0
-    told: Told = UNTOLD
+    told: TicketNews | None = None
+
+    def news(self) -> TicketNews | None:
+        """What the fleet has written on the ticket since its gateway was told."""
+        ticket, refusal = self.ticket, self.ticket.rejection
+        why, wait_s = (None, 0) if refusal is None else (refusal.reason, refusal.retry_after_s)
+        now = TicketNews(self.number, ticket.worker, why, wait_s, ticket.failure)
+        if now == (self.told or TicketNews(self.number)):
+            return None
+        self.told = now
+        return now
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class Connected:
 
     def say(self, kind: MessageType, *frames: Any) -> None:
         if not self.writer.is_closing():
-            self.writer.writelines(message(kind, *frames))
+            self.writer.writelines(wire.message(kind, *frames))
 
 
 class CoreServer:
@@ -81,11 +81,9 @@ class CoreServer:
         self.core, self._allow, self.number = core, allow, number
         self.answers = Answers()
         self._kv_blocks = kv_blocks
-        self.on_gone: list[Callable[[str], None]] = []
         self._retiring: dict[str, float] = {}
         self._awaited: set[str] = set()
         self._all_back = asyncio.Event()
-        self.knows: Callable[[str], bool] = lambda name: True
         self._gateways: dict[str, Connected] = {}
         self._owners: dict[RequestId, Connected] = {}
         self._closing = ""
@@ -94,8 +92,17 @@ class CoreServer:
         self._tasks = Tasks()
         core.on_closing.append(self._close_doors)
 
-    async def start(self, address: Path) -> None:
-        """Listen at `address`, and pass outputs on."""
+    async def start(
+        self,
+        address: Path,
+        knows: Callable[[str], object] = lambda name: True,
+        on_gone: Callable[[str], object] = lambda name: None,
+    ) -> None:
+        """Listen at `address`, and pass outputs on.
+
+        A gateway that nothing `knows` is refused; `on_gone` is called with the name of one that is gone.
+        """
+        self._knows, self._on_gone = knows, on_gone
         self._server = await asyncio.start_unix_server(self._serve, address, limit=1 << 20)
         self.core.unread.sink = self._share_out
 
@@ -133,14 +140,14 @@ class CoreServer:
         assert here is not None
         self._tasks.add(here)
         try:
-            kind, frames = await next_message(reader)
+            kind, frames = await wire.next_message(reader)
             refused, name = _greeting(kind, frames, self._codec.version)
-            refused = refused or ("" if self.knows(name) else "it is none of this fleet's")
+            refused = refused or ("" if self._knows(name) else "it is none of this fleet's")
             slo = self.core.settings.default_slo
             slots, closing = self.core.settings.slots, self._closing
             targets, classes = (slo.ttft_s, slo.tpot_s), self.core.settings.classes
             said = Welcome(refused, slots, self._kv_blocks, *targets, closing, self.number, classes)
-            writer.writelines(message(MessageType.WELCOME, pack(said)))
+            writer.writelines(wire.message(MessageType.WELCOME, pack(said)))
             if refused:
                 return
             gateway = self._gateways[name] = Connected(name, writer)
@@ -159,7 +166,7 @@ class CoreServer:
 
     async def _listen(self, gateway: Connected, reader: asyncio.StreamReader) -> None:
         while True:
-            kind, frames = await next_message(reader)
+            kind, frames = await wire.next_message(reader)
             if kind == MessageType.ADD:
                 new = msgspec.msgpack.decode(frames[0], type=NewRequest)
                 await self._add(gateway, new, self._codec.request(frames[1:]))
@@ -191,8 +198,7 @@ class CoreServer:
             task.cancel()
         await self._abort(gateway, list(gateway.requests), True)
         await self.answers.release(gateway)
-        for tell in self.on_gone:
-            tell(gateway.name)
+        self._on_gone(gateway.name)
 
     # Requests.
 
@@ -255,10 +261,10 @@ class CoreServer:
         for output in outputs:
             at = gateway.requests[RequestId(output.request_id)]
             # What is written on a ticket is its worker, before its first output, and why it ended.
-            if at.told is UNTOLD or output.finish_reason is not None:
-                news.append(_news(at))
-        if any(news):
-            gateway.say(MessageType.TICKETS, pack([n for n in news if n is not None]))
+            if (at.told is None or output.finish_reason is not None) and (told := at.news()) is not None:
+                news.append(told)
+        if news:
+            gateway.say(MessageType.TICKETS, pack(news))
         batch.outputs = outputs
         gateway.say(MessageType.OUTPUTS, *self._codec.encode(batch))
         for output in outputs:
@@ -298,24 +304,14 @@ class CoreServer:
         gateway.say(MessageType.ANSWER, pack([number, value, error]))
 
 
-def _news(at: OpenTicket) -> TicketNews | None:
-    """What the fleet has written on a ticket since its gateway was told."""
-    refusal = at.ticket.rejection
-    now: Told = (at.ticket.worker, None if refusal is None else refusal.reason, at.ticket.failure)
-    if at.told == now:
-        return None
-    at.told = now
-    return TicketNews(at.number, now[0], now[1], 0 if refusal is None else refusal.retry_after_s, now[2])
-
-
 def _greeting(kind: MessageType, frames: Sequence[memoryview], vllm_version: str) -> tuple[str, str]:
     """Why a gateway is not welcome, or an empty text; and its name. Raises ValueError for no greeting."""
     if kind != MessageType.HELLO:
         raise ValueError("it did not greet")
     with suppress(ValueError, TypeError):
         version, theirs, name = msgspec.msgpack.decode(frames[0])
-        if (version, theirs) == (WIRE_VERSION, vllm_version):
+        if (version, theirs) == (wire.WIRE_VERSION, vllm_version):
             return "", str(name)
-        ours = f"the core runs vllm {vllm_version}, wire {WIRE_VERSION}"
+        ours = f"the core runs vllm {vllm_version}, wire {wire.WIRE_VERSION}"
         return f"{ours}; this gateway {theirs}, {version}", str(name)
     raise ValueError("its greeting cannot be read")

@@ -24,14 +24,9 @@ from controlplane.errors import BadInput
 from dataplane.live.engine_api.processes import Estate, Tasks, cancel_all
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.gateways import shared
 from dataplane.live.gateways.core_server import CoreServer
-from dataplane.live.gateways.shared import (
-    MOST_GATEWAYS,
-    NOT_ACCEPTING,
-    PROCESS_SETTINGS,
-    Loads,
-    ProcessSettings,
-)
+from dataplane.live.gateways.shared import MOST_GATEWAYS, NOT_ACCEPTING, Loads, ProcessSettings
 from dataplane.processes.fork_server import Forked
 from dataplane.processes.keeper import End, Inherited, Keeper, Process, Spec, end, tell
 
@@ -40,23 +35,35 @@ LOOK_S = 0.05
 State = Literal["starting", "serving", "leaving"]
 
 
-@dataclass(eq=False)
-class Kept:
-    """A gateway's process; `index` is its place in the table of loads.
+@dataclass(frozen=True, slots=True)
+class KeptRecord:
+    """What a core's successor must know of a gateway; `index` is its place in the table of loads.
 
     `finish_s`: where it is to be replaced, how long it may serve what is open by then.
     """
 
     name: str
     index: int
-    process: Process
-    began_s: float
+    pid: int
     state: State = "starting"
     finish_s: float | None = None
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+
+@dataclass(frozen=True, slots=True)
+class GatewaysRecord:
+    """What a core's successor must know of the gateways. `next`: the number of the next one."""
+
+    next: int = 0
+    kept: tuple[KeptRecord, ...] = ()
+
+
+class Kept:
+    """A gateway's process, by its record."""
+
+    def __init__(self, record: KeptRecord, process: Process) -> None:
+        self.process, self.began_s = process, time.monotonic()
+        self.name, self.index, self.pid = record.name, record.index, process.pid
+        self.state, self.finish_s = record.state, record.finish_s
 
     @property
     def returncode(self) -> int | None:
@@ -93,14 +100,11 @@ class Gateways:
         os.truncate(estate.loads, 4 * MOST_GATEWAYS)
         self._loads = Loads(estate.loads)
         self._told = replace(told, core=estate.folder / "core", metrics=self._metrics, loads=estate.loads)
-        before = estate.record.found.get("gateways", {})
-        self._next = before.get("next", 0)
-        self._before: list[tuple[str, int, int, State, float | None]] = before.get("kept", [])
+        before = estate.record.part("gateways", GatewaysRecord) or GatewaysRecord()
+        self._next, self._before = before.next, before.kept
         self._kept: list[Kept] = []
         self._tasks = Tasks()
         self._renewing: asyncio.Task[None] | None = None
-        server.on_gone.append(self._disconnected)
-        server.knows = lambda name: any(kept.name == name for kept in self)
 
     def registry(self) -> CollectorRegistry:
         """vLLM's metrics of all gateways together, of those that are gone, too."""
@@ -110,6 +114,9 @@ class Gateways:
 
     def __iter__(self) -> Iterator[Kept]:
         return iter(tuple(self._kept))
+
+    def _find(self, name: str) -> Kept | None:
+        return next((kept for kept in self if kept.name == name), None)
 
     def views(self) -> list[dict[str, Any]]:
         """Each gateway, for people and programs."""
@@ -136,7 +143,7 @@ class Gateways:
         Raises RuntimeError where one ends before it does.
         """
         self._inherit()
-        await self._server.start(self._told.core)
+        await self._server.start(self._told.core, self._find, self._disconnected)
         for index in set(range(MOST_GATEWAYS)) - {kept.index for kept in self}:
             self._loads[index] = NOT_ACCEPTING
         while sum(kept.state != "leaving" for kept in self) < self.count:
@@ -185,29 +192,28 @@ class Gateways:
 
     def _inherit(self) -> None:
         """Keep the gateways of the core before, but for those that are gone or were not ready yet."""
-        for name, index, pid, state, finish_s in self._before:
+        for left in self._before:
             with suppress(OSError, psutil.NoSuchProcess):
-                kept = Kept(name, index, Inherited(pid), time.monotonic(), state, finish_s)
-                if psutil.Process(pid).ppid() == os.getppid():  # else the number is another's by now
+                kept = Kept(left, Inherited(left.pid))
+                if psutil.Process(left.pid).ppid() == os.getppid():  # else the number is another's by now
                     self._kept.append(kept)
-                    if state == "starting":
+                    if left.state == "starting":
                         tell(kept, signal.SIGKILL)
                         self._forget(kept)
-
         if self._before:
             self._server.await_gateways([kept.name for kept in self._kept])
 
     def _note(self) -> None:
-        kept = [(one.name, one.index, one.pid, one.state, one.finish_s) for one in self._kept]
-        self._estate.record.note(gateways={"next": self._next, "kept": kept})
+        kept = tuple(KeptRecord(k.name, k.index, k.pid, k.state, k.finish_s) for k in self)
+        self._estate.record.note(gateways=GatewaysRecord(self._next, kept))
 
     async def _launch(self) -> Kept:
         index = next(i for i in range(MOST_GATEWAYS) if all(kept.index != i for kept in self))
         name, self._next = f"g{self._next}", self._next + 1
         self._note()  # first: should this core die here, no other gateway gets the name
-        settings = PROCESS_SETTINGS.dump_json(replace(self._told, name=name, index=index))
+        settings = shared.PROCESS_SETTINGS.dump_json(replace(self._told, name=name, index=index))
         process = await Forked.start(self._estate.forks, GATEWAY, settings)
-        kept = Kept(name, index, process, time.monotonic())
+        kept = Kept(KeptRecord(name, index, process.pid), process)
         self._kept.append(kept)
         self._note()
         return kept
@@ -279,8 +285,7 @@ class Gateways:
 
     def _disconnected(self, name: str) -> None:
         """The core has parted with a gateway; one whose process lives on hangs, or has lost its way."""
-        kept = next((kept for kept in self if kept.name == name), None)
-        if kept is not None:
+        if (kept := self._find(name)) is not None:
             self._tasks.spawn(self._end(kept))
 
     async def _end(self, kept: Kept) -> None:

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from typing import Any
 
 from prometheus_client import values
 
@@ -27,42 +26,48 @@ from dataplane.live.gateways.remote_core import RemoteCore
 from dataplane.live.gateways.shared import NOT_ACCEPTING, PROCESS_SETTINGS, Loads, ProcessSettings, Unwritten
 
 
-def traffic(server: Any) -> tuple[int, int]:
-    """A uvicorn server's open connections, and the requests in progress."""
-    return (
-        (0, 0) if server is None else (len(server.server_state.connections), len(server.server_state.tasks))
-    )
+class GatewayDoor:
+    """The front door of this process, as its core calls it; `policy` is there once the core has answered."""
+
+    policy: DoorPolicy
+
+    def __init__(self, loads: Loads, index: int) -> None:
+        self._loads, self._index = loads, index
+
+    def close(self, why: str) -> None:
+        self.policy.closing = why
+
+    def retire(self, finish_s: float) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # the way out is vLLM's
+
+    def leave(self) -> None:
+        self.policy.is_leaving = self._loads.has_left = True
+        self._loads[self._index] = NOT_ACCEPTING
+        if self.policy.server is not None:
+            stop_accepting(self.policy.server)
+
+    def core_gone(self) -> None:
+        asyncio.get_running_loop().call_later(1.0, self.retire, 0.0)  # clients read their streams' errors
+
+    def traffic(self) -> tuple[int, int]:
+        if self.policy.server is None:
+            return 0, 0
+        state = self.policy.server.server_state
+        return len(state.connections), len(state.tasks)
 
 
 async def run(settings: ProcessSettings, unwritten: Unwritten) -> None:
     """Serve until told to leave. Raises BadInput where the core refuses this gateway."""
-    loop, loads = asyncio.get_running_loop(), Loads(settings.loads)
-    gateway = Gateway(settings.gateway)
-    core = await RemoteCore.connect(settings.core, settings.name, VllmCodec())
+    loads = Loads(settings.loads)
+    gateway, door = Gateway(settings.gateway), GatewayDoor(loads, settings.index)
+    core = await RemoteCore.connect(settings.core, settings.name, VllmCodec(), door)
     gateway.prepare(core.welcome.kv_blocks)
-    ring = KeyRing(settings.keys)
-    door = DoorPolicy(
-        ring, core.default_slo, core.allow, core.abandon, core, settings.page, core.welcome.closing
+    ring, welcome = KeyRing(settings.keys), core.welcome
+    classes = {one.name: one.slo for one in welcome.classes}
+    policy = DoorPolicy(
+        ring, core.default_slo, core.allow, core.abandon, core, settings.page, classes, welcome.closing
     )
-    door.classes = {one.name: one.slo for one in core.welcome.classes}
-
-    def leave() -> None:
-        door.is_leaving = loads.has_left = True
-        loads[settings.index] = NOT_ACCEPTING
-        if door.server is not None:
-            stop_accepting(door.server)
-
-    def give_up() -> None:
-        loop.call_later(1.0, end)  # clients read their streams' errors meanwhile
-
-    def end() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)  # the way out is vLLM's
-
-    core.on_closing.append(lambda why: setattr(door, "closing", why))
-    core.on_leaving.append(leave)
-    core.on_retire.append(lambda finish_s: end())
-    core.on_gone.append(give_up)
-    core.traffic = lambda: traffic(door.server)
+    door.policy = policy
     if (file := settings.gateway.keys_file) is not None:
         with suppress(BadInput):  # what was in force stays; the core has said so
             ring.reload(file)  # it may have changed since the fleet began
@@ -70,7 +75,7 @@ async def run(settings: ProcessSettings, unwritten: Unwritten) -> None:
     writing = asyncio.ensure_future(unwritten.keep_written())
     # A connection that is still open then is cut.
     with socket.socket(fileno=settings.listening) as listening, suppress(TimeoutError):
-        await gateway.serve(core, door, listening, (loads, settings.index))
+        await gateway.serve(core, policy, listening, (loads, settings.index))
     following.cancel()
     writing.cancel()
     unwritten.write()

@@ -11,39 +11,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from controlplane.errors import BadInput
 from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.http.keys import ApiKey
-from dataplane.live.engine_api.messages import (
-    Adapter,
-    Codec,
-    EngineRequest,
-    Finish,
-    SegmentOutput,
-    StepOutputs,
-)
+from dataplane.live.engine_api.messages import Adapter, Codec, EngineRequest, Finish, StepOutputs
 from dataplane.live.gateway.connections import FrontEndClient
 from dataplane.live.gateway.idempotency import OtherBody, StoredAnswer
 from dataplane.live.gateway.middleware import Refusal
 from dataplane.live.gateway.request import CURRENT_TICKET, Rejection, Ticket
-from dataplane.live.gateways.wire import (
-    WIRE_VERSION,
-    MessageType,
-    NewRequest,
-    TicketNews,
-    Welcome,
-    message,
-    next_message,
-    pack,
-)
+from dataplane.live.gateways import wire
+from dataplane.live.gateways.wire import WIRE_VERSION, MessageType, NewRequest, TicketNews, Welcome, pack
 
 IDLE_S = 10.0  # an idle connection of a gateway that leaves is closed after so long
 LAST_WORDS_S = 2.0
@@ -71,25 +56,37 @@ class Open:
     first_s: float | None = None
 
 
+class Door(Protocol):
+    """The HTTP server of a gateway, as its core calls it in the loop."""
+
+    def close(self, why: str) -> None:
+        """Let no request in any more."""
+
+    def retire(self, finish_s: float) -> None:
+        """The core asks this gateway to leave within `finish_s`."""
+
+    def leave(self) -> None:
+        """It begins to leave."""
+
+    def core_gone(self) -> None:
+        """The core is lost, and no other has come."""
+
+    def traffic(self) -> tuple[int, int]:
+        """The connections that are open, and the HTTP requests in progress."""
+
+
 class RemoteCore(FrontEndClient):
-    """Make one with `connect`, inside the event loop it will live in.
+    """Make one with `connect`, inside the event loop it will live in."""
 
-    Called in the loop: `on_closing(reason)` when no request is to be let in any more, `on_retire(finish_s)`
-    when the core asks this gateway to leave, `on_leaving()` as it begins to, `on_gone()` when the core is
-    lost. `traffic` counts the connections that are open, and the HTTP requests in progress.
-    """
-
-    def __init__(self, address: Path, name: str, codec: Codec, ends: Ends, welcome: Welcome) -> None:
+    def __init__(
+        self, address: Path, name: str, codec: Codec, door: Door, ends: Ends, welcome: Welcome
+    ) -> None:
         super().__init__(welcome.slots)
         self._address, self._name = address, name
         self._reader, self._writer = ends
         self.welcome = welcome
         self.default_slo = Slo(welcome.ttft_s, welcome.tpot_s)
-        self.on_closing: list[Callable[[str], None]] = []
-        self.on_retire: list[Callable[[float], None]] = []
-        self.on_leaving: list[Callable[[], None]] = []
-        self.on_gone: list[Callable[[], None]] = []
-        self.traffic: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._door = door
         self._requests: dict[RequestId, Open] = {}
         self._tickets: dict[int, Ticket] = {}  # those with open requests; their identity is their number
         self._questions = itertools.count(1)
@@ -102,9 +99,9 @@ class RemoteCore(FrontEndClient):
         self._listener = self._loop.create_task(self._listen())
 
     @classmethod
-    async def connect(cls, address: Path, name: str, codec: Codec) -> RemoteCore:
+    async def connect(cls, address: Path, name: str, codec: Codec, door: Door) -> RemoteCore:
         """Greet the core. Raises BadInput where it is not there, or refuses this gateway."""
-        return cls(address, name, codec, *await _greet(address, name, codec.version))
+        return cls(address, name, codec, door, *await _greet(address, name, codec.version))
 
     # What a front end calls.
 
@@ -178,7 +175,7 @@ class RemoteCore(FrontEndClient):
     async def _listen(self) -> None:
         while not self._is_gone:
             try:
-                kind, frames = await next_message(self._reader)
+                kind, frames = await wire.next_message(self._reader)
             except EOFError:
                 if self._closing or not await self._find_successor():
                     self._lose()
@@ -233,8 +230,7 @@ class RemoteCore(FrontEndClient):
             self._close_doors(str(said))
         elif kind == MessageType.RETIRE and not self._is_retiring:  # a core's successor says it again
             self._is_retiring, self._finish_s = True, float(said)
-            for tell in self.on_retire:
-                tell(self._finish_s)
+            self._door.retire(self._finish_s)
 
     def _write_on_ticket(self, news: TicketNews) -> None:
         ticket = self._tickets.get(news.ticket)
@@ -274,27 +270,23 @@ class RemoteCore(FrontEndClient):
             if not asked.done():
                 asked.set_exception(CoreGone())
         self._answers.clear()
-        for tell in self.on_gone:
-            tell()
+        self._door.core_gone()
 
     def _close_doors(self, why: str) -> None:
         self._closing = why
-        for tell in self.on_closing:
-            tell(why)
+        self._door.close(why)
 
     def _fail(self, name: RequestId, why: str) -> None:
         self._requests[name].ticket.failure = why
         self._forget(name)
-        output = SegmentOutput(name, [], finish_reason=Finish.ERROR)
-        self.unread.tell(StepOutputs(outputs=[output], timestamp=time.monotonic()))
+        self.unread.tell_end(name, Finish.ERROR)
 
     async def _close(self, timeout_s: float) -> None:
         """Accept no connection, serve what is open and what still comes on it, then end the rest."""
-        for tell in self.on_leaving:
-            tell()
+        self._door.leave()
         timeout_s, began_s = max(timeout_s, self._finish_s), time.monotonic()
         while not self._is_gone and time.monotonic() < began_s + timeout_s:
-            connections, requests = self.traffic()
+            connections, requests = self._door.traffic()
             is_patient = not self._closing and time.monotonic() < began_s + IDLE_S
             if not self._requests and not requests and not (connections and is_patient):
                 break
@@ -326,15 +318,15 @@ class RemoteCore(FrontEndClient):
 
     def _say(self, kind: MessageType, *frames: Any) -> None:
         if not self._is_gone and not self._is_lost:
-            self._writer.writelines(message(kind, *frames))
+            self._writer.writelines(wire.message(kind, *frames))
 
 
 async def _greet(address: Path, name: str, vllm_version: str) -> tuple[Ends, Welcome]:
     """Greet the core at an address. Raises BadInput where it is not there, or refuses this gateway."""
     try:
         reader, writer = await asyncio.open_unix_connection(address, limit=1 << 20)
-        writer.writelines(message(MessageType.HELLO, pack([WIRE_VERSION, vllm_version, name])))
-        _, frames = await next_message(reader)
+        writer.writelines(wire.message(MessageType.HELLO, pack([WIRE_VERSION, vllm_version, name])))
+        _, frames = await wire.next_message(reader)
     except (EOFError, OSError) as error:
         raise BadInput(f"gateway {name}: {GONE}") from error
     welcome = msgspec.msgpack.decode(frames[0], type=Welcome)

@@ -71,10 +71,10 @@ class TicketNews(msgspec.Struct, array_like=True, frozen=True):
     """What the fleet has written on a ticket; as `request.Ticket` has it."""
 
     ticket: int
-    worker: str | None
-    refused: str | None
-    retry_after_s: int
-    failure: str | None
+    worker: str | None = None
+    refused: str | None = None
+    retry_after_s: int = 0
+    failure: str | None = None
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):

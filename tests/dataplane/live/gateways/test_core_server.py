@@ -25,11 +25,17 @@ STORY_S = 60.0
 class Gateway:
     """In the place of a gateway's process: sends requests over its core, and keeps what comes back."""
 
-    def __init__(self, core):
-        self.core, self.closed = core, []
-        core.on_closing.append(self.closed.append)
+    def __init__(self):
+        self.closed, self.retired, self.open = [], [], (0, 0)
+        self.close, self.retire = self.closed.append, self.retired.append  # as its core calls its door
+        self.leave = self.core_gone = lambda: None
+        self.traffic = lambda: self.open
         self.tokens, self.finish, self.ends = {}, {}, {}
+
+    async def connect(self, address, name):
+        self.core = await RemoteCore.connect(address, name, PlainCodec(), self)
         self.pump = asyncio.ensure_future(self._pump())
+        return self
 
     async def _pump(self):
         while True:
@@ -79,7 +85,7 @@ class World:
         await self.server.start(self.address)
 
     async def gateway(self, name):
-        self.gateways.append(Gateway(await RemoteCore.connect(self.address, name, PlainCodec())))
+        self.gateways.append(await Gateway().connect(self.address, name))
         return self.gateways[-1]
 
     async def until(self, holds):
@@ -312,19 +318,16 @@ def test_a_gateway_that_gives_up_ends_its_streams_in_an_error_that_says_why():
 def test_a_gateway_that_leaves_waits_for_what_is_open_and_for_what_still_comes():
     async def story(world):
         gateway = await world.gateway("g0")
-        told = []
-        gateway.core.on_retire.append(told.append)
-        traffic = [1, 1]
-        gateway.core.traffic = lambda: tuple(traffic)
+        gateway.open = 1, 1
         await gateway.send("r", tokens=50)
         world.server.retire("g0", 30.0)
-        await world.until(lambda: told == [30.0])
+        await world.until(lambda: gateway.retired == [30.0])
         leaving = asyncio.ensure_future(gateway.core._close(30.0))
         await gateway.ended("r")
         await gateway.send("late", tokens=50)
         await gateway.ended("late")
         assert not leaving.done()
-        traffic[:] = [0, 0]
+        gateway.open = 0, 0
         await leaving
         assert set(gateway.finish.values()) == {"LENGTH"}
 

@@ -228,7 +228,7 @@ def test_a_gateway_links_to_a_thousand_workers():
 
 @pytest.fixture
 def deaths(monkeypatch, tmp_path):
-    monkeypatch.setattr("dataplane.live.gateway.fleet_core.BACK_S", 0.05)  # no gateway brings requests back
+    monkeypatch.setattr("dataplane.live.gateway.segments.BACK_S", 0.05)  # no gateway brings requests back
     return Deaths(tmp_path)
 
 
