@@ -41,11 +41,11 @@ from dataplane.http.keys import KeyRing
 from dataplane.http.server import bind, until_answering
 from dataplane.live.control.api import control_app, control_server
 from dataplane.live.control.controller_process import ControllerProcess
+from dataplane.live.control.demand_count import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
 from dataplane.live.control.settings import ControllerSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.emulated.segment import Noise
-from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
 from dataplane.live.gateway.history import History

@@ -20,9 +20,9 @@ from controlplane.placement.queue import QueueSettings
 from controlplane.placement.rebalance import DeviationTracker
 from controlplane.types import EngineMode, Slo, WorkerId
 from controlplane.workload import Workload
+from dataplane.live.control.demand_count import DemandCount
 from dataplane.live.control.fleet_state import Observer, RequestRow, WorkerRow
 from dataplane.live.gateway.admission import Admission
-from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 from dataplane.simulated.changes import change_worker

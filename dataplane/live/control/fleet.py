@@ -36,12 +36,12 @@ from dataplane.http.keys import ApiKey, KeyRing, read_control_keys
 from dataplane.http.server import Extension, address, follow, until_answering
 from dataplane.live.control.api import control_app, control_server
 from dataplane.live.control.controller_process import ControllerProcess
+from dataplane.live.control.demand_count import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
 from dataplane.live.control.settings import Autoscale, ControllerSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api.processes import Estate
 from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
-from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
 from dataplane.live.gateway.history import History

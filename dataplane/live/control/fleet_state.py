@@ -28,7 +28,7 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.placement.rebalance import DeviationTracker, Error
 from controlplane.snapshot import NOT_CACHED, Cached, Pace, RunningRequest, Snapshot, Transport
 from controlplane.types import ClassArrivals, ClassOutcomes, RequestId, WorkerId
-from dataplane.live.gateway.demand_count import since
+from dataplane.live.control.demand_count import since
 
 # The ledger's arrays that rules of a fleet read, and what they hold; numbers are not named here.
 RECORDS = {"workers": WORKER, "requests": REQUEST}

@@ -16,6 +16,7 @@ from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.snapshot import Note, Scale
 from controlplane.types import Role, WorkerId
 from dataplane.http.rules import Conflict, UnknownName
+from dataplane.live.control.demand_count import DemandCount
 from dataplane.live.control.fleet_state import FleetState, MoveRow, RequestRow, WorkerRow, copied
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
@@ -29,7 +30,6 @@ from dataplane.live.control.views import (
     worker_view,
 )
 from dataplane.live.engine_api.processes import Estate, Tasks
-from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.metrics import Metrics
 from dataplane.live.gateway.request import Tracked

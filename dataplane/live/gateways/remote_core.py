@@ -56,7 +56,7 @@ class Open:
     first_s: float | None = None
 
 
-class Door(Protocol):
+class CoreListener(Protocol):
     """The HTTP server of a gateway, as its core calls it in the loop."""
 
     def close(self, why: str) -> None:
@@ -79,7 +79,7 @@ class RemoteCore(FrontEndClient):
     """Make one with `connect`, inside the event loop it will live in."""
 
     def __init__(
-        self, address: Path, name: str, codec: Codec, door: Door, ends: Ends, welcome: Welcome
+        self, address: Path, name: str, codec: Codec, door: CoreListener, ends: Ends, welcome: Welcome
     ) -> None:
         super().__init__(welcome.slots)
         self._address, self._name = address, name
@@ -99,7 +99,7 @@ class RemoteCore(FrontEndClient):
         self._listener = self._loop.create_task(self._listen())
 
     @classmethod
-    async def connect(cls, address: Path, name: str, codec: Codec, door: Door) -> RemoteCore:
+    async def connect(cls, address: Path, name: str, codec: Codec, door: CoreListener) -> RemoteCore:
         """Greet the core. Raises BadInput where it is not there, or refuses this gateway."""
         return cls(address, name, codec, door, *await _greet(address, name, codec.version))
 

@@ -22,9 +22,9 @@ from controlplane.types import ClassArrivals, Slo, SloClass, WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.history.fleet_log import FleetLog, read_fleet_log
 from dataplane.live.control.controller import LivePlane
+from dataplane.live.control.demand_count import since
 from dataplane.live.control.fleet_state import Observer, RequestRow, WorkerRow
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
-from dataplane.live.gateway.demand_count import since
 
 
 def test_arrivals_are_what_came_between_two_looks():

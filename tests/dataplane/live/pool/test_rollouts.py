@@ -328,8 +328,8 @@ class Reign:
 
     def __init__(self, front, pool, revised=lambda model, flags: {}):
         from controlplane.placement.policies import Policy
+        from dataplane.live.control.demand_count import DemandCount
         from dataplane.live.control.operations import FleetFacts, Operations
-        from dataplane.live.gateway.demand_count import DemandCount
 
         facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
         arrived = DemandCount()
