@@ -13,6 +13,8 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 GPUS = 8
 
@@ -90,3 +92,16 @@ def _stand_on_gpus() -> None:
 
     vllm.config.vllm.HAS_TRITON = True
     import_module("dataplane.live.worker.actor")  # and with it all of vLLM that an engine's start imports
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A Llama's configuration with eight KV heads; nobody reads weights here."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+    LlamaConfig(
+        **sizes, num_attention_heads=16, num_key_value_heads=8, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(folder)
+    return str(folder)

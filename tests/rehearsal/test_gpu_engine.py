@@ -18,19 +18,6 @@ from dataplane.live.worker.engine import KvDoor, engine_args, engine_config
 DEGREES = [1, 2, 4, 8]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A Llama's configuration with eight KV heads; nobody reads weights here."""
-    from transformers import LlamaConfig
-
-    folder = tmp_path_factory.mktemp("llama")
-    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
-    LlamaConfig(
-        **sizes, num_attention_heads=16, num_key_value_heads=8, architectures=["LlamaForCausalLM"]
-    ).save_pretrained(folder)
-    return str(folder)
-
-
 def config_of(model, tp=1, **settings):
     addresses, _ = reserve_addresses("127.0.0.1", tp)
     door = KvDoor(addresses, "token")

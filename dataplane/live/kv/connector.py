@@ -39,7 +39,7 @@ from dataplane.live.engine_api.vllm_surface import (
     group_kernel_blocks,
     sleep_while_spinning,
 )
-from dataplane.live.kv.holds import Holds, StepOrders
+from dataplane.live.kv.holds import Holds, StepOrders, inline_blocks
 from dataplane.live.kv.loads import KvLoads
 from dataplane.live.kv.nixl import bypasses
 from dataplane.live.kv.transport import SocketTransport
@@ -91,10 +91,11 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "block_bytes": sum(t.size for t in pool) // max(1, kv_cache_config.num_blocks),
                 "why_fixed": self._why_fixed,
             }
-            self._running: set[str] = set()
+            self._running: dict[str, Any] = {}  # requests
             self._ranks: list[int] | None = None
             # Under asynchronous scheduling a step is planned before the last one's outputs are read.
-            self._begun: deque[tuple[dict[str, int], float]] = deque()
+            self._begun: deque[tuple[dict[str, int], float, set[int]]] = deque()
+            self._doubtful: dict[str, list[int]] = {}  # blocks of requests that ended while they were unsure
             self._answers: dict[str, tuple[str, int]] = {}  # and the tokens that were loaded
             self._loaders: dict[str, tuple[Any, int]] = {}  # requests that hold what they load, and how much
             self._block_tokens = vllm_config.cache_config.block_size
@@ -111,7 +112,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In the scheduler
 
     def on_new_request(self, request: Any) -> None:
-        self._running.add(request.request_id)
+        self._running[request.request_id] = request
         if request.structured_output_request is not None:
             prior = (request.sampling_params.extra_args or {}).get(PRIOR_TOKENS)
             if prior:
@@ -138,7 +139,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._running.discard(request.request_id)
+        self._running.pop(request.request_id, None)
         self._loaders.pop(request.request_id, None)
         message = message_from(request.kv_transfer_params)
         now_s = time.monotonic()
@@ -151,6 +152,9 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._answers[request.request_id] = "leased" if leased else "gone", 0
             return False, None
         status = request.status.name
+        if not self._unsure().isdisjoint(block_ids):
+            self._doubtful[request.request_id] = block_ids
+        block_ids = block_ids[: self._readable_blocks(request)]
         keep_blocks = self._holds.ended(
             request.request_id,
             message,
@@ -162,23 +166,49 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return keep_blocks, None
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        self._begun.append((step_load(scheduler_output), time.monotonic()))
+        now_s = time.monotonic()
         tables, manager = {}, self._kv_cache_manager
-        leased = [s for s in self._holds.leased() if s in scheduler_output.num_scheduled_tokens]
-        computed = computed_tokens(scheduler_output) if leased else {}
+        cached = scheduler_output.scheduled_cached_reqs
+        # What a request that was just admitted finds in the prefix cache, this very step may compute.
+        known = set(cached.req_ids) - cached.resumed_req_ids
+        leased = [s for s in self._holds.leased() if s in known]
         for segment in leased if manager is not None else ():
             # What this step writes may be read once the next has begun.
-            blocks = -(-computed[segment] // self._block_tokens)
+            blocks = self._readable_blocks(self._running[segment])
             tables[segment] = manager.get_block_ids(segment)[0][:blocks]
         preempted = scheduler_output.preempted_req_ids or ()
-        return StepMetadata(self._holds.orders(tables, preempted, time.monotonic()))
+        orders = self._holds.orders(tables, preempted, now_s, self._unsure())
+        self._begun.append((step_load(scheduler_output), now_s, inline_blocks(orders.jobs)))
+        return StepMetadata(orders)
+
+    def _readable_blocks(self, request: Any) -> int:
+        """How many of a request's blocks hold all that is to be read of them, once the last step has run.
+
+        While a prompt is computed its last block may be filled in part, and a reader takes whole ones.
+        """
+        computed, known = request.num_computed_tokens, request.num_tokens + request.num_output_placeholders
+        full, part = divmod(computed, self._block_tokens)
+        return full + (part > 0 and computed >= known - 1)
+
+    def _unsure(self) -> set[int]:
+        """Blocks of loads inside steps whose outputs have not been read: they may turn out to have failed."""
+        return set[int]().union(*(blocks for _, _, blocks in self._begun))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Loads that are complete in every rank.
 
         A loader is not handed on to the scheduler, which would compute a token of it: its blocks are put
         where the next request finds them, and it waits, owning them, until it is dropped.
+
+        Where a load inside a step has failed, the scheduler ends the requests that run with its blocks. Those
+        that have ended in the meantime have left wrong blocks in the prefix cache, or to be read.
         """
+        invalid = connector_output.invalid_block_ids
+        for segment, blocks in self._doubtful.items() if invalid else ():
+            wrong = next((at for at, block in enumerate(blocks) if block in invalid), len(blocks))
+            self._kv_cache_manager.evict_blocks(set(blocks[wrong:]))
+            if wrong < len(blocks):
+                self._holds.release(segment)
         for segment in tuple(connector_output.finished_recving or ()):
             if self._holds.arrived(segment, time.monotonic()):
                 connector_output.finished_recving.discard(segment)
@@ -256,7 +286,9 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._begun:
             return StepStats(data={"events": list(events)}) if events else None
         answers, self._answers = self._answers, {}
-        load, began_s = self._begun.popleft()
+        load, began_s, _ = self._begun.popleft()
+        if not self._unsure():
+            self._doubtful.clear()
         stats: dict[str, Any] = {"load": load, "began_s": began_s, "answers": answers}
         stats |= {"loaders": self._holds.loaders, "cache": self._cache}
         if events:
@@ -324,13 +356,6 @@ KEYS = (
     "context_tokens",
     "preemptions",
 )
-
-
-def computed_tokens(scheduler_output: Any) -> dict[str, int]:
-    """Tokens of each scheduled request whose KV is there as the step begins."""
-    cached = scheduler_output.scheduled_cached_reqs
-    computed = {new.req_id: int(new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs}
-    return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
 
 def step_load(scheduler_output: Any) -> dict[str, int]:

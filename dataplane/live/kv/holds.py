@@ -14,7 +14,7 @@ answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from dataplane.live.engine_api.kv_messages import KvLoad, Transfer
@@ -51,7 +51,8 @@ class Holds:
         self._leases: dict[str, float] = {}
         self._holds_until: dict[str, float] = {}
         self._loaded: set[str] = set()
-        self._coming: set[str] = set()  # loaders whose load is under way
+        self._loading: set[str] = set()  # segments with a load between steps under way
+        self._coming: set[str] = set()  # loaders among them
         self._pinned: set[str] = set()  # loaders that have arrived, held without having ended
         self._offered_blocks: dict[str, int] = {}
         self._orders = StepOrders()
@@ -95,6 +96,7 @@ class Holds:
 
     def arrived(self, segment: str, now_s: float) -> bool:
         """A load between steps is complete; True if the segment stays pinned until it is released."""
+        self._loading.discard(segment)
         if segment not in self._coming:
             return False
         self._coming.discard(segment)
@@ -120,10 +122,16 @@ class Holds:
                 first = (tokens - load_tokens) // self._block_tokens
                 last = -(-tokens // self._block_tokens)
                 self._orders.jobs.append(LoadJob(segment, transfer.load, first, list(blocks[first:last])))
-                if transfer.hold and not transfer.load.inline:
-                    self._coming.add(segment)
+                if not transfer.load.inline:
+                    self.loads(segment)
+                    if transfer.hold:
+                        self._coming.add(segment)
         for loader in transfer.drop:
             self.release(loader)
+
+    def loads(self, segment: str) -> None:
+        """A load between steps begins; until it has arrived the engine does not free the segment's blocks."""
+        self._loading.add(segment)
 
     def ended(
         self,
@@ -138,6 +146,9 @@ class Holds:
         """Whether the blocks of a segment that ends now are kept."""
         self._loaded.discard(segment)
         self._coming.discard(segment)
+        if segment in self._loading:  # the engine frees its blocks once they have arrived: not ours to keep
+            self._loading.discard(segment)
+            failed = True
         if segment in self._pinned:  # aborted: the engine waits to hear that nothing is written there
             self.release(segment)
             return False
@@ -152,12 +163,18 @@ class Holds:
         return False
 
     def orders(
-        self, tables: Mapping[str, Sequence[int]], preempted: Iterable[str], now_s: float
+        self,
+        tables: Mapping[str, Sequence[int]],
+        preempted: Iterable[str],
+        now_s: float,
+        unsure: Set[int] = frozenset(),
     ) -> StepOrders:
         """What to tell the ranks for the step that was just scheduled.
 
-        `tables` holds the block tables of this step's leased segments (see `leased`).
+        `tables` holds the block tables of this step's leased segments (see `leased`). `unsure` are blocks of
+        loads inside earlier steps that may yet fail: segments with such blocks are offered later.
         """
+        tables = {s: blocks for s, blocks in tables.items() if unsure.isdisjoint(blocks)}
         for segment in preempted:
             if segment in self._offered_blocks:
                 self._withdraw(segment)
@@ -170,7 +187,9 @@ class Holds:
             self._withdraw(segment)
         for segment in [s for s, deadline in self._holds_until.items() if deadline < now_s]:
             self.release(segment)
-        orders, self._orders = self._orders, StepOrders()
+        offered = self._orders.offered
+        waiting = {s: offered.pop(s) for s in tuple(offered) if not unsure.isdisjoint(offered[s])}
+        orders, self._orders = self._orders, StepOrders(offered=waiting)
         return orders
 
     def leased(self) -> Iterable[str]:
@@ -181,3 +200,8 @@ class Holds:
         self._offered_blocks.pop(segment, None)
         self._orders.offered.pop(segment, None)
         self._orders.withdrawn.append(segment)
+
+
+def inline_blocks(jobs: Iterable[LoadJob]) -> set[int]:
+    """The blocks that are loaded inside the step."""
+    return {block for job in jobs if job.load.inline for block in job.blocks}

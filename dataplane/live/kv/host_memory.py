@@ -89,6 +89,8 @@ class TieredConnector(MigrationConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if request.request_id in self._from_host:
             super().update_state_after_alloc(request, blocks, 0)
+            if num_external_tokens:
+                self._holds.loads(request.request_id)
             self._host.update_state_after_alloc(request, blocks, num_external_tokens)
             return
         super().update_state_after_alloc(request, blocks, num_external_tokens)
