@@ -183,7 +183,9 @@ def turns(engine: Engine, count: int) -> None:
         engine.turn()
 
 
-def test_a_load_inside_a_step_that_fails_after_its_request_has_gone_leaves_nothing_in_the_prefix_cache(engine):
+def test_a_load_inside_a_step_that_fails_after_its_request_has_gone_leaves_nothing_in_the_prefix_cache(
+    engine,
+):
     engine.inline_fails = True
     engine.go_on("moved", prompt_of(0, 4), 1, ())
     engine.turn()

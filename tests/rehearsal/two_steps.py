@@ -1,4 +1,4 @@
-"""An engine with two steps in flight, driven by hand: vLLM's own `AsyncScheduler` with our half of the connector.
+"""An engine with two steps in flight, driven by hand: vLLM's `AsyncScheduler` with our half of the connector.
 
 `Engine.turn` is `EngineCore.step_with_batch_queue`. The GPU is made up, and late: a step's kernels run when
 somebody waits for them. A cell of KV holds a digest of all tokens up to its position. A step that finds
@@ -366,4 +366,5 @@ class Engine:
             "leases": len(list(ours._holds.leased())),
         }
         silent = [name for name, client in self.clients.items() if not client.finish]
-        return [f"{n} {what} left" for what, n in taken.items() if n] + [f"{name} has no end" for name in silent]
+        kept = [f"{n} {what} left" for what, n in taken.items() if n]
+        return kept + [f"{name} has no end" for name in silent]
