@@ -188,7 +188,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         computed, known = request.num_computed_tokens, request.num_tokens + request.num_output_placeholders
         full, part = divmod(computed, self._block_tokens)
-        return full + (part > 0 and computed >= known - 1)
+        return int(full + (part > 0 and computed >= known - 1))
 
     def _unsure(self) -> set[int]:
         """Blocks of loads inside steps whose outputs have not been read: they may turn out to have failed."""
