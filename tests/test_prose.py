@@ -112,7 +112,7 @@ PAGES = {  # words a sentence
     "docs/evidence.md": 15, "docs/export.md": 15,
     "docs/first-plan.md": 15, "docs/glossary.md": 15, "docs/http.md": 15, "docs/python.md": 15,
     "docs/read-your-plan.md": 15,
-    "docs/scorecard.md": 15, "docs/traces.md": 15, "examples/README.md": 15,
+    "docs/advise.md": 15, "docs/scorecard.md": 15, "docs/traces.md": 15, "examples/README.md": 15,
 }  # fmt: skip
 
 

@@ -217,7 +217,6 @@ class Claim(Strict):
 
 
 Duration = Annotated[str, Field(pattern=r"^([0-9]+(ms|s|m|h|d))+$")]
-Cron = Annotated[str, Field(pattern=r"^([0-5]?\d) ([01]?\d|2[0-3]) \* \* (\*|[0-6](-[0-6])?)$")]
 
 
 class BudgetSpec(Strict):
@@ -267,16 +266,50 @@ class ScaleTarget(Strict):
     name: Name
 
 
-class CronMetadata(Strict):
-    timezone: str
-    start: Cron
-    end: Cron
-    desiredReplicas: Annotated[str, Field(pattern=r"^[1-9]\d*$")]
+class PrometheusMetadata(Strict):
+    serverAddress: Annotated[str, Field(pattern=r"^https?://")]
+    query: Annotated[str, Field(min_length=1)]
+    threshold: Annotated[str, Field(pattern=r"^[1-9]\d*$")]
+    ignoreNullValues: Literal["true", "false"]
 
 
-class CronTrigger(Strict):
-    type: Literal["cron"]
-    metadata: CronMetadata
+class PrometheusTrigger(Strict):
+    type: Literal["prometheus"]
+    metricType: Literal["AverageValue", "Value"]
+    metadata: PrometheusMetadata
+
+
+class ScalingPolicy(Strict):
+    type: Literal["Percent", "Pods"]
+    value: Annotated[int, Field(ge=1)]
+    periodSeconds: Annotated[int, Field(ge=1, le=1800)]
+
+
+class ScalingRules(Strict):
+    stabilizationWindowSeconds: Annotated[int, Field(ge=0, le=3600)]
+    tolerance: Quantity
+    policies: Annotated[list[ScalingPolicy], Field(min_length=1)]
+
+
+class Behavior(Strict):
+    scaleUp: ScalingRules
+    scaleDown: ScalingRules
+
+
+class HpaConfig(Strict):
+    behavior: Behavior
+
+
+class Advanced(Strict):
+    horizontalPodAutoscalerConfig: HpaConfig
+
+
+class Fallback(Strict):
+    """KEDA 2.16's; it acts on triggers of AverageValue alone."""
+
+    failureThreshold: Annotated[int, Field(ge=1)]
+    replicas: Annotated[int, Field(ge=0)]
+    behavior: Literal["static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"]
 
 
 class ScaledObjectSpec(Strict):
@@ -284,8 +317,9 @@ class ScaledObjectSpec(Strict):
     minReplicaCount: Annotated[int, Field(ge=0)]
     maxReplicaCount: Annotated[int, Field(ge=1)]
     pollingInterval: Annotated[int, Field(ge=1)]
-    cooldownPeriod: Annotated[int, Field(ge=0)]
-    triggers: Annotated[list[CronTrigger], Field(min_length=1)]
+    fallback: Fallback
+    advanced: Advanced
+    triggers: Annotated[list[PrometheusTrigger], Field(min_length=1)]
 
 
 class ScaledObject(Strict):

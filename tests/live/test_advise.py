@@ -41,6 +41,23 @@ def until(documents, holds):
     raise AssertionError(f"not within {LOOKS} looks: {one}")
 
 
+def sent_and_counted(servers, documents, tries=3):
+    """The advice that counted every request; they are sent again where a look came to nothing meanwhile."""
+    for _ in range(tries):
+        all_of_them = until(documents, lambda one: not one["held"])["arrivals"] + REQUESTS
+
+        def is_over(one, enough=all_of_them):
+            return one["held"] or (one["arrivals"] >= enough and one["wanted_replicas"])
+
+        answers = asyncio.run(send(servers, REQUESTS))
+        assert all(answer.is_done for answer in answers)
+        seen = until(documents, is_over)
+        if not seen["held"]:
+            assert seen["arrivals"] == all_of_them
+            return seen
+    raise AssertionError(seen["held"])
+
+
 def test_two_stock_servers_are_counted_exactly_advised_and_held_when_one_dies(servers):
     port = free_port()
     command = [sys.executable, "-m", "tokenfleet", "advise", *(one.gateway for one in servers)]
@@ -51,12 +68,8 @@ def test_two_stock_servers_are_counted_exactly_advised_and_held_when_one_dies(se
         documents = process.stdout
         first = until(documents, lambda one: True)
         assert (first["replicas"], first["wanted_replicas"], first["arrivals"]) == (2, None, 0)
-        answers = asyncio.run(send(servers, REQUESTS))
-        assert all(answer.is_done for answer in answers)
-        counted = until(documents, lambda one: one["arrivals"] >= REQUESTS and one["wanted_replicas"])
-        assert counted["arrivals"] == REQUESTS
+        counted = sent_and_counted(servers, documents)
         assert (counted["mean_prompt_tokens"], counted["mean_output_tokens"]) == (3.0, 8.0)
-        assert counted["held"] is None
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
             page = reply.read().decode()
         assert f'tokenfleet_wanted_replicas{{model="tiny-llama"}} {counted["published_replicas"]:.1f}' in page

@@ -182,14 +182,13 @@ def export_command(
     image: Annotated[
         str, typer.Option(help="container image, built from deploy/Containerfile")
     ] = "tokenfleet:latest",
-    timezone: Annotated[str, typer.Option(help="IANA time zone of KEDA's cron triggers")] = "UTC",
-    day_begins: Annotated[
-        str | None, typer.Option(help="time of day at which the trace begins, HH:MM, if the trace has none")
-    ] = None,
+    prometheus: Annotated[
+        str, typer.Option(help="Prometheus server that KEDA asks for the advice")
+    ] = "http://prometheus-operated:9090",
 ) -> None:
     """Write a plan as Kubernetes objects, Helm values, rules, a dashboard or a systemd unit.
 
-    tokenfleet export production-stack keda --plan plan.json --timezone Europe/Berlin --output-dir deploy
+    tokenfleet export keda --plan plan.json --prometheus http://prometheus.monitoring:9090 --output-dir deploy
 
     tokenfleet export systemd prometheus grafana --plan plan.json --weights /models/mine --output-dir deploy
     """
@@ -200,7 +199,7 @@ def export_command(
 
     kinds = known_kinds(kind)
     fleet = deployment(read_plan(plan), weights, gpu_product or ())
-    settings = ExportSettings(name, image, timezone, day_begins)
+    settings = ExportSettings(name, image, prometheus)
     files = export_files(fleet, kinds, settings, output_dir)
     write_files(files)
     for path in files:

@@ -39,7 +39,7 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class Deployment:
-    """A fleet to be deployed. `weights`: what the engines load. `clock_start_s`: the schedule's zero.
+    """A fleet to be deployed. `weights`: what the engines load.
 
     `schedule`: in the trace's own time. `document`: the plan's own text, for `serve --plan`, which is the
     whole of the fleet. `unserved`: what of it no fleet runs. `products`: the labels of nodes, by type of GPU.
@@ -53,7 +53,6 @@ class Deployment:
     slo: Slo
     attainment: float
     schedule: tuple[Stretch, ...]
-    clock_start_s: float | None
     cold_start_s: float
     unserved: str | None
     products: Mapping[str, str]
@@ -118,7 +117,6 @@ def deployment(plan: PlanFile, weights: str | None = None, products: Sequence[st
             Stretch(start_s=s.start_s * scale, end_s=s.end_s * scale, workers=s.workers)
             for s in plan.schedule
         ),
-        plan.inputs.clock_start_unix_s,
         plan.cold_start_s,
         plan.unserved or _unwritten(plan.groups),
         _labels_of(plan.groups, products),

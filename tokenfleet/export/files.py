@@ -14,8 +14,9 @@ import yaml
 from controlplane.errors import BadInput
 from tokenfleet.export.deployment import PLAN, Deployment, serve_words
 from tokenfleet.export.grafana import dashboard_text
+from tokenfleet.export.keda import advise_words, keda
 from tokenfleet.export.kuberay import KEYS, kuberay
-from tokenfleet.export.production_stack import keda, production_stack
+from tokenfleet.export.production_stack import production_stack
 from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules
 from tokenfleet.field_errors import nearest
 
@@ -25,15 +26,11 @@ NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # of objects, to which KubeRay append
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """Settings that a plan does not have.
-
-    `timezone` is that of KEDA's floors; `day_begins` the trace's zero, HH:MM.
-    """
+    """Settings that a plan does not have. `prometheus`: the server that KEDA asks for the advice."""
 
     name: str = "tokenfleet"
     image: str = "tokenfleet:latest"
-    timezone: str = "UTC"
-    day_begins: str | None = None
+    prometheus: str = "http://prometheus-operated:9090"
 
 
 def _kuberay(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
@@ -52,11 +49,12 @@ def _production_stack(fleet: Deployment, settings: ExportSettings) -> dict[str, 
 
 def _keda(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
     heading = (
-        f"{_heading(fleet)}\n# Floors for the Deployments of production-stack release {settings.name}, in"
-        f" {settings.timezone}. Hours that the trace does not cover get the whole fleet."
+        f"{_heading(fleet)}\n# It follows this command, which Prometheus has to scrape:\n"
+        f"#   {shlex.join(advise_words(fleet))}\n"
+        f"# scaleTargetRef is the Deployment of production-stack release {settings.name}; name yours there."
     )
-    objects = keda(fleet, settings.name, settings.timezone, settings.day_begins)
-    return {"keda.yaml": _documents(heading, objects)}
+    scaled = keda(fleet, settings.name, settings.prometheus)
+    return {"keda.yaml": _documents(heading, [scaled])}
 
 
 def _prometheus(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:

@@ -1,10 +1,11 @@
 """Exports: objects as their APIs take them, the plan's own numbers in them, rules on metrics there are."""
 
 import json
+import math
 import re
+import shlex
 import shutil
 import subprocess
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,20 @@ from typing import Any
 import pytest
 import yaml
 from checkout import ROOT
-from hypothesis import given
-from hypothesis import strategies as st
 from kubernetes_models import checked_object
 from made_plans import plan_of_fleet
 from pydantic import ValidationError
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
-from controlplane.worker_type import WorkerGroup, WorkerType
+from tokenfleet.advise.gauges import WANTED
 from tokenfleet.cli.main import main
 from tokenfleet.export.deployment import Deployment, deployment
 from tokenfleet.export.files import KINDS, ExportSettings, export_files
 from tokenfleet.export.grafana import dashboard, dashboard_text
-from tokenfleet.export.production_stack import DAY, floors, keda, windows
+from tokenfleet.export.keda import keda
 from tokenfleet.export.prometheus import BURNS, prometheus_rules, rule_groups, threshold
-from tokenfleet.planning.plan_file import Stretch, parse_plan, read_plan
+from tokenfleet.planning.plan_file import parse_plan, read_plan
 
 SLO, TARGET = Slo(1.6, 0.075), 0.99  # what `serve` promises by default; deploy/ has its rules and dashboard
 
@@ -77,7 +76,7 @@ def test_every_kubernetes_object_is_as_its_api_takes_it() -> None:
     ],
 )
 def test_the_check_finds_what_an_api_would_refuse(path: tuple[Any, ...], value: Any) -> None:
-    texts = export_files(fleet(policy="round-robin"), ["keda"], ExportSettings(), Path("out"))
+    texts = export_files(fleet(), ["keda"], ExportSettings(), Path("out"))
     (scaled,) = documents(texts)
     part = scaled
     for key in path[:-1]:
@@ -126,75 +125,48 @@ def test_production_stack_gets_a_model_for_each_kind_of_worker() -> None:
     assert first["vllmConfig"]["extraArgs"] == extra
 
 
-def test_floors_are_local_and_begin_a_cold_start_early() -> None:
-    plain = fleet(policy="round-robin")
-    minutes = floors(plain, "Europe/Berlin")  # 07:00 UTC is 08:00 there in January
-    assert minutes[8 * 60] == 3
-    assert minutes[8 * 60 + 54] == 3
-    assert minutes[8 * 60 + 55] == 5  # wanted from 09:00 on, five minutes to start
-    assert minutes[9 * 60 + 59] == 5
-    assert minutes[3 * 60] == 5  # not in the trace: the whole fleet
-    (scaled,) = keda(plain, "stack", "Europe/Berlin")
-    assert scaled["spec"]["minReplicaCount"] == 3
-    assert [t["metadata"] for t in scaled["spec"]["triggers"]] == [
-        {"timezone": "Europe/Berlin", "start": "55 8 * * *", "end": "55 7 * * *", "desiredReplicas": "5"}
-    ]
+def hpa(current: int, scaled: dict[str, Any], wanted: int) -> int:
+    """The replicas that the HorizontalPodAutoscaler of a ScaledObject wants, by its documented rule."""
+    spec = scaled["spec"]
+    (trigger,) = spec["triggers"]
+    target = int(trigger["metadata"]["threshold"]) * current
+    way = "scaleUp" if wanted > current else "scaleDown"
+    tolerance = float(spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"][way]["tolerance"])
+    if abs(wanted / target - 1.0) <= tolerance:
+        return current
+    asked = math.ceil(wanted / int(trigger["metadata"]["threshold"]))
+    return min(max(asked, spec["minReplicaCount"]), spec["maxReplicaCount"])
+
+
+def test_keda_follows_the_advice_to_the_replica_within_the_plans_bounds() -> None:
+    many = fleet(fleet=[{"gpu": "h100-sxm", "tp_degree": 2, "workers": 24}])
+    scaled = keda(many, "stack", "http://prometheus:9090")
+    assert [hpa(at, scaled, wanted) for at, wanted in ((11, 12), (20, 21), (21, 20), (5, 40), (5, 1))] == [
+        12, 21, 20, 24, 3,
+    ]  # fmt: skip
+    without = {"scaleUp": {"tolerance": "0.1"}, "scaleDown": {"tolerance": "0.1"}}
+    scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] = without
+    assert hpa(20, scaled, 21) == 20  # the autoscaler's own tolerance would swallow it
+
+
+def test_keda_asks_for_the_gauge_that_advise_serves_of_the_model_that_is_served() -> None:
+    scaled = keda(fleet(), "stack", "http://prometheus:9090")
+    (trigger,) = scaled["spec"]["triggers"]
+    query = f'max({WANTED}{{model="meta-llama/Llama-3.1-8B-Instruct"}})'
+    assert trigger["metadata"]["query"] == query
     assert scaled["spec"]["scaleTargetRef"]["name"] == "stack-h100-sxm-tp2-deployment-vllm"
+    assert scaled["spec"]["fallback"]["replicas"] == scaled["spec"]["maxReplicaCount"] == 5
+    assert scaled["spec"]["minReplicaCount"] == 3  # the least of the schedule
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=40), st.integers(0, DAY - 1))
-def test_the_windows_say_every_minute_s_floor(counts: list[int], shift: int) -> None:
-    """Whatever the day, the highest active window (or the least) is each minute's count."""
-    length = -(-DAY // len(counts))
-    day = [counts[m // length] for m in range(DAY)]
-    day = day[shift:] + day[:shift]
-    found, least = list(windows(day)), min(day)
-    for minute in range(DAY):
-        active = [
-            n
-            for start, end, n in found
-            if (start <= minute < end if start < end else minute >= start or minute < end)
-        ]
-        assert max([least, *active]) == day[minute]
-    assert all(start != end for start, end, _ in found)  # KEDA refuses such
-
-
-def test_a_trace_of_several_days_gives_the_most_of_any_day() -> None:
-    spans = tuple(
-        Stretch(start_s=i * 86400.0, end_s=(i + 1) * 86400.0, workers=n) for i, n in enumerate((2, 4, 3))
-    )
-    group = WorkerGroup(WorkerType("h100-sxm"), 4)
-    week = replace(fleet(policy="round-robin"), groups=(group,), schedule=spans, clock_start_s=0.0)
-    week = replace(week, cold_start_s=0.0)
-    assert floors(week, "UTC") == [4] * DAY
-    assert keda(week, "s", "UTC")[0]["spec"]["triggers"]
-
-
-def test_a_trace_of_a_week_gives_each_weekday_its_own_floors() -> None:
-    monday = datetime(2026, 1, 12, tzinfo=UTC).timestamp()
-    # Two workers, four on weekdays from eight to six; the trace begins on a Wednesday.
-    spans = tuple(
-        Stretch(
-            start_s=hour * 3600.0,
-            end_s=(hour + 1) * 3600.0,
-            workers=4 if at // 24 < 5 and 8 <= at % 24 < 18 else 2,
-        )
-        for hour in range(168)
-        for at in [(hour + 48) % 168]
-    )
-    week = replace(fleet(policy="round-robin"), groups=(WorkerGroup(WorkerType("h100-sxm"), 4),))
-    week = replace(week, schedule=spans, clock_start_s=monday + 2 * 86400.0, cold_start_s=0.0)
-    minutes = floors(week, "UTC")
-    assert minutes == [s.workers for i in range(168) for s in [spans[(i - 48) % 168]] for _ in range(60)]
-    found = [t["metadata"] for t in keda(week, "s", "UTC")[0]["spec"]["triggers"]]
-    assert [(t["start"], t["end"]) for t in found] == [
-        (f"0 8 * * {day}", f"0 18 * * {day}") for day in range(1, 6)
-    ]
-    assert {t["desiredReplicas"] for t in found} == {"4"}
-    # Berlin's Monday begins an hour before UTC's.
-    assert floors(week, "Europe/Berlin")[9 * 60] == 4
-    # A trace that tells no weekday repeats the most of its days.
-    assert floors(week, "UTC", begins="00:00") == [4 if 8 <= m // 60 < 18 else 2 for m in range(DAY)]
+def test_the_advise_command_beside_keda_is_one_that_advise_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = export_files(fleet(), ["keda"], ExportSettings(), Path("out"))
+    (line,) = [line for text in texts.values() for line in text.splitlines() if "tokenfleet advise" in line]
+    words = shlex.split(line.removeprefix("#"))
+    assert words[words.index("--replicas") + 1] == "3..5"
+    words[words.index("--listen") + 1] = "127.0.0.1:0"  # refused last: all other flags are taken
+    assert main(words[1:]) == 2
+    assert "--listen: expected HOST:PORT" in capsys.readouterr().err
 
 
 def budget_rules(attainment: float) -> list[dict[str, Any]]:
@@ -321,8 +293,16 @@ def test_kustomize_renders_objects_that_their_apis_take() -> None:
         ({"schema": "tokenfleet.plan/2"}, "kuberay", "schema"),
         ({"fleet": [{"gpu": "h100-sxm", "tp_degree": 2, "workers": -1}]}, "systemd", "fleet.0.workers"),
         ({"fleet": [{"gpu": "x\nExecStart=rm", "tp_degree": 1, "workers": 1}]}, "systemd", "fleet.0.gpu"),
-        ({"schedule": [], "policy": "round-robin"}, "keda", "no schedule"),
-        ({}, "keda", "keda: its router places requests in turn, and the fleet was planned with spread"),
+        (
+            {},
+            "production-stack",
+            "production-stack: its router places requests in turn, and the fleet was planned with spread",
+        ),
+        (
+            {"fleet": [{"gpu": gpu, "tp_degree": 2, "workers": 2} for gpu in ("h100-sxm", "a100-sxm")]},
+            "keda",
+            "keda: the advice is for one type of worker",
+        ),
         ({"policy": "psychic"}, "kuberay", "policy: no fleet runs 'psychic'"),
         (
             {"fleet": [{"gpu": "h100-sxm", "tp_degree": 2, "workers": 5, "role": "prefill"}]},
@@ -380,11 +360,7 @@ def test_a_saved_plan_is_exported_whole(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(words) == 0
     capsys.readouterr()
     words = ["export", *KINDS, "--plan", f"{tmp_path}/out/plan.json", "--output-dir", f"{tmp_path}/deployed"]
-    assert main([*words, "--timezone", "Asia/Tokyo"]) == 2  # the made trace tells no time of day
-    assert "--day-begins" in capsys.readouterr().err
-    assert main([*words, "--timezone", "Mars/Olympus"]) == 2
-    assert "IANA" in capsys.readouterr().err
-    assert main([*words, "--timezone", "Asia/Tokyo", "--day-begins", "23:58"]) == 0
+    assert main(words) == 0
     files = [Path(line) for line in capsys.readouterr().out.split()]
     assert {path.parent.name for path in files} == set(KINDS)
     served = read_plan(tmp_path / "deployed/systemd/plan.json")
