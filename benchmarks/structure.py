@@ -40,9 +40,9 @@ LONG_LINES = 300  # of a module, and of a class
 # The ratchet: the most that each figure may be. A change that needs more raises the number here, in its own
 # diff, and its message says what the lines buy. A change that needs less lowers it.
 BARS = {
-    "product lines": 62_266,
-    "product modules": 274,
-    "modules over 300 lines": 61,
+    "product lines": 65_803,
+    "product modules": 301,
+    "modules over 300 lines": 56,
     "modules in the fullest folder": 18,
     "modules in a circle of imports": 0,
     "folder pairs that import each other": 0,

@@ -23,23 +23,22 @@ from controlplane.migration.room import BRING_S, Bring, Text, next_off, pulled_a
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.exact import HEARTBEAT_S, place_together, waiting_line
-from controlplane.placement.ledger import DECODING, DRAINING, NONE, OFF, SERVING, Ints, Ledger, view
+from controlplane.placement.ledger import DECODING, DRAINING, NONE, OFF, SERVING, Floats, Ints, Ledger, view
 from controlplane.placement.policies import BEST_FIT, EXACT, PlacementSettings
 from controlplane.placement.queue import begin_round, leave, offer_late
-from controlplane.placement.rebalance import DeviationTracker
 from controlplane.port import ActionOutcome, Decide, run_round
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import Cached, Migrate, Note, Pace, Reassign, Scale, Snapshot, Transport
 from controlplane.types import WorkerId
+from dataplane.simulated.beats import limits_of, look, new_plans, next_beat_s, pass_beats
 from dataplane.simulated.cluster import advance, place_held, view_all
 from dataplane.simulated.engine import arrive, count_miss
 from dataplane.simulated.kv import bring
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.moving import look_again
-from dataplane.simulated.observe import deviations, held_requests, observe
+from dataplane.simulated.observe import errors_of, held_requests, observe
 from dataplane.simulated.records import Cluster, Engines, Rules
 from dataplane.simulated.run import RunState
-from dataplane.simulated.sending import next_send
 
 FIXED_S = 0.01  # the fixed cost of a move, in seconds of a request
 
@@ -183,7 +182,8 @@ class SimulatedPlane:
         self.moves, self.bringing = Moves(run, prices), Bringing(run, prices)
         settings = settings_of(run, control)
         acts = settings.moves is not None or settings.shed is not None
-        self._deviations = DeviationTracker() if control.errors and run.migrates and acts else None
+        self._shows_errors = control.errors and run.migrates and acts
+        self.plans = new_plans(len(run.engines.workers), len(run.workload))
         self._promises = (settings.shed or ShedSettings()) if acts else None  # of drains; None: they wait
         self.refusals: Counter[str] = Counter()
 
@@ -214,8 +214,9 @@ class SimulatedPlane:
         if run.cluster.queue.waiting:
             held = held_requests(run.ledger, run.cluster.queue, now_s)
             snapshot = replace(snapshot, held=held)
-        if self._deviations is not None:
-            snapshot = replace(snapshot, errors=deviations(self._deviations, run.ledger))
+        if self._shows_errors:
+            look(run.ledger, self.plans)
+            snapshot = replace(snapshot, errors=errors_of(self.plans))
         return snapshot
 
     def migrate(self, move: Migrate) -> str | None:
@@ -282,12 +283,22 @@ def drive(plane: SimulatedPlane, decide: Decide | None = None, state: State | No
     `decide`: in place of tick, for comparison. `state`: what it remembers at the start.
     """
     run, control = plane.run, plane.control
-    state = state or State()
-    decide = decide or partial(tick, settings_of(run, control))
-    ledger, engines, clock, moves = run.ledger, run.engines, run.cluster.clock, plane.moves
+    state, settings = state or State(), settings_of(run, control)
+    limits = None if decide else _limits(plane, settings)
+    decide = decide or partial(tick, settings)
+    ledger, engines, clock = run.ledger, run.engines, run.cluster.clock
     place_s = HEARTBEAT_S if run.rules.policy == EXACT else inf
     tick_s = control.beat_s if run.migrates or plane.follows_size else inf
     while not _is_over(run):
+        if limits is not None and plane.next_s == inf:
+            tick_s, more = pass_beats(
+                ledger, engines, run.cluster, run.rules, plane.plans, limits, control.beat_s, tick_s
+            )
+            state = run_round(plane, decide, state)
+            tick_s = _next_beat_s(plane, tick_s)
+            if _has_ended(plane, more):
+                break
+            continue
         now_s = min(plane.next_s, place_s, tick_s)
         if now_s == plane.next_s < inf:
             # Up to, not including: an engine must not pass the boundary at which a request leaves or joins.
@@ -298,14 +309,26 @@ def drive(plane: SimulatedPlane, decide: Decide | None = None, state: State | No
         more = advance(ledger, engines, run.cluster, run.rules, now_s)
         clock["now_s"] = now_s
         if now_s == place_s:
-            if run.cluster.queue.waiting:
-                _place_together(ledger, engines, run.cluster, run.rules, run.profiles[0], run.settings)
+            _place_together(ledger, engines, run.cluster, run.rules, run.profiles[0], run.settings)
             place_s = now_s + HEARTBEAT_S
         if now_s == tick_s:
             state = run_round(plane, decide, state)
-            tick_s = _next_beat_s(run, now_s, control.beat_s, plane.follows_size)
-        if not more and not moves.open and not plane.follows_size:
+            tick_s = _next_beat_s(plane, now_s)
+        if _has_ended(plane, more):
             break
+
+
+def _next_beat_s(plane: SimulatedPlane, now_s: float) -> float:
+    """The next heartbeat; a fleet that keeps its size and has nothing to do waits for the next arrival."""
+    if plane.follows_size:
+        return now_s + plane.control.beat_s
+    run = plane.run
+    return next_beat_s(run.ledger, run.engines, run.cluster, now_s, plane.control.beat_s)
+
+
+def _has_ended(plane: SimulatedPlane, is_more: bool) -> bool:
+    """Whether nothing is left to happen: no arrival, no step, no move and no change of size."""
+    return not is_more and not plane.moves.open and not plane.follows_size
 
 
 def settings_of(run: RunState, control: ControlSettings) -> Settings:
@@ -313,13 +336,11 @@ def settings_of(run: RunState, control: ControlSettings) -> Settings:
     return control.tick or Settings.of_policy(run.policy, run.settings.headroom)
 
 
-def _next_beat_s(run: RunState, now_s: float, beat_s: float, is_elastic: bool) -> float:
-    """The next heartbeat; a fleet that keeps its size and has nothing to do waits for the next arrival."""
-    idle = run.cluster.queue.waiting == 0 and np.isinf(run.engines.workers["next_s"]).all()
-    next_s = next_send(run.ledger, run.cluster.sending)[0]
-    if not is_elastic and idle and next_s < inf:
-        return max(next_s, now_s) + beat_s
-    return now_s + beat_s
+def _limits(plane: SimulatedPlane, settings: Settings) -> Floats | None:
+    """Limits by which heartbeats that move nothing are passed in compiled code; None where all are run."""
+    if settings.shed is None or settings.moves is not None or not plane.run.migrates or plane.follows_size:
+        return None
+    return None if plane.run.rules.policy == EXACT else limits_of(settings.shed)
 
 
 def _is_over(run: RunState) -> bool:
@@ -340,6 +361,8 @@ def _place_together(
     settings: PlacementSettings,
 ) -> None:
     """Place the requests held now; those that find no place stay held."""
+    if not cluster.queue.waiting:
+        return
     now_s = float(cluster.clock["now_s"][0])
     view_all(ledger, engines, now_s)
     line, lost = waiting_line(ledger, cluster.queue, now_s)

@@ -17,7 +17,6 @@ from controlplane.placement.ledger import DECODING, DONE, HELD, generated
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings
 from controlplane.placement.queue import QueueSettings
-from controlplane.placement.rebalance import DeviationTracker
 from controlplane.types import EngineMode, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.live.control.demand_count import DemandCount
@@ -25,11 +24,12 @@ from dataplane.live.control.fleet_state import Observer, RequestRow, WorkerRow
 from dataplane.live.gateway.admission import Admission
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
+from dataplane.simulated.beats import look, new_plans
 from dataplane.simulated.changes import change_worker
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.control_loop import SimulatedPlane
 from dataplane.simulated.migration import Moves
-from dataplane.simulated.observe import deviations
+from dataplane.simulated.observe import errors_of
 from dataplane.simulated.records import DRAIN
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare
 from harness.elastic import OutcomeCount
@@ -60,13 +60,14 @@ def test_both_planes_see_the_same_errors_of_algorithm_2(seed, factor):
         load, [WorkerSpec(PROFILE)] * 3, Slo(1.0, 0.1), "jsq", settings=None, predictor=None,
         predicted_tokens=predicted, seed=seed, patience=4.0, max_misses=None,
     )  # fmt: skip
-    tracker, live = DeviationTracker(), Observer({})
+    plans, live = new_plans(3, n), Observer({})
     off = 0
     for now_s in np.arange(0.1, 14, 0.1):
         advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
         view_all(run.ledger, run.engines, now_s)
         loads(run.ledger)  # renews outlived predictions, as every look of the control loop does
-        errors = deviations(tracker, run.ledger)
+        look(run.ledger, plans)
+        errors = errors_of(plans)
         assert errors == live.snapshot(as_sent(run.ledger), now_s).errors
         off += any(e.sequences for e in errors.values())
     assert off > 20

@@ -1,13 +1,14 @@
 """Moves in the simulated plane: nobody is lost, nothing leaks, and the times are those that were stated."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from made_moves import check, profile
 from random_cases import prefixes_of, shared_texts
 
-from controlplane.control import Settings
+from controlplane.control import Settings, tick
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
 from controlplane.migration.move import Stage
@@ -22,7 +23,7 @@ from controlplane.snapshot import Cached, Migrate, Reassign
 from controlplane.types import EngineMode, RequestId, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance, view_all
-from dataplane.simulated.control_loop import Bringing, ControlSettings, SimulatedPlane, drive
+from dataplane.simulated.control_loop import Bringing, ControlSettings, SimulatedPlane, drive, settings_of
 from dataplane.simulated.kv import blocks_of
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.observe import observe
@@ -314,6 +315,38 @@ def test_a_tick_that_moves_nothing_changes_nothing():
         plain = simulate(workload, [WorkerSpec(profile())] * 3, SLO, policy)
         ticked = simulate(workload, [WorkerSpec(profile())] * 3, SLO, f"{policy}+migrate", control=still)
         np.testing.assert_allclose(ticked.finish_s, plain.finish_s, rtol=0, atol=1e-9)
+
+
+def test_heartbeats_passed_in_compiled_code_change_nothing():
+    """`drive` with its own tick passes them, with one that it is given it runs each."""
+    moved = waited = 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(20, 90))
+        workload = Workload(
+            np.sort(rng.uniform(0, rng.uniform(1.0, 8.0), n)),
+            rng.integers(1, 400, n),
+            rng.integers(1, 300, n),
+            priority=(rng.random(n) < 0.2).astype(np.int64),
+        )
+        tokens = np.maximum(workload.output_tokens * rng.choice([0.3, 1.0, 3.0]), 1).astype(np.int64)
+        workers = [WorkerSpec(profile(capacity=int(rng.choice([640, 1024, 2048]))))] * int(rng.integers(2, 5))
+        policy = str(rng.choice(["spread+migrate", "best-fit+migrate"]))
+        runs = []
+        for passes in (True, False):
+            run = begun(workload, workers, policy, predicted_tokens=tokens)
+            control = ControlSettings()
+            plane = SimulatedPlane(run, control)
+            drive(plane, None if passes else partial(tick, settings_of(run, control)))
+            runs.append((run.outcome(), plane.moves.outcomes, plane.moves.requeued, dict(plane.refusals)))
+        (fast, *told), (slow, *expected) = runs
+        assert fast.finish_s.tobytes() == slow.finish_s.tobytes(), seed
+        assert fast.first_token_s.tobytes() == slow.first_token_s.tobytes()
+        assert told == expected
+        moved += int(fast.migrations.sum())
+        waited += int(fast.preemptions.sum())
+    assert moved > 20
+    assert waited > 20
 
 
 def test_the_exact_policy_can_move_too():
