@@ -58,7 +58,7 @@ def has_simulator() -> bool:
 
 
 def has_other_kernels() -> bool:
-    """Whether the wheel brought kernels of which none fits: for another Numba, Python or architecture."""
+    """Whether the wheel's kernels are for another Numba, Python or architecture."""
     return any(_SHIPPED.glob("kernels-*")) and not has_simulator()
 
 
@@ -93,7 +93,7 @@ def _folder() -> Path:
         private = Path(tempfile.gettempdir()) / f"tokenfleet-{os.getuid()}"
         private.mkdir(mode=0o700, exist_ok=True)
         found = private.lstat()
-        # Kernels are code: nobody else may have put some there.
+        # Kernels are code: only a folder that this user owns is trusted.
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
             return _filled(private, name, shipped)
         return _filled(Path(tempfile.mkdtemp(prefix="tokenfleet-")), name, shipped)

@@ -32,7 +32,7 @@ PLAN = np.dtype(
         ("seen", np.int64),  # the last look at which it decoded
         ("worker", np.int64),
         ("end", np.int64),  # the worker's step count at which it should end,
-        ("expected", np.int64),  # having made so many tokens
+        ("expected", np.int64),  # the tokens it should have made by then
         ("outlived", np.int64),
     ],
     align=True,

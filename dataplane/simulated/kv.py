@@ -197,7 +197,7 @@ def steps_with_room(ledger: Ledger, engines: Engines, w: int, steps: int) -> int
 
 @compiled
 def blocks_after(ledger: Ledger, w: int, steps: int) -> int:
-    """Blocks that running requests hold after so many decode steps; none of them is done yet."""
+    """Blocks that running requests hold after `steps` decode steps; none of them is done yet."""
     k, blocks = ledger.coefficients[ledger.workers[w].variant], 0
     for i in range(ledger.workers[w].running_n):
         r = ledger.running[w, i]

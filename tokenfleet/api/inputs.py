@@ -172,7 +172,7 @@ class StepProfile:
 
     @property
     def kind(self) -> str:
-        """`measured`, `fitted` or `composed` (predicted from the hardware's figures)."""
+        """`measured`, `composed` (predicted from operation tables) or `published` (by others)."""
         return str(self.fitted.source.kind)
 
     @property

@@ -164,7 +164,7 @@ def plan(
     as `"ttft=1.6s,tpot=75ms"`. `gpus`, `tps`: GPU types and tensor-parallel degrees to consider (default:
     all). `attainment`: the share of requests within both targets (default 0.99). `confidence`: the
     probability of reaching it (default 0.95). `jobs`: threads (default: one per core). `progress`: show a
-    bar (default: in a terminal and in a notebook). `options`: all others of `tokenfleet plan`, with
+    bar (default: in a terminal). `options`: all others of `tokenfleet plan`, with
     underscores, such as `max_gpus=8`, `rate_scale=2.0` or `window="10m..20m"`.
 
     An infeasible question is an answer with a `reason`. Raises BadInput and ProfileMissing, one line each.

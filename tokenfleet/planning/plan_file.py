@@ -42,7 +42,7 @@ class _Part(BaseModel):
 
 
 class FleetPart(_Part):
-    """Workers of one type; `ranks`: DP8 or PP2 where a worker is so many engines that step together."""
+    """Workers of one type; `ranks`: DP8 or PP2 for a worker of 8 or 2 engines that step together."""
 
     gpu: Name
     tp_degree: Count

@@ -68,7 +68,7 @@ class FluidFleet:
         self.ready_s = [(kind, 0.0) for kind, n in self.there.items() for _ in range(n)]
 
     def tell(self, arrivals, prompt, output, is_known=True):
-        """A second in which so many requests of these lengths arrive."""
+        """One second with this many arrivals of these lengths."""
         traffic = ClassArrivals(SLO, max(arrivals, 1), prompt * max(arrivals, 1), output * max(arrivals, 1))
         serving = [kind for kind, ready_s in self.ready_s if ready_s <= self.now_s]
         carried = sum(capacity_rps(OF[kind], traffic) for kind in serving)
