@@ -6,7 +6,9 @@ test_nixl.py runs this.
 import multiprocessing
 import os
 import signal
+import time
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,16 @@ def hold(address, orders):
     while True:
         is_taken_away = orders.recv()
         orders.send(None)
+
+
+def stop(pid):
+    """Stop a process. `kill` returns while its threads may still run, for as long as a quick read takes."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    deadline_s = time.monotonic() + 60
+    while any((each / "stat").read_text().rpartition(")")[2].split()[0] != "T" for each in threads):
+        assert time.monotonic() < deadline_s, "the process does not stop"
+        time.sleep(0.001)
 
 
 class Holder:
@@ -133,7 +145,7 @@ def test_a_silent_peer_s_read_ends_in_its_time_and_what_it_sends_later_arrives_n
     known = NixlTransport._peer
 
     def falls_silent(transport, *offer):
-        os.kill(silent.process.pid, signal.SIGSTOP)
+        stop(silent.process.pid)
         return known(transport, *offer)
 
     with monkeypatch.context() as patched:
