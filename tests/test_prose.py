@@ -10,8 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prose import BANNED_TURNS, OLD_WORDS, Prose, markdown_prose, prose_of
 
+from harness.prose import (
+    BANNED_TURNS,
+    BARS,
+    OLD_WORDS,
+    Prose,
+    class_of,
+    documents,
+    markdown_prose,
+    missed,
+    prose_of,
+)
 from tokenfleet.cli.main import VERBS, command_of
 
 ROOT = Path(__file__).parents[1]
@@ -107,20 +117,22 @@ def reads_plainly(prose: Prose, sentence: float, paragraph: float) -> None:
     assert prose.long_share <= 0.03, prose.long_sentences
 
 
-PAGES = {  # words a sentence
-    "README.md": 14, "SECURITY.md": 15, "docs/comparison.md": 15, "docs/console.md": 15,
-    "docs/evidence.md": 15, "docs/export.md": 15,
-    "docs/first-plan.md": 15, "docs/glossary.md": 15, "docs/http.md": 15, "docs/python.md": 15,
-    "docs/read-your-plan.md": 15,
-    "docs/advise.md": 15, "docs/scorecard.md": 15, "docs/traces.md": 15, "examples/README.md": 15,
+NOT_YET = {  # miss the bars of `harness/prose.py`; a document leaves this list for good
+    "CHANGELOG.md", "deploy/README.md", "docs/accuracy.md", "docs/data.md", "docs/decisions.md",
+    "docs/engine.md", "docs/figures.md", "docs/limits.md", "docs/planning.md", "docs/serving.md",
+    "profiles/README.md",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_short_and_plain(name: str) -> None:
+@pytest.mark.parametrize("name", sorted({*documents()} - NOT_YET))
+def test_a_document_reads_within_the_bars_of_its_class(name: str) -> None:
     prose = markdown_prose((ROOT / name).read_text(encoding="utf-8"))
-    assert len(prose.sentences) > 2
-    reads_plainly(prose, sentence=PAGES[name], paragraph=45)
+    over = missed(prose, BARS[class_of(name)])
+    assert over == [], [*prose.long_sentences, *prose.matches(BANNED_TURNS), *prose.matches(OLD_WORDS)]
+
+
+def test_a_document_that_is_not_held_to_the_bars_is_there() -> None:
+    assert {*documents()} >= NOT_YET
 
 
 @pytest.mark.parametrize("name", ["docs/planning.md", "docs/serving.md"])
@@ -128,6 +140,17 @@ def test_a_long_page_has_no_banned_turns_and_no_old_words(name: str) -> None:
     prose = markdown_prose((ROOT / name).read_text(encoding="utf-8"))
     assert prose.matches(BANNED_TURNS) == []
     assert prose.matches(OLD_WORDS) == []
+
+
+def test_the_bars_name_what_a_text_misses() -> None:
+    over = missed(markdown_prose("It is " + "so " * 60 + "told by turns; regimes go by."), BARS["guide"])
+    assert [line.partition(":")[0] for line in over] == [
+        "words a sentence",
+        "share of sentences over 30 words",
+        "words a paragraph",
+        "banned turns a thousand words",
+        "old words",
+    ]
 
 
 def test_the_readme_is_one_screen_of_prose_with_two_pictures() -> None:

@@ -206,7 +206,7 @@ class OneFewer(_Part):
 
 
 class BindingDetail(_Part):
-    """The trial that shows the bottleneck: its workers, its traffic, and what each relief gains."""
+    """The trial that shows the bottleneck: its workers, its traffic, and what each relaxed limit gains."""
 
     workers: Whole
     rate_scale: Number

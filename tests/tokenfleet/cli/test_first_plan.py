@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
-from prose import BANNED_TURNS, OLD_WORDS
 from tutorial import commands, plain
 
+from harness.prose import BANNED_TURNS, OLD_WORDS
 from tokenfleet.cli.main import main
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
-from prose import BANNED_TURNS, OLD_WORDS, prose_of
+
+from harness.prose import BANNED_TURNS, OLD_WORDS, prose_of
 
 FOLDER = ROOT / "tokenfleet/console/static"
 COMMENT = re.compile(r"/\*.*?\*/|(?<![:\"'])//[^\n]*", re.DOTALL)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from checkout import ROOT
 from planning_builders import plan, planned, poisson, said_of, save, search_of, worker, worker_type
-from prose import BANNED_TURNS, OLD_WORDS, prose_of
 
 from controlplane.worker_type import WorkerType
+from harness.prose import BANNED_TURNS, OLD_WORDS, prose_of
 from tokenfleet.cli.main import main
 from tokenfleet.planning.plan_file import KvOffload, PlanFile
 from tokenfleet.planning.result import Plan

@@ -2,14 +2,19 @@
 
 Of a Markdown page only prose counts: code, tables, headings, pictures and comments are left out. An item of a
 list is a paragraph of its own. A link counts as its text, and code within a sentence as its words.
+
+python -m harness.prose              prints the figures of every document, and of each class
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 LONG_SENTENCE_WORDS = 30
 BANNED_TURNS = re.compile(
     r"\b((is|are|was|were) (told|said)|says? of|what of (it|them)|by turns|so many|but for|(as|than) it is"
@@ -41,11 +46,11 @@ class Prose:
 
     @property
     def words_a_sentence(self) -> float:
-        return self._words / len(self.sentences)
+        return self.words / max(len(self.sentences), 1)
 
     @property
     def words_a_paragraph(self) -> float:
-        return self._words / len(self.paragraphs)
+        return self.words / max(len(self.paragraphs), 1)
 
     @property
     def long_sentences(self) -> list[str]:
@@ -53,14 +58,14 @@ class Prose:
 
     @property
     def long_share(self) -> float:
-        return len(self.long_sentences) / len(self.sentences)
+        return len(self.long_sentences) / max(len(self.sentences), 1)
 
     def matches(self, pattern: re.Pattern[str]) -> list[str]:
         """The sentences in which a pattern matches, code left out."""
         return [s for s in self.sentences if pattern.search(_CODE.sub("", s))]
 
     @property
-    def _words(self) -> int:
+    def words(self) -> int:
         return sum(words_of(sentence) for sentence in self.sentences)
 
 
@@ -94,3 +99,73 @@ def markdown_prose(text: str) -> Prose:
 def words_of(text: str) -> int:
     """Words: what has a letter or a digit, between spaces."""
     return len(_WORD.findall(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """The most that a class of documents may have."""
+
+    words_a_sentence: float
+    long_share: float
+    words_a_paragraph: float = 50
+    banned_a_thousand_words: float = 0.5
+
+
+README, GUIDE, REFERENCE = "README", "guide", "reference and explanation"
+BARS = {README: Bars(14, 0.03), GUIDE: Bars(16, 0.04), REFERENCE: Bars(18, 0.06)}
+EXPLANATIONS = (
+    "ARCHITECTURE.md", "CHANGELOG.md", "docs/accuracy", "docs/data", "docs/decisions", "docs/engine",
+    "docs/evidence", "docs/figures", "docs/glossary", "docs/limits", "docs/reference/", "profiles/",
+)  # fmt: skip
+
+
+def class_of(name: str) -> str:
+    """The class of a document, by its path in the repository."""
+    if name == "README.md":
+        return README
+    return REFERENCE if name.startswith(EXPLANATIONS) else GUIDE
+
+
+def documents(root: Path = ROOT) -> list[str]:
+    """The Markdown files that git tracks; forms of `.github` are no documents."""
+    command = ["git", "ls-files", "*.md"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split() if not name.startswith(".") and (root / name).exists()]
+
+
+def missed(prose: Prose, bars: Bars) -> list[str]:
+    """The bars that a text misses, each with its figure."""
+    banned = 1000 * len(prose.matches(BANNED_TURNS)) / max(prose.words, 1)
+    figures = (
+        ("words a sentence", prose.words_a_sentence, bars.words_a_sentence),
+        ("share of sentences over 30 words", prose.long_share, bars.long_share),
+        ("words a paragraph", prose.words_a_paragraph, bars.words_a_paragraph),
+        ("banned turns a thousand words", banned, bars.banned_a_thousand_words),
+        ("old words", len(prose.matches(OLD_WORDS)), 0),
+    )
+    return [f"{name}: {value:.3g}, at most {bar:g}" for name, value, bar in figures if value > bar]
+
+
+def row_of(name: str, prose: Prose) -> str:
+    """A line of the table."""
+    banned = 1000 * len(prose.matches(BANNED_TURNS)) / max(prose.words, 1)
+    return (
+        f"{name:38} {prose.words:6} {prose.words_a_sentence:9.1f} {100 * prose.long_share:8.1f}"
+        f" {prose.words_a_paragraph:10.1f} {banned:7.2f} {len(prose.matches(OLD_WORDS)):6}"
+    )
+
+
+def main() -> None:
+    """Print the figures of every document, and of each class."""
+    print(f"{'':38}  words  /sentence  > 30 %  /paragraph  banned    old")
+    by_class: dict[str, list[str]] = {name: [] for name in BARS}
+    for name in documents():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        by_class[class_of(name)].append(text)
+        print(row_of(name, markdown_prose(text)))
+    for name, texts in by_class.items():
+        print(row_of(name.upper(), markdown_prose("\n\n".join(texts))))
+
+
+if __name__ == "__main__":
+    main()
