@@ -24,11 +24,12 @@ from controlplane.scaler.traffic import Demand, Regimes, follow
 from controlplane.types import ClassArrivals
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
+from dataplane.simulated.elastic import ElasticSettings, FleetRecord
+from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, simulate
 from experiments.lib.fewest_workers import CASES, Lengths, Question
 from experiments.lib.public_data import SERVEGEN, azure_hour
 from experiments.lib.scaling_rules import planned
-from harness.elastic import ElasticSettings, FleetRecord, simulate_elastic
 from tokenfleet.service.clairvoyant import fewest
 
 CASE = CASES[1]

@@ -32,6 +32,8 @@ from controlplane.port import Decide
 from controlplane.scaler.load import LoadSettings
 from controlplane.snapshot import DRAINING, STARTING, Action, Scale, Snapshot
 from controlplane.workload import Workload
+from dataplane.simulated.elastic import ElasticSettings
+from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec
 from experiments.lib.llumnix import (
     BEAT_S,
@@ -49,7 +51,6 @@ from experiments.lib.llumnix import (
     workload,
 )
 from experiments.lib.resume import Parts
-from harness.elastic import ElasticSettings, simulate_elastic
 
 START_S = 10.0
 EVERY_S, FIRST_S = 10.0, 100.0

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.control import Settings
+from dataplane.simulated.elastic import FleetRecord
 from dataplane.simulated.simulate import ControlSettings, Outcome
 from experiments.lib.autoscaling import (
     BEAT_S,
@@ -58,7 +59,6 @@ from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
 from experiments.lib.resume import Parts
 from experiments.lib.scaling_rules import hpa, ray_serve
-from harness.elastic import FleetRecord
 
 TARGETS = (12.0, 16.0, 20.0, 26.0)  # requests in the system per worker
 RULES = (("HPA", hpa), ("Ray Serve ±1", ray_serve))

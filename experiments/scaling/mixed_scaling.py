@@ -42,13 +42,14 @@ from controlplane.scaler.traffic import Traffic
 from controlplane.scaler.weights import PARTS, weigh
 from controlplane.types import ClassArrivals, Slo
 from controlplane.worker_type import WorkerType
+from dataplane.simulated.elastic import ElasticSettings
+from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec
 from experiments.lib.autoscaling import AHEAD, BEAT_S, COLD_S, TARGET, remembered, servegen
 from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.public_data import SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
 from experiments.lib.resume import Parts
-from harness.elastic import ElasticSettings, simulate_elastic
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.profiles.prices import read_prices
 

@@ -28,11 +28,11 @@ from dataplane.simulated.beats import look, new_plans
 from dataplane.simulated.changes import change_worker
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.control_loop import SimulatedPlane
+from dataplane.simulated.elastic_run import OutcomeCount
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.observe import errors_of
 from dataplane.simulated.records import DRAIN
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare
-from harness.elastic import OutcomeCount
 
 PROFILE = made_profile(
     StepModel(0.02, 1e-4, 1e-3, 1e-5),

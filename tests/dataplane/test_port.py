@@ -24,9 +24,10 @@ from dataplane.live.control.controller import LivePlane
 from dataplane.live.control.fleet_state import MoveRow, RequestRow, WorkerRow
 from dataplane.live.control.settings import ControllerSettings
 from dataplane.simulated.control_loop import ControlSettings, drive
+from dataplane.simulated.elastic import Elastic, ElasticSettings
+from dataplane.simulated.elastic_run import ElasticPlane
 from dataplane.simulated.observe import held_requests
 from dataplane.simulated.simulate import WorkerSpec, prepare
-from harness.elastic import Elastic, ElasticPlane, ElasticSettings
 
 SLO = Slo(1.0, 0.1)
 PROFILE = profile(capacity=1024, seqs=32)

@@ -22,8 +22,9 @@ from controlplane.types import ClassArrivals, RequestId, Slo, WorkerId
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
+from dataplane.simulated.elastic import ElasticSettings
+from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare
-from harness.elastic import ElasticSettings, simulate_elastic
 
 SLO = Slo(1.0, 0.05)
 STEP = StepModel(0.02, 1e-4, 1e-3, 0.0)

@@ -14,8 +14,9 @@ from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.control_loop import ControlSettings
+from dataplane.simulated.elastic import ElasticSettings
+from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import WorkerSpec, simulate
-from harness.elastic import ElasticSettings, simulate_elastic
 
 CASES = 300
 

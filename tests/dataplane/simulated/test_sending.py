@@ -18,8 +18,9 @@ from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.control_loop import ControlSettings
+from dataplane.simulated.elastic import ElasticSettings
+from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import Outcome, WorkerSpec, prepare, simulate
-from harness.elastic import ElasticSettings, simulate_elastic
 
 SLO = Slo(0.6, 0.03)
 

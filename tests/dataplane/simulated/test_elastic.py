@@ -18,8 +18,9 @@ from controlplane.snapshot import Scale
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
+from dataplane.simulated.elastic import Elastic, ElasticSettings
+from dataplane.simulated.elastic_run import ElasticPlane, simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec
-from harness.elastic import Elastic, ElasticPlane, ElasticSettings, simulate_elastic
 
 SLO = Slo(2.0, 0.1)
 
