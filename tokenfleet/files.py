@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,17 +19,26 @@ from controlplane.errors import BadInput
 def write_files(contents: Mapping[Path, str]) -> None:
     """Write every text to its path; none of them appears unless all could be written.
 
-    Folders are made as needed. Raises BadInput where the disk is full or a path cannot be written.
+    Folders are made as needed; those of a failed write go again. Raises BadInput where the disk is full or a
+    path cannot be written.
     """
-    with ExitStack() as held:
-        for path, text in contents.items():
-            with _told_of(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(whole_file(path, overwrite=True))
-            with _told_of(path):
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
+    made: list[Path] = []
+    try:
+        with ExitStack() as held:
+            for path, text in contents.items():
+                with _told_of(path):
+                    made += [parent for parent in path.parents if not parent.exists()][::-1]
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                file = held.enter_context(whole_file(path, overwrite=True))
+                with _told_of(path):
+                    file.write(text.encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+    except BaseException:
+        for folder in reversed(made):
+            with suppress(OSError):  # another process may have put a file there
+                folder.rmdir()
+        raise
 
 
 @contextmanager

@@ -30,11 +30,25 @@ def test_a_fault_on_the_way_leaves_old_files_as_they_were(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises((BadInput, KeyboardInterrupt)) as raised:
-        write_files({tmp_path / "one.txt": "new", tmp_path / "two.txt": "new"})
+        write_files({tmp_path / "one.txt": "new", tmp_path / "a/b/two.txt": "new"})
     if isinstance(fault, OSError):
-        assert "two.txt: cannot be written: No space left on device" in str(raised.value)
+        assert "a/b/two.txt: cannot be written: No space left on device" in str(raised.value)
     assert [p.name for p in tmp_path.iterdir()] == ["one.txt"]
     assert (tmp_path / "one.txt").read_text() == "old"
+
+
+def test_a_failed_write_keeps_a_folder_that_was_there_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BadInput, match="No space left on device"):
+        write_files({tmp_path / "out/new/plan.json": "x"})
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["out"]
 
 
 def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:

@@ -139,12 +139,11 @@ def find_profiles(model: str, gpus: Sequence[str] = (), tps: Sequence[int] = ())
 
 
 def _of_degrees(tps: Sequence[int], profiles: Sequence[Profile]) -> list[Profile]:
-    matches = [p for p in profiles if p.tp_degree in tps]
-    if not matches:
-        degrees = ", ".join(str(n) for n in tps)
-        have = _listed(sorted({p.tp_degree for p in profiles}))
-        raise ProfileMissing(f"{profiles[0].model}: no profile at TP {degrees}; there is TP {have}")
-    return matches
+    have = sorted({p.tp_degree for p in profiles})
+    if missing := sorted(set(tps) - set(have)):
+        degrees = ", ".join(str(n) for n in missing)
+        raise ProfileMissing(f"{profiles[0].model}: no profile at TP {degrees}; there is TP {_listed(have)}")
+    return [p for p in profiles if p.tp_degree in tps]
 
 
 def _of_gpu(gpu: str, profiles: Iterable[Profile], gpus: Sequence[str]) -> list[Profile]:
