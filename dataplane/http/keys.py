@@ -214,7 +214,7 @@ def key_from_mapping(where: str, entry: Mapping[str, object]) -> ApiKey:
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """Keys of a YAML list; docs/serving.md has the fields. Raises BadInput with the entry's place."""
+    """Keys of a YAML list; docs/guides/secure.md has the fields. Raises BadInput with the entry's place."""
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
