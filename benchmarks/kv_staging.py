@@ -36,13 +36,19 @@ def main() -> int:
         for tensor, part in zip(layers, host, strict=True):
             part.copy_(tensor[:MOVED])
 
+    def pieces(blocks: list[int]) -> list[list[int]]:
+        return [blocks[at : at + memory.piece_blocks] for at in range(0, MOVED, memory.piece_blocks)]
+
     def read(blocks: list[int]) -> None:
-        views, wait = memory.read(blocks)
-        for view in range(len(views)):
-            wait(view)
+        for piece in pieces(blocks):
+            views, wait = memory.read(piece)
+            for view in range(len(views)):
+                wait(view)
 
     def write(blocks: list[int]) -> None:
-        memory.write(blocks)[1]()
+        for piece in pieces(blocks):
+            memory.write(piece)[1]()
+        memory.finish()
 
     ways: dict[str, Callable[[], None]] = {
         "one torch copy": copy,

@@ -6,8 +6,9 @@ must run the same model, dtype, block size and instruction set. No value is ever
 
 `DirectMemory` sends from and receives into the cache itself; it needs host tensors whose blocks lie in one
 piece. `StagedMemory` gathers and scatters through host buffers, layer by layer, and takes any device and
-layout. On CUDA the buffers are pinned, and it works on a stream of its own: a layer is sent while the next is
-copied.
+layout. On CUDA it works on a stream of its own: a layer is sent while the next is copied. Its buffers are two
+rings of pinned slots, made at the start: pinning takes the driver's lock, and the engine's launches would
+wait. So blocks are moved in pieces that fit a slot. One is put onto the GPU while the next is received.
 
 **What may be read when, on a stream of its own.** The engine launches a step's kernels and goes on; the step
 after the next may be planned before they have run. Three rules keep the two streams apart:
@@ -18,7 +19,7 @@ after the next may be planned before they have run. Three rules keep the two str
    newer than that step's start may be read: its own kernels come after the event.
 2. A reader asks whether its grant still holds only after its copies are done on the host (`wait`). If it
    does, no step that could reuse the blocks had been begun, so none of its kernels had been launched.
-3. Blocks that are loaded belong to no step until `commit` has returned, which waits for the stream. Kernels
+3. Blocks that are loaded belong to no step until `finish` has returned, which waits for the stream. Kernels
    of steps begun before, which may still write for the blocks' last owner, are before the event of rule 1.
 
 Who reads the cache without this module (nixl.py) has no stream: it waits for that event on the host
@@ -40,15 +41,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, count
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-KEPT_BYTES = 1 << 28  # of host buffers that no copy uses
+SLOTS, SLOT_BYTES = 4, 1 << 26  # of each ring; torch rounds pinned buffers up to powers of two
+SLOT_S = 10.0  # that a copy waits for a slot
 ALIGNED = 64  # bytes to which a layer's part is rounded up, so that each begins as its dtype wants it
-SPARE = 4  # a buffer this many times as large as a copy is not taken for it
+INDEX_BYTES = 8  # of a block's number, which goes to the device in the slot
 REMEMBERED_ENDS = 1024  # segments known to be gone, so that a late reader is told at once
 Views = list[memoryview]
 
@@ -121,6 +124,10 @@ class KvMemory(Protocol):
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
 
+    @property
+    def piece_blocks(self) -> int:
+        """How many blocks are best read or written at once."""
+
     def enter_thread(self) -> None:
         """Called by a thread before it copies: on GPUs it works on its rank's own."""
 
@@ -134,7 +141,10 @@ class KvMemory(Protocol):
         """Views whose concatenation is the blocks' bytes, and what waits until one of them is filled."""
 
     def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
-        """Writable views to fill, and what to call when they are full."""
+        """Writable views to fill, and what to call when they are full; `finish` waits for the blocks."""
+
+    def finish(self) -> None:
+        """Return once all that was written is in its blocks."""
 
     def beside_steps(self) -> AbstractContextManager[None]:
         """What is launched inside writes after all steps begun so far, and is done when the context ends."""
@@ -168,6 +178,10 @@ class DirectMemory:
     def block_bytes(self) -> int:
         return sum(self._strides)
 
+    @property
+    def piece_blocks(self) -> int:
+        return len(self.layers[0])
+
     def enter_thread(self) -> None:
         """A host's memory is the same to all threads."""
 
@@ -182,6 +196,9 @@ class DirectMemory:
 
     def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
         return self._views(blocks), lambda: None
+
+    def finish(self) -> None:
+        """What is written is in its blocks at once."""
 
     def beside_steps(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -201,16 +218,24 @@ class StagedMemory:
         self._words = [as_words(t) for t in layers]
         self._device = layers[0].device
         is_pinned = self._device.type == "cuda"
-        # A read that was given up may still be copied into its buffer: only a later read, which the stream
-        # keeps behind it, may have that one next, and it is dropped only once it has been filled.
-        self._read, self._written = HostBuffers(is_pinned), HostBuffers(is_pinned)
+        self._row_bytes = [t[0].numel() * t.element_size() for t in self._words]
+        slack = ALIGNED * (len(layers) + 1)
+        a_slot = SLOT_BYTES - slack
+        self._piece_blocks = min(len(layers[0]), max(1, a_slot // (self.block_bytes + INDEX_BYTES)))
+        slot = min(SLOT_BYTES, self._piece_blocks * (self.block_bytes + INDEX_BYTES) + slack)
+        # Two, for a reader that waits for its holder's slot has one itself.
+        self._read, self._written = HostRing(SLOTS, slot, is_pinned), HostRing(SLOTS, slot, is_pinned)
         self._cuda = torch.cuda if is_pinned else cuda
         self._stream: Any = self._cuda.Stream(self._device) if self._cuda else None
         self._launched: Any = None  # an event after all that the engine had launched when its step began
 
     @property
     def block_bytes(self) -> int:
-        return sum(t[0].numel() * t.element_size() for t in self._words)
+        return sum(self._row_bytes)
+
+    @property
+    def piece_blocks(self) -> int:
+        return self._piece_blocks
 
     def enter_thread(self) -> None:
         # A thread begins on the first GPU, and its first call there would take half a GB of it.
@@ -228,18 +253,15 @@ class StagedMemory:
             self._launched.synchronize()
 
     def read(self, blocks: Sequence[int]) -> tuple[Views, Callable[[int], None]]:
-        host, copied = self._parts(self._read, len(blocks)), []
-        with self._side_stream():
-            index = torch.tensor(list(blocks), device=self._device)
+        (*host, numbers), copied = self._parts(self._read, blocks), []
+        with self._side_stream(), self._read.used(numbers, self._event):
+            index = numbers.to(self._device, non_blocking=True)
             for tensor, part in zip(self._words, host, strict=True):
                 if self._cuda:
                     part.copy_(tensor.index_select(0, index), non_blocking=True)
-                    copied.append(self._cuda.Event())
-                    copied[-1].record(self._stream)
+                    copied.append(self._event())
                 else:
                     torch.index_select(tensor, 0, index, out=part)
-        if copied:
-            self._read.fills(host[0], copied[-1])
 
         def wait(layer: int) -> None:
             if copied:
@@ -248,32 +270,45 @@ class StagedMemory:
         return [_bytes_of(t) for t in host], wait
 
     def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
-        host = self._parts(self._written, len(blocks))
+        *host, numbers = self._parts(self._written, blocks)
 
         def commit() -> None:
-            with self.beside_steps():
-                index = torch.tensor(list(blocks), device=self._device)
+            with self._side_stream(), self._written.used(numbers, self._event):
+                index = numbers.to(self._device, non_blocking=True)
                 for tensor, part in zip(self._words, host, strict=True):
                     tensor.index_copy_(0, index, part.to(self._device, non_blocking=True))
 
         return [_bytes_of(t) for t in host], commit
 
+    def finish(self) -> None:
+        if self._cuda:
+            self._stream.synchronize()
+
     @contextmanager
     def beside_steps(self) -> Iterator[None]:
         with self._side_stream():
             yield
-        if self._cuda:
-            self._stream.synchronize()
+        self.finish()
 
-    def _parts(self, buffers: HostBuffers, blocks: int) -> list[torch.Tensor]:
-        """A host buffer for each layer, which a GPU fills and empties while the host goes on."""
-        sizes = [blocks * t[0].numel() * t.element_size() for t in self._words]
+    def _event(self) -> Any:
+        """An event after all that was launched on this module's stream, where there is one."""
+        if not self._cuda:
+            return None
+        event = self._cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _parts(self, ring: HostRing, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """Of one slot a buffer for each layer, which a GPU fills or empties, and last the blocks' numbers."""
+        count = len(blocks)
+        sizes = [count * row for row in (*self._row_bytes, INDEX_BYTES)]
         begins = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
-        taken = torch.from_numpy(buffers.take(begins.pop()))
-        return [
-            taken[begin : begin + size].view(t.dtype).view(blocks, *t.shape[1:])
-            for begin, size, t in zip(begins, sizes, self._words, strict=True)
-        ]
+        taken = torch.from_numpy(ring.take(begins.pop()))
+        parts = [taken[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        numbers = parts.pop().view(torch.int64)
+        numbers.copy_(torch.tensor(list(blocks), dtype=torch.int64))
+        shaped = zip(parts, self._words, strict=True)
+        return [*(part.view(t.dtype).view(count, *t.shape[1:]) for part, t in shaped), numbers]
 
     @contextmanager
     def _side_stream(self) -> Iterator[None]:
@@ -287,50 +322,56 @@ class StagedMemory:
             yield
 
 
-class HostBuffers:
-    """Host memory for copies, kept between them: fresh memory costs a page fault every few KiB, and pinning.
+class HostRing:
+    """Slots of host memory for copies, made once: pinning, and a page fault every few KiB, take time.
 
-    A buffer is free again when nothing refers to the array that `take` has given any more.
+    A slot is free again when nothing refers to the array that `take` has given any more, and is given again
+    once the last copy out of it or into it has passed, which goes on by itself if a reader gives up.
     """
 
-    def __init__(self, is_pinned: bool) -> None:
-        self._is_pinned = is_pinned
-        self._free: list[torch.Tensor] = []
-        # A finalizer may run in the middle of anything, so it only appends here.
-        self._returned: deque[torch.Tensor] = deque()
-        self._filled: dict[int, Any] = {}  # by address: the event after the last copy into a buffer
-        self._lock = threading.Lock()
-
-    def fills(self, taken: torch.Tensor, event: Any) -> None:
-        """A copy that goes on by itself fills what was taken until this event has passed."""
-        with self._lock:
-            self._filled[taken.data_ptr()] = event
+    def __init__(self, slots: int, slot_bytes: int, is_pinned: bool) -> None:
+        self._slot_bytes, self._is_pinned = slot_bytes, is_pinned
+        # A finalizer may run in the middle of anything: this queue's `put` may be called there.
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._last: dict[int, Any] = {}  # by address of a slot: the event after the last copy
+        for _ in range(slots):
+            slot = host_buffer(slot_bytes, is_pinned)
+            self._last[slot.data_ptr()] = None
+            self._free.put(slot)
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """An array of `size` bytes, contents undefined."""
-        with self._lock:
-            while self._returned:
-                self._free.append(self._returned.popleft())
-            self._free.sort(key=len)
-            fits = [i for i, buffer in enumerate(self._free) if size <= len(buffer) <= SPARE * size]
-            buffer = self._free.pop(fits[0]) if fits else None
-            self._drop()
-        if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
-        array: Any = buffer.numpy()
-        weakref.finalize(array, self._returned.append, buffer)
+        """An array of `size` bytes, contents undefined. Raises OSError where no slot has or gets room."""
+        if size > self._slot_bytes:
+            if self._is_pinned:
+                raise OSError(f"{size:,} bytes asked at once, at most {self._slot_bytes:,}")
+            made: NDArray[np.uint8] = host_buffer(size, False).numpy()
+            return made
+        try:
+            slot = self._free.get(timeout=SLOT_S)
+        except Empty:
+            raise TimeoutError(f"no host buffer within {SLOT_S:g} s") from None
+        array: Any = slot.numpy()
+        weakref.finalize(array, self._free.put, slot)
+        if (last := self._last[slot.data_ptr()]) is not None:
+            self._last[slot.data_ptr()] = None
+            last.synchronize()
         taken: NDArray[np.uint8] = array[:size]
         return taken
 
-    def _drop(self) -> None:
-        """Give back the smallest buffers beyond KEPT_BYTES, but none that is still being filled."""
-        over = sum(map(len, self._free)) - KEPT_BYTES
-        for buffer in list(self._free):
-            event = self._filled.get(buffer.data_ptr())
-            if over > 0 and (event is None or event.query()):
-                self._free = [one for one in self._free if one is not buffer]
-                self._filled.pop(buffer.data_ptr(), None)
-                over -= len(buffer)
+    @contextmanager
+    def used(self, part: torch.Tensor, event: Callable[[], Any]) -> Iterator[None]:
+        """What is launched inside reads or fills the slot that has this part, until `event` has passed."""
+        try:
+            yield
+        finally:
+            at = part.untyped_storage().data_ptr()
+            if at in self._last:
+                self._last[at] = event()
+
+
+def host_buffer(size: int, is_pinned: bool) -> torch.Tensor:
+    """Fresh host memory."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:

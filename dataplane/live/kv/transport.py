@@ -37,7 +37,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Protocol
@@ -89,7 +89,7 @@ class KvTransport(Protocol):
     def fetch(
         self, address: str, fetch: Fetch, memory: KvMemory, blocks: Sequence[int], timeout_s: float
     ) -> tuple[int, str]:
-        """Fill these blocks; return the bytes moved and the way they took. Raises FetchFailed."""
+        """Fill these blocks; return the bytes moved and the last way they took. Raises FetchFailed."""
 
 
 class SocketTransport:
@@ -137,10 +137,12 @@ class SocketTransport:
         try:
             connection = self._connect(address, fetch.secret, timeout_s)
             try:
-                moved = self._exchange(connection, fetch, memory, blocks, timeout_s)
+                moved = self._exchange_all(connection, fetch, memory, blocks, timeout_s)
             except BaseException:
                 connection.close()  # its stream may be in the middle of an answer
                 raise
+            finally:
+                memory.finish()  # of a fetch that fails, too: its blocks will be another's
         except (OSError, struct.error, msgspec.MsgspecError) as error:
             raise FetchFailed(f"{address}: {error}") from error
         with self._lock:
@@ -163,6 +165,24 @@ class SocketTransport:
             connection = _dial_nearest(address, secret, timeout_s)
         connection.settimeout(timeout_s)
         return connection
+
+    def _exchange_all(
+        self,
+        connection: socket.socket,
+        fetch: Fetch,
+        memory: KvMemory,
+        blocks: Sequence[int],
+        timeout_s: float,
+    ) -> tuple[int, str]:
+        """Piece by piece: one is put into its blocks while the next is received."""
+        moved, way = 0, ""
+        for begin in range(0, max(1, len(blocks)), memory.piece_blocks):
+            piece = blocks[begin : begin + memory.piece_blocks]
+            first = fetch.first + begin
+            asks = replace(fetch, first=first, last=first + len(piece))
+            size, way = self._exchange(connection, asks, memory, piece, timeout_s)
+            moved += size
+        return moved, way
 
     def _exchange(
         self,

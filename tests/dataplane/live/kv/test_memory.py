@@ -6,9 +6,10 @@ torch = pytest.importorskip("torch", reason="vLLM is not installed (requirements
 
 from late_cuda import Cuda  # noqa: E402
 
+from dataplane.live.kv import memory as memory_module  # noqa: E402
 from dataplane.live.kv.holds import StepOrders  # noqa: E402
 from dataplane.live.kv.loads import KvLoads  # noqa: E402
-from dataplane.live.kv.memory import KEPT_BYTES, BlockTables, HostBuffers, StagedMemory  # noqa: E402
+from dataplane.live.kv.memory import BlockTables, HostRing, StagedMemory  # noqa: E402
 from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport, reserve_addresses  # noqa: E402
 
 
@@ -51,7 +52,7 @@ def test_each_layer_is_waited_for_by_itself_so_that_it_is_sent_while_the_next_is
     memory = StagedMemory(caches(), cuda)
     _, wait = memory.read([1])
     records = [place for place, entry in enumerate(cuda.log) if entry == ("record", "side")]
-    assert len(records) == 3
+    assert len(records) == 4  # the last is the slot's
     wait(1)
     assert [entry for entry in cuda.log if entry[0] == "synchronize"] == [("synchronize", records[1])]
 
@@ -65,6 +66,7 @@ def test_what_is_loaded_comes_after_a_late_write_of_whoever_had_the_blocks(cuda)
     for view in views:
         view[:] = bytes(range(32))
     commit()
+    memory.finish()
     assert bytes_of(tensors, [5]) == bytes(range(32)) * 3
     assert cuda.launched == []
     assert cuda.log[-1] == ("synchronize", "side")  # before anybody is told that they are there
@@ -107,45 +109,74 @@ def test_words_and_bytes_are_read_alike_whatever_the_layout():
     assert whole(StagedMemory(odd), [7, 0, 3]) == bytes_of(odd, [7, 0, 3])
 
 
-def test_a_buffer_is_taken_again_only_when_nothing_refers_to_it():
-    buffers = HostBuffers(is_pinned=False)
-    first = buffers.take(1000)
+def test_a_slot_is_taken_again_only_when_nothing_refers_to_it(monkeypatch):
+    monkeypatch.setattr(memory_module, "SLOT_S", 0.01)
+    ring = HostRing(1, 1000, is_pinned=False)
+    first = ring.take(1000)
     place, view = first.ctypes.data, memoryview(first)[10:20]
     del first
-    assert buffers.take(1000).ctypes.data != place  # the view is still read
+    with pytest.raises(TimeoutError, match="no host buffer"):
+        ring.take(900)  # the view is still read
     del view
-    assert place in {array.ctypes.data for array in (buffers.take(900), buffers.take(900))}
+    assert ring.take(900).ctypes.data == place
 
 
-def test_buffers_much_too_large_are_left_and_those_that_pile_up_are_let_go():
-    buffers = HostBuffers(is_pinned=False)
-    large = buffers.take(1 << 20)
-    place = large.ctypes.data
-    del large
-    assert buffers.take(1000).ctypes.data != place
-    kept = [buffers.take(KEPT_BYTES // 2 + 1) for _ in range(3)]
-    del kept
-    buffers.take(1)
-    assert sum(map(len, buffers._free)) <= KEPT_BYTES
+def test_a_slot_that_is_still_being_filled_is_waited_for_before_it_is_given_again(cuda):
+    memory = StagedMemory(caches(), cuda)
+    for _ in range(memory_module.SLOTS):
+        memory.read([1])  # and given up
+    given_up = [place for place, entry in enumerate(cuda.log) if entry == ("record", "side")][3]
+    assert not any(entry[0] == "synchronize" for entry in cuda.log)
+    memory.read([1])
+    assert ("synchronize", given_up) in cuda.log
 
 
-def test_a_buffer_that_is_still_being_filled_is_not_given_back_however_many_pile_up():
-    class Event:
-        passed = False
+def test_nothing_is_pinned_in_service_however_much_is_moved(cuda, monkeypatch):
+    pinned = cuda.counts_buffers(monkeypatch)
+    monkeypatch.setattr(memory_module, "SLOT_BYTES", 1024)  # nine blocks of 96 bytes and their numbers
+    (address,), release = reserve_addresses("127.0.0.1", 1)
+    large = [torch.randint(0, 255, (2, 40, 16), dtype=torch.uint8).transpose(0, 1) for _ in range(3)]
+    source, tables, transport = StagedMemory(large, cuda), BlockTables(), SocketTransport("secret")
+    target = StagedMemory([torch.zeros_like(layer) for layer in large], cuda)
+    at_start = sum(pinned)
+    assert at_start <= 2 * 2 * memory_module.SLOTS * 1024
+    stop = transport.serve(address, tables, source)
+    release()
+    tables.update({"s": range(40)}, ())
+    for _ in range(20):
+        moved, _ = transport.fetch(address, Fetch("secret", "s", 0, 40), target, range(40), 5.0)
+        assert moved == 40 * 96
+    assert bytes_of(target.layers, range(40)) == bytes_of(large, range(40))
+    assert sum(pinned) == at_start
+    stop()
+    transport.close()
 
-        def query(self):
-            return self.passed
 
-    buffers, event = HostBuffers(is_pinned=False), Event()
-    given_up = buffers.take(KEPT_BYTES + 1)
-    place = given_up.ctypes.data
-    buffers.fills(torch.from_numpy(given_up), event)
-    del given_up
-    buffers.take(1)
-    assert place in {buffer.data_ptr() for buffer in buffers._free}
-    event.passed = True
-    buffers.take(1)
-    assert sum(map(len, buffers._free)) <= KEPT_BYTES
+def test_a_piece_is_put_onto_the_gpu_while_the_next_is_received(cuda, monkeypatch):
+    monkeypatch.setattr(memory_module, "SLOT_BYTES", 1024)
+    (address,), release = reserve_addresses("127.0.0.1", 1)
+    source, tables, transport = StagedMemory(caches()), BlockTables(), SocketTransport("secret")
+    stop = transport.serve(address, tables, source)
+    release()
+    tables.update({"s": [n % 8 for n in range(16)]}, ())
+    target = StagedMemory([torch.zeros(32, 2, 16, dtype=torch.uint8).transpose(1, 2) for _ in range(3)], cuda)
+    transport.fetch(address, Fetch("secret", "s", 0, 16), target, range(16), 5.0)
+    copies = [entry for entry in cuda.log if entry in (("copies", "side"), ("synchronize", "side"))]
+    assert copies == [("copies", "side")] * 3 + [("synchronize", "side")]
+    stop()
+    transport.close()
+
+
+def test_a_fetch_that_fails_ends_its_copies_before_it_says_so(cuda):
+    (address,), release = reserve_addresses("127.0.0.1", 1)
+    transport, target = SocketTransport("secret"), StagedMemory(caches(), cuda)
+    stop = transport.serve(address, BlockTables(), StagedMemory(caches()))
+    release()
+    with pytest.raises(FetchFailed, match="no blocks"):
+        transport.fetch(address, Fetch("secret", "s", 0, 2, 0.01), target, [0, 1], 5.0)
+    assert cuda.log[-1] == ("synchronize", "side")
+    stop()
+    transport.close()
 
 
 def test_every_thread_that_copies_works_on_the_rank_s_own_gpu_before_all_else(cuda):
