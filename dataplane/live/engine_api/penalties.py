@@ -13,12 +13,12 @@ the second one, which GPUs use, calls it after them.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dataplane.live.engine_api.link import PRIOR_TOKENS
+from dataplane.live.engine_api.slot_penalty import SlotPenalty, charge_drafted, charge_row, slot_penalty
 from dataplane.live.engine_api.vllm_surface import AdapterLogitsProcessor, SamplingParams, SlotLogitsProcessor
 
 
@@ -77,15 +77,6 @@ class CarriedPenalties(AdapterLogitsProcessor):  # type: ignore[misc]
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SlotPenalty:
-    """What a request carries. `tokens`, `due` (frequency times count): shape [distinct earlier tokens]."""
-
-    tokens: torch.Tensor
-    due: torch.Tensor
-    presence: float
-
-
 class SlotCarriedPenalties(SlotLogitsProcessor):  # type: ignore[misc]
     """The form of vLLM's second model runner: one object for all requests, by their slots in the batch."""
 
@@ -99,13 +90,8 @@ class SlotCarriedPenalties(SlotLogitsProcessor):  # type: ignore[misc]
         prior = _carries_penalty(sampling_params)
         if not prior:
             return False
-        counts, device = Counter(prior), self._states.device
-        due = [sampling_params.frequency_penalty * n for n in counts.values()]
-        self._slots[req_idx] = SlotPenalty(
-            torch.tensor(list(counts), device=device),
-            torch.tensor(due, device=device, dtype=torch.float32),
-            sampling_params.presence_penalty,
-        )
+        presence, frequency = sampling_params.presence_penalty, sampling_params.frequency_penalty
+        self._slots[req_idx] = slot_penalty(prior, presence, frequency, self._states.device)
         return True
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -115,24 +101,15 @@ class SlotCarriedPenalties(SlotLogitsProcessor):  # type: ignore[misc]
             carried = self._slots.get(slot)
             if carried is None:
                 continue
+            prompt_tokens = int(self._states.prompt_len.np[slot])
+            length = int(ctx.seq_lens_upper_bound_np[at])  # known on the host, and exact without drafts
+            history = self._states.all_token_ids.gpu[slot, prompt_tokens:length]
             if is_row_a_request:
-                rows, length = [at], int(ctx.seq_lens_upper_bound_np[at])  # exact, and known on the host
+                charge_row(logits[at], carried, history)
             else:
-                rows = torch.nonzero(ctx.expanded_idx_mapping == slot).flatten()
-                length = int(ctx.pos[rows[0]]) + 1
-            seen = torch.isin(carried.tokens, self._new_outputs(slot, length))
-            for draft, row in enumerate(rows):
-                if draft:  # a row of speculative decoding has the drafts before it as outputs
-                    seen = seen | (carried.tokens == ctx.input_ids[row])
-                # vLLM charges presence itself for tokens among the new outputs.
-                logits[row, carried.tokens] -= carried.due + carried.presence * (~seen).to(logits.dtype)
+                is_own = ctx.expanded_idx_mapping == slot
+                charge_drafted(logits, is_own, carried, history, prompt_tokens, (ctx.pos, ctx.input_ids))
         return logits
-
-    def _new_outputs(self, slot: int, length: int) -> torch.Tensor:
-        """The tokens that the request in a slot has made since it came; `length` counts its prompt, too."""
-        prompt_tokens = int(self._states.prompt_len.np[slot])
-        made: torch.Tensor = self._states.all_token_ids.gpu[slot, prompt_tokens:length]
-        return made
 
 
 def penalties_of(uses_second_runner: bool) -> str:
