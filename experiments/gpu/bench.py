@@ -1,4 +1,4 @@
-"""What the parts of the GPU day share: the device, caches as vLLM lays them out, and timing.
+"""The device, caches as vLLM lays them out, and timing, which the parts of the GPU day share.
 
 Without a GPU every part runs on CPU tensors of small size. That rehearses the script and measures nothing of
 a GPU. A check that needs a stream is then `not applicable`; it never passes.

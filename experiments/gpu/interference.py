@@ -1,4 +1,4 @@
-"""What moves cost the steps beside them: replays of a CUDA graph while blocks are read and written.
+"""Step times while moves read and write blocks: replays of a CUDA graph, alone and with moves.
 
 A step is a few matrix products and an attention over a cache, captured as vLLM captures a decode step. The
 case `pinning` allocates pinned memory meanwhile, which the product does at its start only. `stalls_ms` is how

@@ -1,4 +1,4 @@
-"""What a request carries in a slot of vLLM's second model runner, and its charge on rows of logits.
+"""Penalties that a request carries in a slot of vLLM's second model runner, charged on rows of logits.
 
 A step launches these kernels and goes on. Nothing here waits for the device: a wait would end the overlap of
 two steps. So tokens are looked up in a mask of the vocabulary. A search (`isin`, `unique`, `nonzero`) would
