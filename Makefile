@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # With `COVERAGE=1` the unit tests also say what they cover; they take a third more time.
 COVER := $(if $(COVERAGE),--cov=controlplane --cov=dataplane --cov=tokenfleet --cov-report=)
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
-.PHONY: help demo quick test check pure unit live kernels serve-demo wheel release reference clean
+.PHONY: help demo quick test check pure unit live kernels serve-demo wheel release docs reference clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -67,6 +67,9 @@ tokenfleet-out/tiny-llama: .venv/all
 pictures: .venv/all demo tokenfleet-out/tiny-llama  ## the pictures of the documentation, from real runs; needs Chromium
 	$(BIN)/python examples/pictures/take.py
 	$(BIN)/python examples/pictures/draw.py
+
+docs: .venv/dev  ## build/site: the documentation as a site; a dead link ends it
+	$(BIN)/python -m harness.site
 
 reference: .venv/dev  ## the pages of docs/reference, from the code
 	$(BIN)/python -m harness.reference

@@ -22,6 +22,7 @@ from harness.prose import (
     missed,
     prose_of,
 )
+from harness.site import navigation
 from tokenfleet.cli.main import VERBS, command_of
 
 ROOT = Path(__file__).parents[1]
@@ -184,6 +185,11 @@ def test_links_of_pages_lead_to_pages_and_headings() -> None:
                 continue
             dead.append(f"{page.relative_to(ROOT)}: {link}")
     assert dead == []
+
+
+def test_every_document_is_in_the_navigation_of_the_site() -> None:
+    """Also without mkdocs: a page that mkdocs.yml lacks is in no menu."""
+    assert sorted(name for _, _, name in navigation()) == sorted(documents())
 
 
 def headings(page: Path) -> set[str]:
