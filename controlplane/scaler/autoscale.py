@@ -83,6 +83,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         unit=unit,
         parts=parts,
     )
+    found = _kept(settings, found, snapshot, there)
     if snapshot.fixed is None:
         known = None if stale else demand
         found = enough_for_those_here(bounds, found, known, snapshot, there, state.weights)
@@ -101,6 +102,14 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     if stable.wanted == snapshot.wanted:
         return state, None
     return state, Scale(stable.wanted, found.reason, facts)
+
+
+def _kept(settings: ScalingSettings, found: Target, snapshot: Snapshot, there: int) -> Target:
+    """The target, but no fewer workers than are kept: that needs no news of the demand."""
+    low = settings.target.low if settings.is_mix else settings.limits.low
+    if found.workers is not None or snapshot.wanted >= low:
+        return found
+    return Target(there if settings.is_mix else low, f"at least {low} are kept")
 
 
 def _needed(

@@ -106,7 +106,8 @@ def next_mix(
     same = (before.weights, before.worker_types) == (question.weights, question.worker_types)
     if before.units != units:
         carried = before.units < units and question.is_enough(before.chosen)
-        same = same and carried and sum(before.chosen.values()) >= question.least
+        same = same and carried
+    same = same and sum(before.chosen.values()) >= question.least
     chosen, due_s, solved, is_due = before.chosen, before.due_s, before.solved, now_s >= before.due_s
     if not same or is_due:
         if solved is None or solved[0] != question:

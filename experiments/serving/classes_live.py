@@ -169,7 +169,7 @@ def served(document: dict[str, Any], load: Workload, seed: int, policy: str) -> 
             for one, key in zip(classes, keys[:-1], strict=True)
         ]
         (folder / "keys.yaml").write_text("\n".join([*known, f"- {{name: all, key: {keys[-1]}}}"]) + "\n")
-        words = ["--plan", str(folder / "plan.json"), "--engine", "emulated", "--policy", policy]
+        words = ["--plan", str(folder / "plan.json"), "--fixed", "--engine", "emulated", "--policy", policy]
         words += ["--api-keys", str(folder / "keys.yaml")]
         with fleet(model, *words, engine_flags=()) as server:
             got = asyncio.run(sent(load, server.gateway, keys, seed))

@@ -81,7 +81,7 @@ def served(document: dict[str, Any], window: str, rate: float, policy: str | Non
         (folder / "plan.json").write_text(json.dumps(document))
         write_profile(plan.groups[0].worker_type.profile, folder / "profile.yaml")
         other = [] if policy is None else ["--policy", policy]
-        words = ["--plan", str(folder / "plan.json"), "--engine", "emulated", *other]
+        words = ["--plan", str(folder / "plan.json"), "--fixed", "--engine", "emulated", *other]
         with fleet(model, *words, engine_flags=()) as server:
             view = server.ask("GET", "/v1/fleet")
             words = ["compare", "--trace", TRACE, "--endpoint", server.gateway, "--control", server.control]

@@ -105,7 +105,7 @@ def mixed_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
     script = made["Deployment"]["spec"]["template"]["spec"]["containers"][0]["command"][2]
     words = shlex.split(script.replace("/etc/tokenfleet", str(scratch)))
     asked = [words[i : i + 2] for i, word in enumerate(words) if word in ("--plan", "--max-workers")]
-    served = serve(model_folder, "--engine", "emulated", *itertools.chain(*asked), folder=scratch)
+    served = serve(model_folder, "--engine", "emulated", "--fixed", *itertools.chain(*asked), folder=scratch)
     yield served
     served.stop()
 

@@ -95,7 +95,7 @@ def test_the_fleet_tells_what_yesterday_cost_over_the_cheapest_and_logs_itself(f
     (one,) = served.ask("GET", "/v1/fleet")["workers"]
     looks, fleets = read_fleet_log(data / "history", now_s - 600.0, now_s)
     assert looks[-1].workers == {one["kind"]: (0, 1, 0)}
-    assert looks[-1].fixed
+    assert not looks[-1].fixed
     assert [t.name for t in fleets[-1].types] == [one["kind"]]
 
 

@@ -10,7 +10,8 @@ from planning_builders import planned, worker, worker_type
 from controlplane.errors import BadInput
 from controlplane.scaler.state import ScalingSettings
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
-from tokenfleet.cli.serve.workers import autoscale_of, headroom_of, planned_types
+from tokenfleet.cli.serve.loop import autoscale_of
+from tokenfleet.cli.serve.workers import headroom_of, planned_types
 from tokenfleet.export.deployment import deployment, serve_words
 from tokenfleet.export.files import ExportSettings, export_files
 from tokenfleet.export.kuberay import kuberay

@@ -265,6 +265,8 @@ def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType
         f"{_model_name(view['model'])} · {_health(view)} · {len(serving)} of {_wanted(view)} ({_sized(view)})"
         f" · {counts['running']} running, {counts['waiting']} waiting"
     )
+    if floor := _floor(view):
+        yield floor
     yield _lately(view["lately"], view["attainment_target"])
     yield _cost(view)
     yield from _class_lines(view)
@@ -316,6 +318,19 @@ def _sized(view: dict[str, Any]) -> str:
     parts.append(f"max {view['max_workers']}")
     budget = (view.get("autoscale") or {}).get("budget_usd_per_h") if view["auto"] else None
     return ", ".join([*parts, *([] if budget is None else [f"max ${budget:g}/h"])])
+
+
+def _floor(view: dict[str, Any]) -> str:
+    """The fewest workers that the autoscaler keeps now, why and until when; empty without a floor."""
+    floor = (view.get("autoscale") or {}).get("floor") if view["auto"] else None
+    if floor is None:
+        return ""
+    until = ""
+    if floor["until_unix_s"] is not None:
+        at = datetime.fromtimestamp(floor["until_unix_s"], UTC)
+        day = "" if at.date() == datetime.now(UTC).date() else f"{at:%A} "
+        until = f" until {day}{at:%H:%M} UTC, then {floor['then_workers']}"
+    return f"Floor: at least {counted(floor['workers'], 'worker')}{until} ({floor['why']})"
 
 
 def _lately(lately: dict[str, Any], target: float) -> str:

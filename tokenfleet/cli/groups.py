@@ -22,6 +22,7 @@ GROUPS = {
             "--plan",
             "--portfolio",
             "--autoscale",
+            "--fixed",
             "--scale-in-after",
             "--max-workers",
             "--advisory",
@@ -56,7 +57,7 @@ FIRST = {
         *("--policy", "--prices", "--per-request", "--verbose", "--format"),
     ),
     "serve": (
-        *("--model", "--plan", "--workers", "--tp", "--slo", "--autoscale", "--max-workers"),
+        *("--model", "--plan", "--workers", "--tp", "--slo", "--autoscale", "--fixed", "--max-workers"),
         *("--engine", "--port", "--api-key", "--control-key", "--data", "--history", "--verbose"),
     ),
 }

@@ -170,6 +170,23 @@ class ScheduleDetail(_Part):
     week: dict[str, list[int]] = {}
 
 
+class ExpectedLoop(_Part):
+    """The autoscaled fleet that `serve --plan` runs: its bounds, and its expected cost over the trace.
+
+    `mean_workers`, `usd_per_hour`: on average, by the schedule; `cold_starts`: whether they are included.
+    `saved_share`: of the fixed fleet's worker-hours. `floor_by`: how the schedule follows the clock (UTC);
+    null where the trace has no dates.
+    """
+
+    fewest_workers: Whole
+    most_workers: Whole
+    mean_workers: Number
+    usd_per_hour: Dollars | None = None
+    saved_share: Number
+    cold_starts: bool
+    floor_by: str | None = None
+
+
 class Spares(_Part):
     """Workers beyond those that serve, for reclaimed ones."""
 
@@ -483,6 +500,7 @@ class PlanFile(PlanBrief):
     agents_line: AgentsLine | None = None
     schedule: list[Stretch] = []
     schedule_detail: ScheduleDetail | None = None
+    loop: ExpectedLoop | None = None
     spares: Spares | None = None
     alternatives: list[Considered] = []
     passed_over: list[PassedOver] = []

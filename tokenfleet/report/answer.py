@@ -14,6 +14,7 @@ from tokenfleet.planning.plan_file import (
     Affinity,
     Cliff,
     Considered,
+    ExpectedLoop,
     KvOffload,
     OneFewer,
     PlanFile,
@@ -370,6 +371,8 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
         low = "" if detail.low is None else f", lower bound {share_text(detail.low)}"
         saves = f"saves {share_text(detail.saved_share)} of the worker-hours"
         yield "Scaling schedule", f"{saves} at {share_text(detail.attainment)} attainment{low}"
+    if plan.loop is not None:
+        yield "Autoscaled", loop_text(plan.loop, plan.workers, plan.usd_per_hour)
     if spares is not None:
         rate = f"{spares.reclaims_per_h:g} spot interruptions an hour each"
         text = f"{spares.workers} of {workers_text(plan.workers)}, for {rate}"
@@ -379,6 +382,20 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
     if detail is not None and (paid := detail.paid) is not None and paid.worker_hours is not None:
         cost = f"{paid.worker_hours:.4g} worker-hours, {usd_text(paid.usd_per_hour)} on average"
         yield "Cold start", f"{duration_text(paid.cold_start_s)}: with it the schedule takes {cost}"
+
+
+def loop_text(loop: ExpectedLoop, fixed: int, fixed_usd: float | None) -> str:
+    """What `serve --plan` is expected to cost on average, compared with the `fixed` workers."""
+    if loop.saved_share <= 0:
+        return f"the trace needs all {workers_text(fixed)} throughout, as many as a fixed fleet has"
+    mean, all_fixed = f"{loop.mean_workers:.3g} workers", str(fixed)
+    if loop.usd_per_hour is not None and fixed_usd is not None:
+        mean, all_fixed = usd_text(loop.usd_per_hour), usd_text(fixed_usd)
+    cold = "" if loop.cold_starts else ", without cold starts"
+    return (
+        f"{mean} on average expected{cold}; {all_fixed} with a fixed fleet"
+        f" ({share_text(loop.saved_share)} of worker-hours saved)"
+    )
 
 
 def _ages(plan: PlanFile) -> str:

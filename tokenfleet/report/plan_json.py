@@ -19,7 +19,8 @@ from tokenfleet.planning.comparisons import DemandLine, TierWorth
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import AttainmentPlateau, Binding
 from tokenfleet.planning.fleet import Fleet, StandbyWorkers, apportioned
-from tokenfleet.planning.plan_file import SCHEMA, PlanFile
+from tokenfleet.planning.loop import expected_loop
+from tokenfleet.planning.plan_file import SCHEMA, ExpectedLoop, PlanFile
 from tokenfleet.planning.result import QUANTILES, Candidate, Doubt, Latency, Plan, Sampled, SmallerFleet
 from tokenfleet.planning.traffic.sample import ROUGHLY
 from tokenfleet.profiles.form import profile_document
@@ -34,6 +35,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan's JSON object. Shares and seconds are rounded to what they can carry."""
     document = _numbers(plan)
     read = PlanFile.model_validate(document)
+    loop = expected_loop(read)
+    document["loop"] = _told(ExpectedLoop.model_dump, loop)
+    read = read.model_copy(update={"loop": loop})
     shown = {
         "says": [list(line) for line in says(read)],
         "tables": [table.model_dump() for table in tables(read)],

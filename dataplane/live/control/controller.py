@@ -60,7 +60,8 @@ class LivePlane:
     @property
     def settings(self) -> Settings:
         """Of tick, with what is known of the workers by now."""
-        return self._settings.tick(self._observer.profiles)
+        cold_start_s = 0.0 if self._seen is None else self._seen.cold_start_s
+        return self._settings.tick(self._observer.profiles, time.time(), cold_start_s)
 
     def observe(self) -> Snapshot:
         """The fleet now. Raises OSError (urllib's errors are) where the API does not answer."""

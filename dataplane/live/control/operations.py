@@ -171,7 +171,9 @@ class Operations:
             "max_workers": self.cluster.max_workers,
             "auto": self.auto,
             # The bounds within which the controller may decide; null where it was not asked to.
-            "autoscale": None if scale is None else bounds_view(scale),
+            "autoscale": None
+            if scale is None
+            else bounds_view(scale, time.time(), self.cluster.cold_start_s),
             "advisory": self.facts.advisory,
             "slo": asdict(self.core.settings.default_slo),
             "classes": _classes(self.core),

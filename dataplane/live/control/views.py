@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Order
+from controlplane.scaler.clock import ClockFloor
 from controlplane.snapshot import Pace
 from controlplane.types import Role
 from dataplane.live.control.settings import Autoscale
@@ -24,13 +25,25 @@ def plan_view(plan: Sequence[Order]) -> dict[str, int]:
     return {how: sum(order.how == how for order in plan) for how in (MOVE, REPLAY, STAY)}
 
 
-def bounds_view(scale: Autoscale) -> dict[str, float | None]:
+def bounds_view(scale: Autoscale, unix_s: float, cold_start_s: float) -> dict[str, Any]:
     """The bounds within which the controller may decide."""
     return {
         "min_workers": scale.low,
+        "floor": None if scale.floor is None else _floor_view(scale, scale.floor, unix_s, cold_start_s),
         "max_workers": scale.high,
         "max_gpus": scale.max_gpus,
         "budget_usd_per_h": scale.budget_usd_per_h,
+    }
+
+
+def _floor_view(scale: Autoscale, floor: ClockFloor, unix_s: float, cold_start_s: float) -> dict[str, Any]:
+    """The fewest workers now and why, until when, and how many from then on; null where it never changes."""
+    until_s, then = scale.next_fewest(unix_s, cold_start_s) or (None, None)
+    return {
+        "workers": scale.fewest(unix_s, cold_start_s),
+        "why": f"the plan's schedule by {floor.clock} (UTC), each rise a cold start early",
+        "until_unix_s": None if until_s is None else round(until_s, 3),
+        "then_workers": then,
     }
 
 

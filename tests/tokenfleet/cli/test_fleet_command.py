@@ -216,6 +216,26 @@ def test_status_begins_with_the_fleets_health_and_its_last_minutes(
     assert "Placement: spread+migrate, by load alone" in capsys.readouterr().out
 
 
+def test_status_says_the_floor_why_and_until_when(
+    control: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until = datetime(2024, 5, 3, 15, tzinfo=UTC).timestamp()
+    floor = {"workers": 3, "why": "the plan's schedule", "until_unix_s": until, "then_workers": 5}
+    monkeypatch.setitem(FLEET, "auto", True)
+    monkeypatch.setitem(FLEET, "autoscale", {"floor": floor})
+    assert main(["fleet", "--control", control, "status"]) == 0
+    line = "Floor: at least 3 workers until Friday 15:00 UTC, then 5 (the plan's schedule)"
+    assert line in capsys.readouterr().out.splitlines()
+    monkeypatch.setitem(FLEET, "autoscale", {"floor": floor | {"until_unix_s": None}})
+    assert main(["fleet", "--control", control, "status"]) == 0
+    assert "Floor: at least 3 workers (the plan's schedule)" in capsys.readouterr().out.splitlines()
+    for changes in ({"autoscale": {"floor": None}}, {"autoscale": {"floor": floor}, "auto": False}):
+        for name, value in changes.items():
+            monkeypatch.setitem(FLEET, name, value)
+        assert main(["fleet", "--control", control, "status"]) == 0
+        assert "Floor" not in capsys.readouterr().out
+
+
 def test_status_calls_the_last_day_yesterday(
     control: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

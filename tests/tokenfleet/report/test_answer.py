@@ -14,10 +14,10 @@ from planning_builders import plan, planned, poisson, said_of, save, search_of, 
 from controlplane.worker_type import WorkerType
 from harness.prose import BANNED_TURNS, OLD_WORDS, prose_of
 from tokenfleet.cli.main import main
-from tokenfleet.planning.plan_file import KvOffload, PlanFile
+from tokenfleet.planning.plan_file import ExpectedLoop, KvOffload, PlanFile
 from tokenfleet.planning.result import Plan
 from tokenfleet.profiles.library import write_profile
-from tokenfleet.report.answer import offload_text
+from tokenfleet.report.answer import loop_text, offload_text
 from tokenfleet.report.page import plan_figures, plan_report
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.report.tables import gpu_text
@@ -179,3 +179,33 @@ def test_the_terminal_prints_the_same_lines_and_its_next_command_works(
     (command,) = re.findall(r"^Next: tokenfleet (.*)$", said.out, re.MULTILINE)
     assert main(command.split()) == 0
     assert list((tmp_path / "out/deploy").rglob("*.yaml"))
+
+
+def test_the_loops_expected_cost_is_compared_with_the_fixed_fleets() -> None:
+    """In figures and in words; a schedule of the plan's own and one that needs fewer at times."""
+    made = document()
+    loop, fixed = made["loop"], made["workers"]
+    assert (loop["most_workers"], loop["floor_by"]) == (fixed, None)
+    hours = sum(s["workers"] * (s["end_s"] - s["start_s"]) for s in made["schedule"])
+    mean = hours / sum(s["end_s"] - s["start_s"] for s in made["schedule"])
+    assert loop["mean_workers"] == pytest.approx(mean, abs=1e-3)
+    assert loop["saved_share"] == pytest.approx(made["schedule_detail"]["saved_share"], abs=1e-3)
+    assert loop_text(ExpectedLoop(**loop), fixed, made["usd_per_hour"]) in dict(made["says"])["Autoscaled"]
+    half = ExpectedLoop(
+        fewest_workers=1,
+        most_workers=4,
+        mean_workers=2.0,
+        usd_per_hour=5.0,
+        saved_share=0.5,
+        cold_starts=False,
+    )
+    saved = "(50.00 % of worker-hours saved)"
+    assert loop_text(half, 4, 10.0) == (
+        f"$5.00/h on average expected, without cold starts; $10.00/h with a fixed fleet {saved}"
+    )
+    paid = half.model_copy(update={"cold_starts": True})
+    assert loop_text(paid, 4, None) == f"2 workers on average expected; 4 with a fixed fleet {saved}"
+    none = half.model_copy(update={"saved_share": 0.0})
+    assert (
+        loop_text(none, 4, 10.0) == "the trace needs all 4 workers throughout, as many as a fixed fleet has"
+    )

@@ -22,6 +22,7 @@ from dataplane.live.kv.nixl import Asked as Transport
 from dataplane.live.kv.nixl import check_installed
 from tokenfleet.cli.flags import model_at, takes
 from tokenfleet.cli.serve.flags import ServeFlags
+from tokenfleet.cli.serve.loop import autoscale_asked, loop_lines
 from tokenfleet.cli.serve.members import Asked, members_of
 from tokenfleet.cli.serve.processes import (
     Doors,
@@ -35,7 +36,6 @@ from tokenfleet.cli.serve.processes import (
 from tokenfleet.cli.serve.workers import (
     AS_IS_MEANS,
     ATTAINMENT,
-    autoscale_of,
     check_budget,
     engine_words,
     headroom_of,
@@ -81,6 +81,7 @@ class Checked:
     kv_transport: Transport
     headroom: float
     autoscale: Autoscale | None
+    lines: tuple[str, ...] = ()  # what the start prints of the loop
 
 
 @takes(ServeFlags)
@@ -118,6 +119,9 @@ def serve_command(flags: ServeFlags) -> None:
         _check_plan_fits(member.flags, checked[name])
     if flags.as_is:
         warn([AS_IS_MEANS])
+    for name, one in checked.items():
+        for line in one.lines:
+            tell(f"{name}: {line}" if name else line)
     allow_open_files()
     files = None if certificate is None else certificate.files
     with ExitStack() as held:
@@ -206,7 +210,8 @@ def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
     model = model_at(*flags.model)
     types = types_asked(flags, plan, model)
     engine_words(flags)  # refused here, if at all
-    most = most_workers(flags, sum(types.workers.values()))
+    autoscale = autoscale_asked(flags, plan, types.workers)
+    most = most_workers(flags, sum(types.workers.values()), plan is not None)
     check_budget(flags, types)
     if flags.reclaim_notice is not None:
         checked_source(flags.reclaim_notice)
@@ -226,9 +231,10 @@ def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
         moves=moves,
         kv_transport=_kv_transport(flags),
         headroom=headroom_of(flags.priority_headroom, plan),
-        autoscale=None
-        if flags.autoscale is None
-        else autoscale_of(flags.autoscale, flags.scale_in_after, plan, flags.as_is, flags.budget_usd_per_h),
+        autoscale=autoscale,
+        lines=()
+        if plan is None or autoscale is None
+        else tuple(loop_lines(plan, autoscale, flags.autoscale is None)),
     )
 
 

@@ -91,13 +91,23 @@ class ServeFlags:
             "another model or other flags. Its step times are then left out",
         ),
     ] = False
-    autoscale: Annotated[str | None, typer.Option(help="let the controller decide within MIN..MAX")] = None
+    autoscale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN..MAX",
+            help="let the controller decide within MIN..MAX (default with --plan: the plan's fewest"
+            " to its workers)",
+        ),
+    ] = None
+    fixed: Annotated[
+        bool, typer.Option("--fixed", help="keep the plan's number of workers, whatever the demand")
+    ] = False
     scale_in_after: Annotated[
         str, typer.Option(help="drain workers only after fewer were enough for this long")
     ] = "80s"
     budget_usd_per_h: Annotated[
         float | None,
-        typer.Option(min=0, help="--autoscale never costs more an hour (default: the plan's budget, if any)"),
+        typer.Option(min=0, help="autoscaling never costs more an hour (default: the plan's budget, if any)"),
     ] = None
     max_workers: Annotated[
         int | None, typer.Option(min=1, help="start at most this many workers (default: twice, at least 8)")

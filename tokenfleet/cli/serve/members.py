@@ -17,7 +17,7 @@ from tokenfleet.portfolios.request import PlannedPortfolio, read_planned_portfol
 # Of one fleet: a portfolio's plans, or its limits, say them for each model, or nothing does yet.
 OF_ONE_FLEET = (
     "plan", "workers", "tp", "prefill", "decode", "kind", "slo", "max_workers", "budget_usd_per_h",
-    "advisory", "host_kv",
+    "advisory", "host_kv", "fixed",
 )  # fmt: skip
 OF_ONE_MODEL = ("--served-model-name", "--lora-modules", "--enable-lora")
 FEW_WORKERS, UNBOUNDED = 8, 10_000

@@ -17,10 +17,9 @@ from tokenfleet.cli.serve.flags import WORKERS, ServeFlags
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import kind_of, read_prices
-from tokenfleet.texts import parse_duration_s, parse_host_kv, parse_slo, parse_slo_class
+from tokenfleet.texts import parse_host_kv, parse_slo, parse_slo_class
 
 if TYPE_CHECKING:
-    from dataplane.live.control.settings import Autoscale
     from dataplane.live.pool.fleet_types import FleetTypes
 
 COUNTED = ("workers", "prefill", "decode", "tp")  # flags that say how many workers of what width
@@ -273,43 +272,24 @@ def bounds_of(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def most_workers(flags: ServeFlags, workers: int) -> int:
-    """The workers there may ever be; raises BadInput where it is below what other flags ask for."""
+def most_workers(flags: ServeFlags, workers: int, is_planned: bool = False) -> int:
+    """The workers there may ever be; raises BadInput where it is below what other flags ask for.
+
+    `is_planned`: a plan says how many `workers` there are at the start.
+    """
     bounds = None if flags.autoscale is None else bounds_of(flags.autoscale)
     most = flags.max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
+    if workers > most and is_planned:
+        raise BadInput(f"--max-workers: expected at least the plan's {workers} workers, got {most}")
     if workers > most or (bounds is not None and bounds[1] > most):
         raise BadInput(f"--max-workers: {most} is below what --workers or --autoscale ask for")
     if bounds is not None and not bounds[0] <= workers <= bounds[1]:
+        if is_planned:
+            raise BadInput(
+                f"--autoscale: expected MIN..MAX around the plan's {workers} workers, got {flags.autoscale}"
+            )
         raise BadInput(f"--workers: {workers} is outside --autoscale {flags.autoscale}")
     return most
-
-
-def autoscale_of(
-    text: str,
-    hold: str,
-    plan: PlanFile | None,
-    as_is: bool = False,
-    budget_usd_per_h: float | None = None,
-) -> Autoscale:
-    """--autoscale and --scale-in-after, with a plan's limits and target, and its line where workers are as
-    planned. `budget_usd_per_h`: in place of the plan's."""
-    from dataplane.live.control.settings import Autoscale
-
-    low, high = bounds_of(text)
-    hold_s = parse_duration_s(hold, "--scale-in-after")
-    if budget_usd_per_h is None and plan is not None:
-        budget_usd_per_h = plan.inputs.budget_usd_per_h
-    plain = Autoscale(low, high, hold_s=hold_s, budget_usd_per_h=budget_usd_per_h)
-    if plan is None:
-        return plain
-    plain = replace(plain, max_gpus=plan.inputs.max_gpus, attainment=plan.attainment.target)
-    # A mix's line counts workers of no one type: what each type can do says how many of which.
-    line = plan.demand_line if len(plan.fleet) == 1 and not as_is else None
-    if line is None:
-        return plain
-    lengths = line.mean_prompt_tokens, line.mean_output_tokens
-    learned_at = None if lengths[0] is None or lengths[1] is None else (lengths[0], lengths[1])
-    return replace(plain, line=(line.workers_per_rps, line.intercept), learned_at=learned_at)
 
 
 def headroom_of(asked: float | None, plan: PlanFile | None) -> float:
@@ -325,8 +305,8 @@ def check_budget(flags: ServeFlags, types: FleetTypes) -> None:
     budget, there = flags.budget_usd_per_h, 0.0
     if budget is None:
         return
-    if flags.autoscale is None:
-        raise BadInput("--budget-usd-per-h: holds --autoscale down, so give --autoscale MIN..MAX")
+    if flags.autoscale is None and (flags.plan is None or flags.fixed):
+        raise BadInput("--budget-usd-per-h: limits autoscaling, so give --autoscale MIN..MAX, or no --fixed")
     for one in types:
         if one.usd_per_h is None:
             raise BadInput(f"--budget-usd-per-h: {one.name} has no price; give it by --kind gpu=…,usd=…")

@@ -151,7 +151,8 @@ function factsOf(now) {
 function rangeOf({ auto, autoscale }) {
   if (!autoscale) return "Autoscaling is not available. Start the fleet with --autoscale MIN..MAX to allow it.";
   const { min_workers: least, max_workers: most } = autoscale;
-  return `${auto ? "Autoscaling keeps" : "Autoscaling is off. It would keep"} ${least} to ${counted(most, "worker")}.`;
+  const range = `${auto ? "Autoscaling keeps" : "Autoscaling is off. It would keep"} ${least} to ${counted(most, "worker")}.`;
+  return autoscale.floor ? `${range} Floor now: ${autoscale.floor.workers}, ${autoscale.floor.why}.` : range;
 }
 
 /** The prefix hit rate of all workers, and that of an unlimited cache shared by them. */

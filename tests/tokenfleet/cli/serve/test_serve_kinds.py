@@ -18,7 +18,8 @@ from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from dataplane.live.pool.fleet_types import ZONE, Begun, FleetTypes, Site, accelerator
 from tokenfleet.cli.main import main
 from tokenfleet.cli.serve.flags import ServeFlags
-from tokenfleet.cli.serve.workers import autoscale_of, check_model, planned_types, types_asked, types_of
+from tokenfleet.cli.serve.loop import autoscale_of
+from tokenfleet.cli.serve.workers import check_model, planned_types, types_asked, types_of
 from tokenfleet.export.deployment import deployment, serve_words
 from tokenfleet.planning.plan_file import read_plan
 from tokenfleet.profiles.form import profile_document

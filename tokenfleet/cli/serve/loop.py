@@ -1,0 +1,96 @@
+"""The closed loop of `tokenfleet serve`: its bounds by flags and plan, and what the start prints of it.
+
+A plan is run as a loop unless `--fixed`: between its fewest and most workers or `--autoscale`'s, by its line,
+targets and limits, with its schedule as a floor by the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from controlplane.errors import BadInput
+from controlplane.scaler.clock import ClockFloor
+from tokenfleet.cli.serve.flags import ServeFlags
+from tokenfleet.cli.serve.workers import bounds_of
+from tokenfleet.planning.loop import expected_loop, planned_loop
+from tokenfleet.planning.plan_file import PlanFile
+from tokenfleet.report.answer import loop_text
+from tokenfleet.texts import parse_duration_s
+
+if TYPE_CHECKING:
+    from dataplane.live.control.settings import Autoscale
+
+
+def autoscale_asked(flags: ServeFlags, plan: PlanFile | None, workers: Mapping[str, int]) -> Autoscale | None:
+    """The bounds of the loop; None where the number of workers is to stay. Raises BadInput.
+
+    `workers`: at the start, by type. Without --autoscale a plan's are the most of each.
+    """
+    if flags.fixed and flags.autoscale is not None:
+        raise BadInput("--fixed: keeps the number of workers and --autoscale changes it; give either")
+    if flags.fixed and plan is None:
+        raise BadInput("--fixed: without a plan nothing changes the number of workers; leave it out")
+    if flags.fixed or (plan is None and flags.autoscale is None):
+        return None
+    text, most_kinds = flags.autoscale, {}
+    loop = None if plan is None else planned_loop(plan)
+    if text is None and loop is not None:
+        text, most_kinds = f"{loop.fewest}..{loop.most}", dict(workers)
+    assert text is not None
+    asked = autoscale_of(text, flags.scale_in_after, plan, flags.as_is, flags.budget_usd_per_h)
+    return replace(asked, most_kinds=most_kinds, floor=None if loop is None else loop.floor)
+
+
+def autoscale_of(
+    text: str,
+    hold: str,
+    plan: PlanFile | None,
+    as_is: bool = False,
+    budget_usd_per_h: float | None = None,
+) -> Autoscale:
+    """--autoscale and --scale-in-after, with a plan's limits and target, and its line where workers are as
+    planned. `budget_usd_per_h`: in place of the plan's."""
+    from dataplane.live.control.settings import Autoscale
+
+    low, high = bounds_of(text)
+    hold_s = parse_duration_s(hold, "--scale-in-after")
+    if budget_usd_per_h is None and plan is not None:
+        budget_usd_per_h = plan.inputs.budget_usd_per_h
+    plain = Autoscale(low, high, hold_s=hold_s, budget_usd_per_h=budget_usd_per_h)
+    if plan is None:
+        return plain
+    plain = replace(plain, max_gpus=plan.inputs.max_gpus, attainment=plan.attainment.target)
+    # A mix's line counts workers of no one type: what each type can do says how many of which.
+    line = plan.demand_line if len(plan.fleet) == 1 and not as_is else None
+    if line is None:
+        return plain
+    lengths = line.mean_prompt_tokens, line.mean_output_tokens
+    learned_at = None if lengths[0] is None or lengths[1] is None else (lengths[0], lengths[1])
+    return replace(plain, line=(line.workers_per_rps, line.intercept), learned_at=learned_at)
+
+
+def loop_lines(plan: PlanFile, autoscale: Autoscale, are_own: bool) -> Iterator[str]:
+    """What the start of a planned fleet prints of its bounds, its floor and its expected cost.
+
+    `are_own`: the bounds are the plan's, not --autoscale's.
+    """
+    fixed = f"; --fixed keeps {plan.workers}" if are_own else ""
+    yield f"autoscaling from {autoscale.low} to {autoscale.high} workers, {plan.workers} at the start{fixed}"
+    yield _floor_line(plan, autoscale.floor, time.time())
+    if are_own and (loop := expected_loop(plan)) is not None:
+        yield f"expected cost: {loop_text(loop, plan.workers, plan.usd_per_hour)}"
+
+
+def _floor_line(plan: PlanFile, floor: ClockFloor | None, unix_s: float) -> str:
+    """How the plan's schedule follows the clock, and the workers that it keeps now."""
+    if floor is None:
+        why = "its trace has no dates" if plan.schedule else "the plan has none"
+        return f"no floor from the plan's schedule, since {why}: demand alone decides"
+    kept = floor.at(unix_s)
+    now = datetime.fromtimestamp(unix_s, UTC)
+    at_least = f"at least {kept} workers" if kept else "no floor"
+    return f"floor: the plan's schedule by {floor.clock} (UTC); now, {now:%A %H:%M}, {at_least}"
