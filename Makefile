@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # With `COVERAGE=1` the unit tests also say what they cover; they take a third more time.
 COVER := $(if $(COVERAGE),--cov=controlplane --cov=dataplane --cov=tokenfleet --cov-report=)
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
-.PHONY: help demo quick test check pure unit live kernels serve-demo wheel release docs reference clean
+.PHONY: help demo quick test check pure unit live kernels serve-demo gpu-day wheel release docs reference clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -49,6 +49,10 @@ live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1
 	@echo "Starting two vLLM engines on CPU: one to two minutes until 'ready'."
 	$(BIN)/tokenfleet serve --model tokenfleet-out/tiny-llama --workers 2
+
+# It is for a host with GPUs and the packages of `tokenfleet[live-gpu]`: PYTHON=… names its Python.
+gpu-day:  ## on a host with GPUs: measure what docs/limits.md lacks, one to two hours; MODEL=folder for a model's own
+	@$(PYTHON) -m experiments.gpu.host_day $(if $(MODEL),--model $(MODEL))
 
 wheel: .venv/wheel  ## dist/: a wheel with compiled kernels, for this Python and architecture
 	$(BIN)/python deploy/ship_kernels.py
