@@ -30,7 +30,7 @@ from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, s
 from experiments.lib.fewest_workers import CASES, Lengths, Question
 from experiments.lib.public_data import SERVEGEN, azure_hour
 from experiments.lib.scaling_rules import planned
-from tokenfleet.service.clairvoyant import fewest
+from tokenfleet.planning.sizing import fewest
 
 CASE = CASES[1]
 TARGET = 0.99

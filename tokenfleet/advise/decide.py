@@ -29,6 +29,7 @@ from controlplane.types import ClassArrivals, ClassOutcomes, RequestId, Slo, Wor
 from tokenfleet.advise.advice import Advice, AdviceChange, AdviceSettings, AdviceState
 from tokenfleet.advise.look import Buckets, FleetTraffic, nearest_edges, share_within
 
+ORIGIN_S = 300.0 - 1e-3  # of the first look: it ends a bin of each length (10 s, 30 s, 5 min)
 FEWEST_BINS = 2
 WITHDRAWN_S = 600.0
 SEEDED = 20.0  # requests that a server's whole life counts for at the first look
@@ -46,6 +47,12 @@ def advise(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) 
     if not is_held:
         state = _decided(settings, state, traffic.at_s, change)
     return state, _advice(settings, state, traffic)
+
+
+def looked_at(settings: AdviceSettings, every_s: float) -> AdviceSettings:
+    """The settings with bins of a whole number of looks."""
+    bin_s = every_s * math.ceil(settings.scaling.bin_s / every_s)
+    return replace(settings, scaling=replace(settings.scaling, bin_s=bin_s))
 
 
 def _decided(settings: AdviceSettings, state: AdviceState, now_s: float, change: Scale | None) -> AdviceState:

@@ -7,7 +7,6 @@ out. Step times are calibrated every minute by what the servers count.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 from controlplane.errors import BadInput
 from controlplane.perfmodel.calibration import Interval, calibrated_by
 from tokenfleet.advise.advice import Advice, AdviceSettings, AdviceState
-from tokenfleet.advise.decide import advise
+from tokenfleet.advise.decide import ORIGIN_S, advise, looked_at
 from tokenfleet.advise.look import NoCounts, Page, Watched, look
 from tokenfleet.advise.servers import Servers
 from tokenfleet.profiles.engine_metrics import EngineCounts, intervals_of
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
     from prometheus_client.registry import Collector
 
-# The first look ends a bin of each length (10 s, 30 s, 5 min), and so begins the next.
-ORIGIN_S = 300.0 - 1e-3
 CALIBRATE_S = 60.0
 MOST_INTERVALS = 2000
 Show = Callable[[Advice, Callable[[float], datetime]], bool]
@@ -60,8 +57,7 @@ class FleetWatch:
 
     def __init__(self, servers: Servers, settings: AdviceSettings, model: str, every_s: float) -> None:
         self._servers, self._model, self._every_s = servers, model, every_s
-        bin_s = every_s * math.ceil(settings.scaling.bin_s / every_s)
-        self._settings = replace(settings, scaling=replace(settings.scaling, bin_s=bin_s))
+        self._settings = looked_at(settings, every_s)
         self._watched, self._state = Watched(), AdviceState()
         self._intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
         self._calibrated_s = ORIGIN_S

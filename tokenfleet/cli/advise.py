@@ -71,6 +71,10 @@ class AdviseFlags:
     listen: Annotated[
         str | None, typer.Option(help="HOST:PORT to serve the advice at /metrics, for KEDA and Prometheus")
     ] = None
+    replay: Annotated[
+        list[Path] | None,
+        typer.Option(help="show what the advice would have done on a recorded day; a trace of requests"),
+    ] = None
     once: Annotated[bool, typer.Option("--once", help="print the first advice and end")] = False
     output_format: Format = OutputFormat.TABLE
 
@@ -85,6 +89,7 @@ def advise_command(flags: AdviseFlags) -> None:
     tokenfleet advise vllm-0:8000 vllm-1:8000 --gpu h100 --slo ttft=1s,tpot=50ms
     tokenfleet advise dns:vllm-headless:8000 --profile mine.yaml --slo ttft=1s,tpot=50ms --listen 0.0.0.0:9105
     tokenfleet advise --servers servers.txt --gpu h100 --slo ttft=1s,tpot=50ms --once --format json
+    tokenfleet advise --replay day.csv --model llama-3.1-8b --gpu h100 --slo ttft=1s,tpot=50ms
     """
     slo = parse_slo(flags.slo)
     low, high = _bounds(flags.replicas)
@@ -100,11 +105,21 @@ def advise_command(flags: AdviseFlags) -> None:
 
     follows = Autoscale(low, high, hold_s=hold_s, attainment=flags.attainment)
 
-    def settings(first: Mapping[str, EngineCounts]) -> AdviceSettings:
-        worker_type = _priced(_profile(flags, first, given), flags.prices)
+    def settings_of(profile: Profile) -> AdviceSettings:
+        worker_type = _priced(profile, flags.prices)
         return AdviceSettings(
             worker_type, slo, flags.attainment, follows.settings((worker_type,)), cold_start_s
         )
+
+    if flags.replay:
+        from tokenfleet.cli.advise_replay import replay_day
+
+        profile = _replayed(flags, given)
+        replay_day(flags.replay, settings_of(profile), (low, high), flags.output_format)
+        return
+
+    def settings(first: Mapping[str, EngineCounts]) -> AdviceSettings:
+        return settings_of(_profile(flags, first, given))
 
     with ExitStack() as cleanup:
         asyncio.run(_watch(flags, every_s, settings, cleanup))
@@ -195,15 +210,30 @@ class _Shown:
         self._said = news
 
 
-def _profile(flags: AdviseFlags, first: Mapping[str, EngineCounts], given: Profile | None) -> Profile:
-    """The step times of a replica, with the KV that the servers tell of."""
-    from tokenfleet.profiles.engine_metrics import kv_of
+def _replayed(flags: AdviseFlags, given: Profile | None) -> Profile:
+    """The step times of a replica, where no server tells its model."""
+    given_too = {"an address": flags.addresses, "--servers": flags.servers, "--listen": flags.listen}
+    for flag, value in {**given_too, "--once": flags.once}.items():
+        if value:
+            raise BadInput(f"--replay: reads a trace and no servers; leave out {flag}")
+    if given is None and flags.model is None:
+        raise BadInput("--replay: which model? give --model and --gpu, or --profile")
+    return _chunked(given or _of_library(flags, ""))
 
-    profile = given or _of_library(flags, next(iter(first.values())).model)
+
+def _chunked(profile: Profile) -> Profile:
     if profile.engine.mode != EngineMode.CHUNKED:
         raise BadInput(
             f"--profile: {profile.label}: is of a {profile.engine.mode} engine, vLLM's are chunked"
         )
+    return profile
+
+
+def _profile(flags: AdviseFlags, first: Mapping[str, EngineCounts], given: Profile | None) -> Profile:
+    """The step times of a replica, with the KV that the servers tell of."""
+    from tokenfleet.profiles.engine_metrics import kv_of
+
+    profile = _chunked(given or _of_library(flags, next(iter(first.values())).model))
     kv_tokens, block_tokens = kv_of(first)
     if not kv_tokens:
         warn(["the servers report no common KV size; the profile's is used"])

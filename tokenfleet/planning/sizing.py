@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,6 +122,16 @@ def smallest(passes: Callable[[int], bool], low: int, guess: int, cap: int) -> i
         else:
             failed = n
     return passed if passed <= cap else None
+
+
+def fewest(missed: Callable[[int], Any], allowed: Any, guess: int, most: int) -> int:
+    """The fewest workers that miss no more than is allowed (of each class); where not even `most` keep to
+    that, the fewest that miss as few as `most` do."""
+    found = smallest(lambda n: bool(np.all(missed(n) <= allowed)), 1, guess, most)
+    if found is None:
+        least = np.maximum(allowed, missed(most))
+        found = smallest(lambda n: bool(np.all(missed(n) <= least)), 1, most, most)
+    return found or most
 
 
 def size_on_trace(search: Search, worker_type: WorkerType) -> Sizing:

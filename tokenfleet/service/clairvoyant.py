@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -30,22 +28,12 @@ from dataplane.history.fleet_log import FleetSpec, LogWindows
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.planning.schedule import ScheduleInterval, paid
 from tokenfleet.planning.search import LONGEST_WAIT_S
-from tokenfleet.planning.sizing import smallest
+from tokenfleet.planning.sizing import fewest
 
 LEAD_S = 30.0, 300.0  # least and most of what a window begins with, so that it does not begin idle
 MOST_REQUESTS, MOST_TARGETS = 60_000, 16
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
-
-
-def fewest(missed: Callable[[int], Any], allowed: Any, guess: int, most: int) -> int:
-    """The fewest workers that miss no more than is allowed (of each class); where not even `most` keep to
-    that, the fewest that miss as few as `most` do."""
-    found = smallest(lambda n: bool(np.all(missed(n) <= allowed)), 1, guess, most)
-    if found is None:
-        least = np.maximum(allowed, missed(most))
-        found = smallest(lambda n: bool(np.all(missed(n) <= least)), 1, most, most)
-    return found or most
 
 
 @dataclass(frozen=True)

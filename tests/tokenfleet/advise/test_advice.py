@@ -18,9 +18,8 @@ from controlplane.worker_type import WorkerType
 from dataplane.live.control.settings import Autoscale
 from tokenfleet.advise.advice import AdviceSettings, AdviceState
 from tokenfleet.advise.bottleneck import bottleneck, hopeless
-from tokenfleet.advise.decide import WITHDRAWN_S, advise
+from tokenfleet.advise.decide import ORIGIN_S, WITHDRAWN_S, advise
 from tokenfleet.advise.look import NoCounts, Watched, look
-from tokenfleet.advise.watch import ORIGIN_S
 from tokenfleet.profiles.library import find_profiles
 
 SLO = Slo(1.0, 0.05)

@@ -26,9 +26,9 @@ from dataplane.history.fleet_log import DAY_S, Ruled, day_begin_s, read_fleet_lo
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.cli.main import main
 from tokenfleet.planning.schedule import ScheduleInterval, paid
+from tokenfleet.planning.sizing import fewest
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.service.app import fleet_extension
-from tokenfleet.service.clairvoyant import fewest
 from tokenfleet.service.data_folder import Database
 from tokenfleet.service.gap import (
     asked,
