@@ -201,14 +201,14 @@ def follow(regimes: Regimes, demand: Demand, strictness: float = 4.0) -> Regimes
     return Regimes(current, starts[-_MOST_BINS:], end - 1)
 
 
-def change_points(counts: Sequence[int], strictness: float = 4.0) -> list[int]:
+def change_points(counts: Sequence[int], strictness: float = 4.0, least_bins: int = _LEAST_BINS) -> list[int]:
     """The indexes at which a new regime begins in a series of counts, rising; empty for a steady series."""
-    if len(counts) < 2 * _LEAST_BINS:
+    if len(counts) < 2 * least_bins:
         return []
     import ruptures  # 30 MB, which a fleet that does not scale needs not
 
     scaled = _anscombe(counts) / math.sqrt(noise_of(counts))
-    search = ruptures.KernelCPD(kernel="linear", min_size=_LEAST_BINS).fit(scaled.reshape(-1, 1))
+    search = ruptures.KernelCPD(kernel="linear", min_size=least_bins).fit(scaled.reshape(-1, 1))
     ends: list[int] = search.predict(pen=strictness * math.log(max(len(counts), _FLOOR)))
     return ends[:-1]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tokenfleet.planning.plan_file import PlanFile
 
-FEW = 3  # alternatives that are printed unless all are asked for
+BRIEF = {"Classes": None, "Alternatives": 3, "Traffic phases": 6}  # tables with rows printed; None: all
 
 
 @takes_request()
@@ -79,9 +79,9 @@ def plan_answer(plan: PlanFile, written: Path | None, show_all: bool) -> Iterato
     *lines, (_, note) = plan.says
     yield lines_table(lines, OPENS, "bold green" if plan.feasible else "bold red")
     for shown in plan.tables:
-        if not show_all and shown.title not in ("Classes", "Alternatives"):
+        if not show_all and shown.title not in BRIEF:
             continue
-        most = FEW if shown.title == "Alternatives" and not show_all else len(shown.rows)
+        most = len(shown.rows) if show_all else BRIEF[shown.title] or len(shown.rows)
         yield Text("")
         yield plan_table(shown, most)
         if (more := len(shown.rows) - most) > 0:

@@ -29,6 +29,7 @@ from tokenfleet.profiles.library import (
 from tokenfleet.profiles.prices import kind_of, read_prices
 from tokenfleet.traces import Trace
 from tokenfleet.traces.check import LATEST_DATE_S, doctor_warnings
+from tokenfleet.traces.phases import phases_of
 
 RATE_POINTS = 120
 
@@ -109,6 +110,8 @@ def gather(
     if clock_s is not None and request.window is not None:
         clock_s += request.window.value[0]
     inputs = described(trace.name, workload)
+    if request.agents is not None:  # they set the rate, not the trace
+        inputs = replace(inputs, phases=())
     faster = time_scale(trace.workload, request.rate_scale)
     inputs = replace(
         inputs, clock_start_s=clock_s, rate_scale=faster, classes=classes, warnings=warnings, ages=tuple(ages)
@@ -329,4 +332,5 @@ def described(name: str, workload: Workload, warnings: Sequence[str] = ()) -> In
         tuple(warnings),
         curve,
         ideal_hit_rate=ideal,
+        phases=phases_of(workload),
     )

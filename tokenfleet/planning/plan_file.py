@@ -142,6 +142,17 @@ class AgentsLine(_AnyLine):
     workers_per_agent: Number
 
 
+class PlannedPhase(_Part):
+    """Time with one request rate, between two change points; tokens are means."""
+
+    start_s: Seconds
+    end_s: Seconds
+    requests: Whole
+    rate_rps: Number
+    prompt_tokens: Number
+    output_tokens: Number
+
+
 class Stretch(_Part):
     """The workers from `start_s` to `end_s` of the planned workload, and which they are."""
 
@@ -447,6 +458,7 @@ class PlanInputs(_Part):
     requests: Whole = 0
     duration_s: Number = 0.0
     rate_rps: Number | None
+    phases: list[PlannedPhase] = []
     profiles: list[PlannedProfile]
     warnings: list[str] = []
     ages: list[str] = []  # those of them that the answer's note stands for

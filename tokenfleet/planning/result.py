@@ -18,6 +18,7 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.reuse import PrefixReuse
 from tokenfleet.planning.schedule import PaidSchedule, Schedule
 from tokenfleet.planning.traffic.drift import Told
+from tokenfleet.traces.phases import Phase
 
 QUANTILES = (0.5, 0.9, 0.99)
 POINTS = 500_000
@@ -155,6 +156,7 @@ class Inputs:
     ideal_hit_rate: float | None = None  # of caches that forget nothing; None where nothing is cached
     classes: tuple[SloClass, ...] = ()  # of the workload, in its order; none where the targets are plain
     ages: tuple[str, ...] = ()  # those of the warnings that tell how old prices and profiles are
+    phases: tuple[Phase, ...] = ()  # none where concurrent sessions set the rate
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The schedule: equal windows of the trace, each with the fewest workers that do, and its cost.
+"""The schedule: windows of the trace, each with the fewest workers that do, and its cost.
+
+Windows begin at the change points of the rate (`traces.phases`). A trace of one phase has equal windows.
 
 A window begins with a lead-in, so that it does not start on an idle fleet, and is judged by the requests
 that arrive in it. Every window must meet the target where the fleet sized on the trace can; then workers
@@ -39,6 +41,7 @@ from tokenfleet.planning.search import LONGEST_WAIT_S, Search
 from tokenfleet.planning.sizing import Sizing, smallest
 from tokenfleet.planning.traffic.replicates import AS_IT_IS
 from tokenfleet.planning.traffic.sample import Sample
+from tokenfleet.traces.phases import phases_of
 
 WINDOW_S = 600.0
 DAY_S, WEEK_S, CELL_S = 86_400.0, 604_800.0, 10_800.0
@@ -176,10 +179,11 @@ def make_schedule(
     Work that waits, and sessions, outlast windows: then the schedule is replayed as a whole, and has more
     workers where that falls short. None where that finds none.
     """
+    changes_s = [phase.start_s for phase in phases_of(search.workload)[1:]]
     if not waits(search) and search.terms.session_s is None:
-        return _by_windows(search, sizing, full, clock)
-    level = levelled(search, sizing.worker_type.profile) if waits(search) else search
-    schedule = _by_windows(level, sizing, full)
+        return _by_windows(search, sizing, full, changes_s, clock)
+    level = levelled(search, sizing.worker_type.profile, changes_s) if waits(search) else search
+    schedule = _by_windows(level, sizing, full, changes_s)
     for _ in range(TRIES):
         attained = followed(search, sizing, schedule.stretches)
         if attained >= search.question.attainment:
@@ -194,10 +198,10 @@ def waits(search: Search) -> bool:
     return bool(search.terms.classes) and any(slo.ttft_s > LONGEST_WAIT_S for slo in search.terms.slos)
 
 
-def levelled(search: Search, profile: Profile) -> Search:
+def levelled(search: Search, profile: Profile, changes_s: Sequence[float] = ()) -> Search:
     """The same requests with what may wait sent when it is best served, to be served then."""
     workload, step = search.workload, profile.step
-    edges = _edges(workload)
+    edges = window_edges(workload, changes_s)
     widths = np.diff(edges)
     prompt, output = workload.prompt_tokens, workload.output_tokens
     each = step.per_sequence_s + step.per_context_token_s * (prompt + output / 2.0)
@@ -255,12 +259,14 @@ def _stays(
                 yield there[0].start_s, None if there[-1] is stretches[-1] else there[-1].end_s
 
 
-def _by_windows(search: Search, sizing: Sizing, full: Fleet, clock: TraceClock = NO_CLOCK) -> Schedule:
+def _by_windows(
+    search: Search, sizing: Sizing, full: Fleet, changes_s: Sequence[float], clock: TraceClock = NO_CLOCK
+) -> Schedule:
     most = sizing.workers or full.workers
     if search.traffic.sampler is not None:
         sampler = replace(search.traffic.sampler, requests=OF_WINDOW)
         search = replace(search, traffic=replace(search.traffic, sampler=sampler))
-    edges = _edges(search.workload, clock)
+    edges = window_edges(search.workload, changes_s, clock)
     cells = _cells(edges, clock)
     spans = list(pairwise(edges.tolist()))
     windows = search.pool.map(
@@ -309,8 +315,13 @@ def _cells(edges: NDArray[np.float64], clock: TraceClock) -> NDArray[np.int64]:
     return np.asarray(middle_s // clock.cell_s % clock.cells, np.int64)
 
 
-def _edges(workload: Workload, clock: TraceClock = NO_CLOCK) -> NDArray[np.float64]:
-    """Where windows begin, and the end of the last one, just behind the last arrival."""
+def window_edges(
+    workload: Workload, changes_s: Sequence[float] = (), clock: TraceClock = NO_CLOCK
+) -> NDArray[np.float64]:
+    """Where windows begin, and the end of the last one, just behind the last arrival.
+
+    `changes_s`: the change points of the rate. Where there are none, and in a week, windows are equal.
+    """
     end_s = float(workload.arrival_s[-1])
     if end_s >= NEARLY * clock.week_s:
         first_s = -clock.since_monday_s % clock.cell_s
@@ -318,6 +329,8 @@ def _edges(workload: Workload, clock: TraceClock = NO_CLOCK) -> NDArray[np.float
         return np.append(edges, np.nextafter(end_s, np.inf))
     if end_s <= INSTANT_S:
         return np.array([0.0, SHORTEST_S])  # every request arrives as the recording begins
+    if changes_s := [at_s for at_s in changes_s if 0.0 < at_s < end_s]:
+        return np.array([0.0, *changes_s, np.nextafter(end_s, np.inf)])
     length_s = max(WINDOW_S * math.ceil(end_s / (WINDOW_S * MOST_WINDOWS)), 1e-9)
     if end_s < 2 * WINDOW_S:
         length_s = max(end_s / 4, 1e-9)  # a short trace is still worth cutting

@@ -37,6 +37,7 @@ from tokenfleet.report.tables import (
     workers_text,
 )
 from tokenfleet.texts import duration_text
+from tokenfleet.traces.phases import COLUMNS, phase_row
 
 GUIDE = "docs/read-your-plan.md"
 GAP = "   "  # between the figures of a line
@@ -440,6 +441,9 @@ def tables(plan: PlanFile) -> Iterator[Shown]:
     if plan.passed_over:
         rows = [[kind_text(one, gpus), one.reason] for one in plan.passed_over]
         yield Shown(title="Ruled out", columns=["Ruled out", "why"], rows=rows)
+    if len(plan.inputs.phases) > 1:
+        rows = [list(phase_row(phase)) for phase in plan.inputs.phases]
+        yield Shown(title="Traffic phases", columns=list(COLUMNS), rows=rows)
     yield from _schedule(plan)
     yield origins(plan, gpus)
 

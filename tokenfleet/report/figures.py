@@ -16,6 +16,7 @@ HEIGHT, TOP, BOTTOM, RIGHT = 260.0, 14.0, 44.0, 16.0
 LETTER = 7.0  # width of a letter of an axis's text
 TONES = ("a", "b", "c", "d", "e")
 
+Mark = tuple[Literal["x", "y"], float, str]  # axis, where, its words
 Kind = Literal["line", "steps", "filled steps", "dots", "open dots", "crosses", "bars", "band"]
 
 
@@ -56,7 +57,7 @@ class Figure:
     columns: tuple[str, ...] = ()
     rows: Sequence[tuple[str, ...]] = ()
     wide: bool = False
-    marks: Sequence[tuple[Literal["x", "y"], float, str]] = field(default=())
+    marks: Sequence[Mark] = field(default=())
 
 
 def figure_html(figure: Figure, table: str) -> str:

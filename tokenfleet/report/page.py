@@ -12,7 +12,7 @@ from string import Template
 
 from tokenfleet.planning.plan_file import Costed, Counted, PlanFile, PlannedProfile
 from tokenfleet.report.answer import GUIDE, OPENS, cliff_text, gpus_of, headline
-from tokenfleet.report.figures import Axis, Figure, Series, figure_html
+from tokenfleet.report.figures import Axis, Figure, Mark, Series, figure_html
 from tokenfleet.report.tables import asked_text, kind_text, share_text, usd_text, workers_text
 from tokenfleet.texts import duration_text
 from tokenfleet.version import VERSION
@@ -133,16 +133,22 @@ def _load(plan: PlanFile) -> Figure:
     unit, per = _time(plan)
     points = [(t / per, rate) for t, rate in plan.curves.rate_rps]
     series = Series("", "filled steps", [*points, (plan.inputs.duration_s / per, points[-1][1])])
-    window = plan.binding_window_s
+    window, phases = plan.binding_window_s, plan.inputs.phases
+    caption = f"Requests a second over the trace, {plan.inputs.rate_rps or 0.0:.3g} on average."
+    marks: list[Mark] = [("x", phase.start_s / per, "") for phase in phases[1:]]
+    if marks:
+        caption += f" Lines mark the change points between {len(phases)} traffic phases."
+    if window is not None:
+        marks.append(("x", window[0] / per, "bottleneck worst here"))
     return Figure(
         "rate",
         "Load",
-        f"Requests a second over the trace, {plan.inputs.rate_rps or 0.0:.3g} on average.",
+        caption,
         Axis(f"time ({unit})", 0.0, plan.inputs.duration_s / per or 1.0),
         Axis("req/s", 0.0),
         [series],
         wide=True,
-        marks=[] if window is None else [("x", window[0] / per, "bottleneck worst here")],
+        marks=marks,
     )
 
 

@@ -25,6 +25,7 @@ from tokenfleet.planning.result import QUANTILES, Candidate, Doubt, Latency, Pla
 from tokenfleet.planning.traffic.sample import ROUGHLY
 from tokenfleet.profiles.form import profile_document
 from tokenfleet.report.answer import says, tables
+from tokenfleet.traces.phases import phases_json
 
 Part = TypeVar("Part")
 CURVE_POINTS = 60
@@ -472,6 +473,7 @@ def _inputs(plan: Plan) -> dict[str, Any]:
         "clock_start_unix_s": inputs.clock_start_s,
         "rate_scale": inputs.rate_scale,
         "ideal_hit_rate": _share(inputs.ideal_hit_rate),
+        "phases": phases_json(inputs.phases),
         "profiles": [_type_json(t) for t in plan.worker_types],
         "warnings": list(inputs.warnings),
         "ages": list(inputs.ages),

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenfleet.texts import duration_text
+from tokenfleet.traces.phases import Phase, phases_json, phases_of, phases_table
 from tokenfleet.traces.reuse import KEEPS, TraceReuse, reuse_of
 from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, Tail, half_width, shape_of
 from tokenfleet.traces.trace import Trace
@@ -51,6 +52,7 @@ class Checkup:
     shape: Shape
     findings: tuple[Finding, ...]
     reuse: TraceReuse | None
+    phases: tuple[Phase, ...]
 
     @property
     def warnings(self) -> int:
@@ -61,7 +63,7 @@ class Checkup:
 def check(trace: Trace) -> Checkup:
     """Look at everything that could make a plan from this trace wrong."""
     shape = shape_of(trace.workload)
-    return Checkup(trace, shape, _findings(trace, shape), reuse_of(trace.workload))
+    return Checkup(trace, shape, _findings(trace, shape), reuse_of(trace.workload), phases_of(trace.workload))
 
 
 def _findings(trace: Trace, shape: Shape) -> tuple[Finding, ...]:
@@ -246,6 +248,8 @@ def as_tables(checkup: Checkup, kv_tokens: Mapping[str, int], verbose: bool = Fa
         Text(verdict(checkup), style="bold yellow" if checkup.warnings else "bold green")
     ]
     parts += [lines, *([_findings_table(checkup.findings)] if verbose else ())]
+    if len(checkup.phases) > 1:
+        parts.append(phases_table(checkup.phases))
     if checkup.reuse is not None and (verbose or kv_tokens):
         parts += _reuse_tables(checkup.reuse, kv_tokens)
     return parts
@@ -322,6 +326,7 @@ def as_json(checkup: Checkup, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
         "duration_s": shape.duration_s,
         "rate_rps": _or_null(shape.rate_rps),
         "rates_rps": [_or_null(round(float(rate), 6)) for rate in shape.rates_rps],
+        "phases": phases_json(checkup.phases),
         "gap_cv": _or_null(shape.gap_cv),
         "longest_gap_s": shape.longest_gap_s,
         "longest_gap_at_s": shape.longest_gap_at_s,

@@ -19,21 +19,25 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from tokenfleet.planning.fleet import Fleet, spares_for
+from tokenfleet.planning.plan_file import read_plan
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import (
     CELL_S,
     DAY_S,
+    NO_CLOCK,
     WEEK_S,
     ScheduleInterval,
     TraceClock,
     _Window,
     make_schedule,
     paid,
+    window_edges,
 )
 from tokenfleet.planning.sizing import Sizing
 from tokenfleet.planning.threads import threads
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.report.plan_json import week_rows
+from tokenfleet.traces.phases import phases_of
 
 
 @st.composite
@@ -163,10 +167,28 @@ def test_the_command_line_says_the_schedule_s_price_and_refuses_reclaims_without
     detail = json.loads(capsys.readouterr().out)["schedule_detail"]["paid"]
     assert detail["cold_start_s"] == 10.0
     assert detail["stretches"][0]["start_s"] == 0.0
+    assert plan(tmp_path, "--output-dir", str(tmp_path / "out")) == 0
+    assert "Traffic phase from" not in capsys.readouterr().out
     assert plan(tmp_path, "--reclaims-per-h", "0.1") == 2
     assert "--spot" in capsys.readouterr().err
     assert plan(tmp_path, "--output-scale", "0") == 2
     assert "--output-scale: must be above 0" in capsys.readouterr().err
+
+
+def test_a_plan_shows_the_phases_of_its_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(two_rates((2.0, 8.0), 300.0), tmp_path / "trace.csv")
+    write_profile(worker(), tmp_path / "worker.yaml")
+    assert plan(tmp_path, "--output-dir", str(tmp_path / "out")) == 0
+    assert "Traffic phase from" in capsys.readouterr().out
+    made = read_plan(tmp_path / "out/plan.json")
+    calm, busy = made.inputs.phases
+    assert busy.start_s == pytest.approx(300.0, abs=15.0)
+    assert calm.rate_rps == pytest.approx(2.0, rel=0.15)
+    assert busy.rate_rps == pytest.approx(8.0, rel=0.15)
+    assert {s.start_s for s in made.schedule} <= {0.0, busy.start_s}
+    report = (tmp_path / "out/report.html").read_text()
+    assert "Lines mark the change points between 2 traffic phases" in report
+    assert "Traffic phase from" in report
 
 
 MONDAY_S = 1_748_822_400.0  # 2025-06-02
@@ -206,6 +228,55 @@ def test_a_window_that_is_broken_off_fails_as_it_would_have() -> None:
             assert (quick <= allowed) == (whole <= allowed)
             held.add(quick <= allowed)
     assert held == {True, False}
+
+
+def two_rates(rates_rps: tuple[float, ...], each_s: float = 900.0) -> Workload:
+    parts = [poisson(rate_rps=rps, requests=round(rps * each_s)) for rps in rates_rps]
+    times_s = [np.minimum(part.arrival_s, each_s) + i * each_s for i, part in enumerate(parts)]
+    columns = (np.concatenate([getattr(p, c) for p in parts]) for c in ("prompt_tokens", "output_tokens"))
+    return Workload(np.concatenate(times_s), *columns)
+
+
+def test_windows_begin_where_the_rate_changes() -> None:
+    workload = two_rates((2.0, 12.0, 3.0))
+    search, sizing = search_of(workload, PlanRequest(Slo(0.5, 0.03), attainment=0.95)), Sizing(worker_type())
+    most = next(n for n in range(1, 20) if search.replay(sizing.fleet(n)).attainment >= 0.95)
+    sizing = replace(sizing, workers=most, confirmed=most)
+    with threads(1) as pool:
+        found = make_schedule(replace(search, pool=pool), sizing, sizing.fleet(most))
+    assert found is not None
+    assert found.attainment >= 0.95
+    counts = [s.workers for s in found.stretches]
+    assert counts[1] > counts[0]
+    assert counts[1] > counts[2]
+    assert [s.start_s for s in found.stretches] == [
+        0.0,
+        pytest.approx(900.0, abs=30.0),
+        pytest.approx(1800.0, abs=30.0),
+    ]
+    assert found.stretches[-1].end_s >= workload.arrival_s[-1]
+
+
+@given(
+    st.floats(0.0, 1e6),
+    st.lists(st.floats(0.0, 1.0), max_size=20),
+    st.sampled_from([NO_CLOCK, TraceClock(5e4), TraceClock(1e3, 2.0)]),
+)
+def test_windows_cover_the_trace_and_do_not_overlap(end_s: float, at: list[float], clock: TraceClock) -> None:
+    arrival_s = np.sort(np.array([0.0, *(end_s * share for share in at), end_s]))
+    workload = Workload(arrival_s, *np.full((2, len(arrival_s)), 100))
+    edges = window_edges(workload, sorted({share * end_s for share in at[:8]}), clock)
+    assert edges[0] == 0.0
+    assert edges[-1] > end_s
+    assert (np.diff(edges) > 0).all()
+    assert len(np.histogram(arrival_s, edges)[0]) == len(edges) - 1
+    assert np.histogram(arrival_s, edges)[0].sum() == len(workload)
+
+
+def test_a_steady_trace_has_equal_windows() -> None:
+    workload = Workload(np.arange(0.0, 3600.0, 0.5), *np.full((2, 7200), 100))
+    assert [p.requests for p in phases_of(workload)] == [7200]
+    assert window_edges(workload).tolist()[:-1] == [600.0 * i for i in range(6)]
 
 
 WORKING, FREE = [2, 2, 2, 5, 5, 5, 2, 2], [2] * 8

@@ -140,7 +140,10 @@ function rate({ curves, inputs, binding_window_s: window }) {
     x: { ...axis, domain: [0, inputs.duration_s / per] },
     y: { name: "requests a second", kind: "linear", zero: true, format: whole },
     series: [{ name: "", kind: "steps", tone: "a", points }],
-    marks: window ? [{ axis: "x", at: window[0] / per, name: "bottleneck worst here" }] : [],
+    marks: [
+      ...(inputs.phases ?? []).slice(1).map((p) => ({ axis: "x", at: p.start_s / per, name: "" })),
+      ...(window ? [{ axis: "x", at: window[0] / per, name: "bottleneck worst here" }] : []),
+    ],
     data: {
       columns: [{ name: axis.name }, { name: "requests a second", number: true }],
       rows: points.map(([t, r]) => [number(t, 4), number(r)]),
