@@ -4,8 +4,9 @@ The fleet is fluid: a worker serves its type's requests a second once its cold s
 cannot serve waits. The whole of `tick` decides, each second.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from made_types import BIG, SLO, SMALL, made_type, profile_of, seen
@@ -158,3 +159,30 @@ def test_a_fleet_of_two_types_gives_back_what_a_silence_does_not_need():
         fleet.tell(int((n + 1) * rate) - int(n * rate), 200, 100)
     check(fleet)
     assert sum(fleet.there.values()) == 1
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+def test_a_floor_that_rises_is_kept_without_news_of_the_demand_and_left_after_the_window(kinds):
+    types = tuple(replace(t, limit=2) for t in TYPES[:kinds])
+    fleet = FluidFleet(types, {types[0].name: 1})
+    high = min(3, 2 * kinds)
+
+    def floor(low):
+        scaling = fleet.settings.scaling
+        target = replace(scaling.target, low=low)
+        fleet.settings = replace(fleet.settings, scaling=replace(scaling, target=target))
+
+    def pass_by(seconds, is_known=True):
+        for n in range(seconds):
+            fleet.tell(int(n % 10 == 0), 200, 100, is_known)
+
+    pass_by(60)
+    assert sum(fleet.there.values()) == 1
+    floor(high)
+    pass_by(90, is_known=False)
+    assert sum(fleet.there.values()) == high
+    assert all(n <= 2 for n in fleet.there.values())
+    floor(1)
+    pass_by(150)
+    assert sum(fleet.there.values()) == 1
+    check(fleet)
