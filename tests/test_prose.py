@@ -119,9 +119,8 @@ def reads_plainly(prose: Prose, sentence: float, paragraph: float) -> None:
 
 
 NOT_YET = {  # miss the bars of `harness/prose.py`; a document leaves this list for good
-    "CHANGELOG.md", "deploy/README.md", "docs/accuracy.md", "docs/data.md", "docs/decisions.md",
-    "docs/engine.md", "docs/figures.md", "docs/limits.md", "docs/planning.md",
-    "profiles/README.md",
+    "CHANGELOG.md", "docs/accuracy.md", "docs/data.md", "docs/decisions.md", "docs/engine.md",
+    "docs/figures.md", "profiles/README.md",
 }  # fmt: skip
 
 
@@ -139,13 +138,6 @@ def test_a_guide_has_at_most_1500_words(name: str) -> None:
 
 def test_a_document_that_is_not_held_to_the_bars_is_there() -> None:
     assert {*documents()} >= NOT_YET
-
-
-@pytest.mark.parametrize("name", ["docs/planning.md"])
-def test_a_long_page_has_no_banned_turns_and_no_old_words(name: str) -> None:
-    prose = markdown_prose((ROOT / name).read_text(encoding="utf-8"))
-    assert prose.matches(BANNED_TURNS) == []
-    assert prose.matches(OLD_WORDS) == []
 
 
 def test_the_bars_name_what_a_text_misses() -> None:

@@ -273,7 +273,7 @@ def test_the_last_step_before_idle_is_recorded_with_its_own_time(engine):
 
 
 def test_a_new_request_waits_for_the_two_steps_that_are_planned(engine):
-    """Placement and simulator know of one: docs/limits.md."""
+    """Placement and simulator know of one: docs/limits-live.md."""
     engine.add("busy", prompt_of(1, 6), 14, PLAIN)
     turns(engine, 2)
     engine.add("new", prompt_of(0, 6), 14, PLAIN)  # it came while the first step ran, and the core was busy

@@ -70,7 +70,7 @@ def portfolio_texts(plan: PortfolioPlan) -> dict[str, str]:
 
 
 def portfolio(file: str | Path, *, jobs: int = 1, keep: bool = True) -> PortfolioAnswer:
-    """Choose the cheapest GPUs for the models in a YAML file (docs/planning.md), within its limits.
+    """Choose the cheapest GPUs for the models in a YAML file (docs/guides/portfolio.md), within its limits.
 
     `jobs` and `keep` as in `whatif`. Raises BadInput, and Infeasible with the cheapest relaxation.
     """

@@ -374,7 +374,7 @@ def test_prices_of_three_providers_are_known_for_each_gpu_but_those_that_say_so(
     for gpu, _, provider in prices.prices:
         of.setdefault(gpu, set()).add(provider)
     short = {gpu for gpu, names in of.items() if len(names - {""}) < 3}
-    assert short <= {"gb200", "a100-80gb", "h100-80gb"}  # docs/limits.md; the last two are the same cards
+    assert short <= {"gb200", "a100-80gb", "h100-80gb"}  # profiles/README.md; the last two are the same cards
     theirs = prices.usd_per_gpu_h("h100", "spot", "coreweave")
     ours = prices.usd_per_gpu_h("h100", "spot")
     assert theirs is not None
