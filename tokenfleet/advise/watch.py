@@ -13,14 +13,13 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.calibration import Interval, calibrated_by
 from tokenfleet.advise.advice import Advice, AdviceSettings, AdviceState
 from tokenfleet.advise.decide import ORIGIN_S, advise, looked_at
 from tokenfleet.advise.look import NoCounts, Page, Watched, look
-from tokenfleet.advise.servers import Servers
 from tokenfleet.profiles.engine_metrics import EngineCounts, intervals_of
 
 if TYPE_CHECKING:
@@ -34,7 +33,14 @@ MOST_INTERVALS = 2000
 Show = Callable[[Advice, Callable[[float], datetime]], bool]
 
 
-async def first_pages(servers: Servers) -> dict[str, EngineCounts]:
+class Source(Protocol):
+    """The place that a look reads the servers' metrics from."""
+
+    async def pages(self, at_s: float) -> dict[str, Page]:
+        """What each server says now."""
+
+
+async def first_pages(servers: Source) -> dict[str, EngineCounts]:
     """The servers' first pages. Raises BadInput for one that gives no counts, and where models differ."""
     pages = await servers.pages(ORIGIN_S)
     if not pages:
@@ -55,7 +61,7 @@ async def first_pages(servers: Servers) -> dict[str, EngineCounts]:
 class FleetWatch:
     """The watched fleet: its state between looks."""
 
-    def __init__(self, servers: Servers, settings: AdviceSettings, model: str, every_s: float) -> None:
+    def __init__(self, servers: Source, settings: AdviceSettings, model: str, every_s: float) -> None:
         self._servers, self._model, self._every_s = servers, model, every_s
         self._settings = looked_at(settings, every_s)
         self._watched, self._state = Watched(), AdviceState()

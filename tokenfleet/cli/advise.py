@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controlplane.errors import BadInput, Infeasible, ProfileMissing
+from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
 from controlplane.worker_type import WorkerType
+from tokenfleet.cli.advise_shown import ShownAdvice
 from tokenfleet.cli.flags import Format, OutputFormat, takes
-from tokenfleet.cli.terminal import console, warn
+from tokenfleet.cli.terminal import warn
 from tokenfleet.profiles.library import find_profiles, read_profile
 from tokenfleet.profiles.prices import read_prices
 from tokenfleet.texts import parse_duration_s, parse_slo
@@ -28,11 +27,9 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping
 
-    from tokenfleet.advise.advice import Advice, AdviceSettings
-    from tokenfleet.advise.gauges import AdviceGauges
+    from tokenfleet.advise.advice import AdviceSettings
     from tokenfleet.profiles.engine_metrics import EngineCounts
 
-FIRST_S = 60.0  # in which --once has an advice, or ends without
 MOST = 100_000  # replicas, where no ceiling is given
 
 
@@ -47,6 +44,12 @@ class AdviseFlags:
     ] = None
     servers: Annotated[
         Path | None, typer.Option(help="file with an address on each line; read again at each look")
+    ] = None
+    prometheus: Annotated[
+        str | None, typer.Option(help="URL of a Prometheus server that scrapes the servers, instead")
+    ] = None
+    selector: Annotated[
+        str | None, typer.Option(help="""--prometheus: labels of the servers, e.g. {namespace="llm"}""")
     ] = None
     gpu: Annotated[str | None, typer.Option(help="GPU of a replica, e.g. h100")] = None
     tp: Annotated[
@@ -66,7 +69,9 @@ class AdviseFlags:
     ] = None
     cold_start: Annotated[str, typer.Option(help="time until a new replica serves")] = "2m"
     scale_in_after: Annotated[str, typer.Option(help="how long fewer replicas must be enough")] = "80s"
-    every: Annotated[str, typer.Option(help="time between two looks")] = "5s"
+    every: Annotated[
+        str | None, typer.Option(help="time between two looks (default: 5s; 15s with --prometheus)")
+    ] = None
     prices: Annotated[Path | None, typer.Option(help="price list instead of the shipped one")] = None
     listen: Annotated[
         str | None, typer.Option(help="HOST:PORT to serve the advice at /metrics, for KEDA and Prometheus")
@@ -93,11 +98,17 @@ def advise_command(flags: AdviseFlags) -> None:
     """
     slo = parse_slo(flags.slo)
     low, high = _bounds(flags.replicas)
-    every_s = _seconds(flags.every, "--every", 1.0, 30.0)
+    of_prometheus = flags.prometheus is not None
+    usual, longest_s = ("15s", 60.0) if of_prometheus else ("5s", 30.0)
+    every_s = _seconds(flags.every or usual, "--every", 1.0, longest_s)
     cold_start_s = _seconds(flags.cold_start, "--cold-start", 0.0, 86_400.0)
     hold_s = _seconds(flags.scale_in_after, "--scale-in-after", 1.0, 86_400.0)
     if flags.profile is not None and (flags.gpu or flags.tp or flags.model):
         raise BadInput("--profile: says model, GPU and TP; leave out --model, --gpu and --tp")
+    if of_prometheus and (flags.addresses or flags.servers):
+        raise BadInput("--prometheus: has the servers; leave out addresses and --servers")
+    if flags.selector is not None and not of_prometheus:
+        raise BadInput("--selector: of --prometheus; give its URL too")
     given = None if flags.profile is None else read_profile(flags.profile)
 
     from dataplane.live.control.settings import Autoscale
@@ -132,10 +143,15 @@ async def _watch(
     cleanup: ExitStack,
 ) -> None:
     from tokenfleet.advise.gauges import AdviceGauges
+    from tokenfleet.advise.prometheus import PrometheusServers
     from tokenfleet.advise.servers import Servers
     from tokenfleet.advise.watch import FleetWatch, answering, first_pages
 
-    servers = Servers(flags.addresses or (), flags.servers)
+    servers: Servers | PrometheusServers
+    if flags.prometheus is None:
+        servers = Servers(flags.addresses or (), flags.servers)
+    else:
+        servers = PrometheusServers(flags.prometheus, flags.selector or "{}")
     listening = None if flags.listen is None else _listening(flags.listen)
     if listening is not None:
         cleanup.callback(listening.close)
@@ -150,69 +166,14 @@ async def _watch(
         gauges = AdviceGauges(model, settings)
         if listening is not None:
             await stack.enter_async_context(answering(listening, gauges))
-        shown = _Shown(flags, settings, gauges, cleanup)
+        shown = ShownAdvice(flags.once, flags.output_format, settings, gauges, cleanup)
         await FleetWatch(servers, settings, model, every_s).run(first, shown, stop)
-
-
-class _Shown:
-    """The advice on stdout: a table that follows it on a terminal, else changes alone; or JSON."""
-
-    def __init__(
-        self, flags: AdviseFlags, settings: AdviceSettings, gauges: AdviceGauges, cleanup: ExitStack
-    ) -> None:
-        self._flags, self._settings, self._gauges = flags, settings, gauges
-        self._console = console()
-        self._said: tuple[object, ...] = ()
-        self._first_s: float | None = None
-        self._live = None
-        is_live = self._console.is_terminal and not flags.once and flags.output_format == OutputFormat.TABLE
-        if is_live:
-            from rich.live import Live
-
-            self._live = cleanup.enter_context(Live(console=self._console, auto_refresh=False))
-
-    def __call__(self, advice: Advice, clock: Callable[[float], datetime]) -> bool:
-        """Show one; whether another is to come. Raises Infeasible where --once waited too long."""
-        self._gauges.advice = advice
-        if self._first_s is None:
-            self._first_s = advice.at_s
-        if not self._flags.once:
-            self._show(advice, clock)
-            return True
-        if advice.wanted is None and advice.at_s - self._first_s < FIRST_S:
-            return True
-        if advice.wanted is None:
-            from tokenfleet.advise.view import verdict
-
-            raise Infeasible(f"advise: no advice within {FIRST_S:g} s: {verdict(self._settings, advice)}")
-        self._show(advice, clock)
-        return False
-
-    def _show(self, advice: Advice, clock: Callable[[float], datetime]) -> None:
-        from tokenfleet.advise.view import OPENS, document, lines, verdict
-        from tokenfleet.report.tables import lines_table
-
-        if self._flags.output_format == OutputFormat.JSON:
-            print(json.dumps(document(self._settings, advice, clock)), flush=True)
-            return
-        colour = "bold yellow" if advice.held or advice.wanted != advice.has else "bold green"
-        table = lines_table(lines(self._settings, advice, clock), OPENS, colour)
-        if self._live is not None:
-            self._live.update(table, refresh=True)
-            return
-        news = (advice.wanted, advice.has, bool(advice.held))
-        if news != self._said and (advice.wanted is None or self._said[:1] in ((), (None,))):
-            self._console.print(table)
-        elif news != self._said:
-            self._console.print(
-                f"{clock(advice.at_s):%H:%M:%S}  {verdict(self._settings, advice)}", soft_wrap=True
-            )
-        self._said = news
 
 
 def _replayed(flags: AdviseFlags, given: Profile | None) -> Profile:
     """The step times of a replica, where no server tells its model."""
     given_too = {"an address": flags.addresses, "--servers": flags.servers, "--listen": flags.listen}
+    given_too["--prometheus"] = flags.prometheus
     for flag, value in {**given_too, "--once": flags.once}.items():
         if value:
             raise BadInput(f"--replay: reads a trace and no servers; leave out {flag}")

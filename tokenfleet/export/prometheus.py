@@ -145,6 +145,22 @@ def _fleet_alerts() -> list[dict[str, Any]]:
             "A worker's KV memory has been full for ten minutes",
             "It preempts. Longer requests than planned for? `tokenfleet whatif --vary lengths=1,1.5`.",
         ),
+        _alert(
+            "TokenfleetAdvisesMore",
+            "max by (model) (tokenfleet_wanted_replicas) > max by (model) (tokenfleet_replicas)",
+            "15m",
+            "ticket",
+            "A vLLM fleet has had fewer replicas than `tokenfleet advise` asks for",
+            "Add replicas, or raise the ceiling of what scales them. `tokenfleet advise` shows why.",
+        ),
+        _alert(
+            "TokenfleetAdviceHeld",
+            "max by (model) (tokenfleet_advice_held) == 1",
+            "10m",
+            "ticket",
+            "`tokenfleet advise` has counted nothing for ten minutes",
+            "Metrics are missing, so the last advice stands, and is soon withdrawn. Its output says which.",
+        ),
     ]
 
 

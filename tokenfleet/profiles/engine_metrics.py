@@ -56,8 +56,8 @@ OTHERS = {"sglang:": "SGLang", "tgi_": "TGI", "trtllm_": "TensorRT-LLM", "llamac
 NEEDED = ("gaps", "gaps_s", "first_tokens", "first_tokens_s", "prompt_tokens", "running")
 GAUGES = ("running", "waiting", "kv_share")
 _CONFIG = "cache_config_info"
-_READ = sorted({_CONFIG, *HISTOGRAMS.values(), *(name for names in NAMES.values() for name in names)})
-_LINE = re.compile(rf"^vllm:({'|'.join(_READ)})(?:\{{(.*)\}})?[ \t]+(\S+)", re.M)
+READ = sorted({_CONFIG, *HISTOGRAMS.values(), *(name for names in NAMES.values() for name in names)})
+_LINE = re.compile(rf"^vllm:({'|'.join(READ)})(?:\{{(.*)\}})?[ \t]+(\S+)", re.M)
 _HISTOGRAM_OF = {name: histogram for histogram, name in HISTOGRAMS.items()}
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SAMPLE = re.compile(r"^[a-zA-Z_:][\w:]*(?:\{.*\})?[ \t]+[-+.\w]+", re.M)

@@ -183,13 +183,13 @@ def test_every_alert_can_fire_and_none_does_within_the_budget(attainment: float)
 
 
 def metric_names() -> set[str]:
-    """Every series of our registry, as Prometheus sees it."""
+    """Every series of our registry and of `advise`, as Prometheus sees it."""
     metrics = pytest.importorskip("dataplane.live.gateway.metrics").Metrics()
     names = set()
     for family in metrics.registry.collect():
         kinds = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
         names |= {family.name + suffix for suffix in kinds}
-    return names
+    return names | set(re.findall(r'"(tokenfleet_\w+)"', (ROOT / "tokenfleet/advise/gauges.py").read_text()))
 
 
 def expressions() -> list[str]:
@@ -222,6 +222,16 @@ def test_outcomes_in_the_rules_are_those_the_gateway_counts() -> None:
 def test_what_deploy_has_is_what_the_exports_give() -> None:
     assert (ROOT / "deploy/grafana/tokenfleet.json").read_text() == dashboard_text(SLO, TARGET)
     assert (ROOT / "deploy/prometheus/tokenfleet.rules.yaml").read_text() == prometheus_rules(SLO, TARGET)
+
+
+def test_prometheus_own_checker_takes_the_rules() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    rules = str(ROOT / "deploy/prometheus/tokenfleet.rules.yaml")
+    checked = subprocess.run([promtool, "check", "rules", rules], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    assert "rules found" in checked.stdout
 
 
 def test_panels_do_not_overlap_and_the_target_is_in_them() -> None:
