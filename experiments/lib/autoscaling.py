@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from controlplane.control import Settings, State
 from controlplane.perfmodel.profile import Profile
@@ -29,17 +25,14 @@ from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, simulate
 from experiments.lib.fewest_workers import CASES, Lengths, Question
 from experiments.lib.public_data import SERVEGEN, azure_hour
-from experiments.lib.scaling_rules import planned
-from tokenfleet.planning.sizing import fewest
+from tokenfleet.advise.followers import scheduled
+from tokenfleet.advise.hindsight import Hindsight, Schedule
 
 CASE = CASES[1]
 TARGET = 0.99
 COLD_S = 60.0
-WINDOW_S = 300.0
-LEAD_IN_S = 30.0
 SLOTS = 64
 BEAT_S = 2.0
-Schedule = list[tuple[float, int]]  # from when, how many workers
 AHEAD = ForecastSettings(bin_s=600.0, season=144)  # the rates' own windows
 
 
@@ -109,91 +102,18 @@ class Bench:
             predictor=self.lengths.table(),
         )
 
-    def window(self, start_s: float) -> tuple[Workload, NDArray[np.bool_]]:
-        lead_s = min(LEAD_IN_S, start_s)
-        part = self.traffic.workload.window(start_s - lead_s, start_s + WINDOW_S)
-        return part, part.arrival_s >= lead_s
-
-    def clairvoyant(self) -> tuple[Schedule, Outcome, FleetRecord]:
-        """The schedule and its run; see autoscaling.py's head."""
-        starts = np.arange(0.0, float(self.traffic.workload.arrival_s[-1]), WINDOW_S).tolist()
-        counts, taken, cheapest = self.window_by_window(starts)
-        best = self.scheduled(starts, counts)
-        while best[1].attainment < TARGET and min(counts) < SLOTS:  # windows hand their load over
-            counts[taken.pop() if taken else self.worst_window(best[1], counts)] += 1
-            best = self.scheduled(starts, counts)
-        for i in cheapest:
-            while (
-                counts[i] > 1
-            ):  # the fewer workers elsewhere, the worse without this one: once round is enough
-                fewer = [n - (i == at) for at, n in enumerate(counts)]
-                found = self.scheduled(starts, fewer)
-                if found[1].attainment < TARGET or found[2].worker_s >= best[2].worker_s:
-                    break
-                counts, best = fewer, found
-        return best
-
-    def worst_window(self, seen: Outcome, counts: list[int]) -> int:
-        """Where a run misses most, of the windows that may have another worker."""
-        at = (self.traffic.workload.arrival_s // WINDOW_S).astype(int)
-        missed = np.bincount(at[~seen.met], minlength=len(counts))
-        return int(np.where(np.array(counts) < SLOTS, missed[: len(counts)], -1).argmax())
-
-    def scheduled(self, starts: list[float], counts: list[int]) -> tuple[Schedule, Outcome, FleetRecord]:
-        """A schedule, run: launched a cold start ahead."""
-        schedule = list(zip(starts, counts, strict=True))
+    def hindsight(self) -> Hindsight:
+        """The search for the cheapest schedule; see autoscaling.py's head."""
         still = ControlSettings(Settings(moves=None, shed=None), beat_s=BEAT_S)
-        return schedule, *self.run(counts[0], still, planned(schedule, COLD_S + BEAT_S))
 
-    def window_by_window(self, starts: list[float]) -> tuple[list[int], list[int], list[int]]:
-        """Workers of each window, the windows that one was then taken from, and those to take from next.
-
-        Each in order.
-        """
-        counts, misses = self.fewest(starts)
-        taken: list[int] = []
-        spare = (1.0 - TARGET) * len(self.traffic.workload)
-        spare -= sum(missed(n) for missed, n in zip(misses, counts, strict=True))
-
-        def price(i: int) -> tuple[int, int]:
-            return misses[i](counts[i] - 1) - misses[i](counts[i]), i
-
-        offers = [price(i) for i in range(len(counts)) if counts[i] > 1]
-        heapify(offers)
-        while offers:  # a worker fewer where it costs least
-            more, i = heappop(offers)
-            if more > spare:
-                continue
-            counts[i], spare = counts[i] - 1, spare - more
-            taken.append(i)
-            if counts[i] > 1:
-                heappush(offers, price(i))
-        return counts, taken, sorted((i for i, n in enumerate(counts) if n > 1), key=price)
-
-    def fewest(self, starts: list[float]) -> tuple[list[int], list[Callable[[int], int]]]:
-        """The fewest workers that serve each window alone at the target; how many of it so many miss."""
-        misses: list[Callable[[int], int]] = []
-        counts: list[int] = []
-        guess = 8
-        for start_s in starts:
-            part, judged = self.window(start_s)
-            missed = self.counted(part, judged)
-            n = fewest(missed, (1.0 - TARGET) * int(judged.sum()), guess, SLOTS)
-            misses.append(missed)
-            counts.append(n)
-            guess = n
-        return counts, misses
-
-    def counted(self, part: Workload, judged: NDArray[np.bool_]) -> Callable[[int], int]:
-        """How many of a window's judged requests so many workers miss."""
-
-        @cache
-        def missed(workers: int) -> int:
+        def at_once(part: Workload, workers: int) -> Outcome:
             fleet = [WorkerSpec(CASE.profile)] * workers
-            outcome = simulate(part, fleet, CASE.slo, predictor=self.lengths.table())
-            return int((~outcome.met & judged).sum())
+            return simulate(part, fleet, CASE.slo, predictor=self.lengths.table())
 
-        return missed
+        def on_all(schedule: Schedule) -> tuple[Outcome, FleetRecord]:
+            return self.run(schedule[0][1], still, scheduled(schedule, COLD_S + BEAT_S))
+
+        return Hindsight(self.traffic.workload, TARGET, SLOTS, at_once, on_all)
 
 
 def line_at(

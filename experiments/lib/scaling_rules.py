@@ -5,7 +5,6 @@
                the highest number of the last 300 s
     ray-serve  ±1: requests in the system per worker above the target for 30 s adds one, below it (with one
                fewer) for 600 s takes one away
-    plan       the clairvoyant: a schedule known beforehand, each launch a cold start ahead
 
 Both rules count workers that are starting. The target is theirs to choose: the experiment tries several.
 """
@@ -13,7 +12,6 @@ Both rules count workers that are starting. The target is theirs to choose: the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from controlplane.control import State
 from controlplane.port import Decide
@@ -56,17 +54,6 @@ def ray_serve(target: float, low: int, high: int, up_s: float = 30.0, down_s: fl
                 since[name] = None
                 return state, _scaled(seen, min(max(seen.wanted + change, low), high))
         return state, []
-
-    return decide
-
-
-def planned(schedule: Sequence[tuple[float, int]], lead_s: float) -> Decide:
-    """Follow (start, workers) rows: up `lead_s` before one that asks for more, down at one that asks less."""
-
-    def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
-        now = max((row for row in schedule if row[0] <= seen.now_s), default=schedule[0])[1]
-        soon = max((row for row in schedule if row[0] <= seen.now_s + lead_s), default=schedule[0])[1]
-        return state, _scaled(seen, max(now, soon))
 
     return decide
 

@@ -1,6 +1,6 @@
 """Autoscaling on production rates: worker-hours against a clairvoyant's, cold starts of 60 s.
 
-    python experiments/scaling/autoscaling.py [--quick] [--days] [--resume FOLDER] [--jobs N]
+    python experiments/scaling/autoscaling.py [--quick] [--days] [--advice] [--resume FOLDER] [--jobs N]
         [--format table|json]
 
 Traffic. ServeGen's rates of 14 days (10-minute windows, taken as points with straight lines between), scaled
@@ -24,6 +24,11 @@ Ours is `control.tick` as it runs live: Eq 7's line learned by simulation at ste
 several, that is cheapest at 99 % over all hours together, or where none is, the one with the best attainment:
 they are tuned on the traffic itself, ours is not.
 
+Advice (`--advice`). The same hours through `tokenfleet advise --replay`: it sees vLLM's metrics alone, HPA
+follows it (15 s, tolerance 0 or 10 %), and it remembers no days before. Llama-3.1 70B on 2 H100s, chunked
+prefill, 1 s / 75 ms, each request to the worker with the fewest. The rules of the replay (HPA on utilisation,
+KV memory and queue length) and Ray Serve's are tuned as above.
+
 `--resume` keeps what was simulated of an hour; `--jobs` hours at a time.
 """
 
@@ -40,10 +45,14 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.control import Settings
+from controlplane.types import Slo
+from controlplane.worker_type import WorkerType
+from dataplane.live.control.settings import Autoscale
 from dataplane.simulated.elastic import FleetRecord
 from dataplane.simulated.simulate import ControlSettings, Outcome
 from experiments.lib.autoscaling import (
     BEAT_S,
+    COLD_S,
     SLOTS,
     TARGET,
     Bench,
@@ -59,10 +68,15 @@ from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
 from experiments.lib.resume import Parts
 from experiments.lib.scaling_rules import hpa, ray_serve
+from tokenfleet.advise.advice import AdviceSettings
+from tokenfleet.advise.followers import BASELINES, RAY_SERVE
+from tokenfleet.advise.replay import ADVICE, ReplayedDay
+from tokenfleet.profiles.library import find_profiles
 
 TARGETS = (12.0, 16.0, 20.0, 26.0)  # requests in the system per worker
 RULES = (("HPA", hpa), ("Ray Serve ±1", ray_serve))
 SERIES = tuple(SERVEGEN)
+ADVISED_SLO = Slo(1.0, 0.075)  # edges of vLLM's histograms
 DAYS = range(1, 15)
 
 
@@ -71,7 +85,7 @@ class Run:
     """What one rule did in one piece of traffic. `target`: a reactive rule's."""
 
     rule: str
-    target: float | None
+    target: str | None
     requests: int
     misses: int
     worker_s: float
@@ -79,7 +93,7 @@ class Run:
     most: int
 
 
-def seen(rule: str, outcome: Outcome, record: FleetRecord, target: float | None = None) -> Run:
+def seen(rule: str, outcome: Outcome, record: FleetRecord, target: str | None = None) -> Run:
     requests = len(outcome.workload)
     return Run(
         rule,
@@ -96,7 +110,7 @@ def runs(traffic: Traffic, lengths: Lengths, line: tuple[float, float], quick: b
     """Every rule on one piece of traffic."""
     bench = Bench(traffic, lengths)
     still = ControlSettings(Settings(moves=None, shed=None), beat_s=BEAT_S)
-    schedule, *known = bench.clairvoyant()
+    schedule, *known = bench.hindsight().cheapest(trims=True)
     first = schedule[0][1]
     found = [seen("clairvoyant", *known)]
     for name, forecasts in (("ours", True), ("ours, no forecast", False)):
@@ -104,7 +118,7 @@ def runs(traffic: Traffic, lengths: Lengths, line: tuple[float, float], quick: b
         found.append(seen(name, *bench.run(first, ours(line, lengths, forecasts), state=state)))
     for name, rule in RULES:
         for target in TARGETS[:3:2] if quick else TARGETS:
-            found.append(seen(name, *bench.run(first, still, rule(target, 1, SLOTS)), target))
+            found.append(seen(name, *bench.run(first, still, rule(target, 1, SLOTS)), f"{target:g} a worker"))
     most = max(count for _, count in schedule)
     fixed = bench.run(most, still, lambda state, snapshot: (state, []))
     found.append(seen("fixed at the clairvoyant's most", *fixed))
@@ -115,6 +129,25 @@ def runs(traffic: Traffic, lengths: Lengths, line: tuple[float, float], quick: b
             file=sys.stderr,
         )
     return found
+
+
+def advised_runs(traffic: Traffic) -> list[Run]:
+    """The replay of one piece of traffic, the optimum first."""
+    worker_type = WorkerType.of(find_profiles("llama-3.1-70b", ["h100"], [2])[0])
+    scaling = Autoscale(1, SLOTS).settings((worker_type,))
+    settings = AdviceSettings(worker_type, ADVISED_SLO, TARGET, scaling, COLD_S)
+    day = ReplayedDay(traffic.workload, settings, 1, SLOTS, trims=True)
+    tried = [row for of_rule in day.rows((*BASELINES, RAY_SERVE)) for row in of_rule]
+    for row in tried:
+        share = row.worker_s / tried[0].worker_s
+        print(f"{traffic.name}: {row.rule} {row.target} {row.attainment:.4f} {share:.3f}", file=sys.stderr)
+    return [
+        Run(
+            row.rule, row.target or None, row.requests, round((1.0 - row.attainment) * row.requests),
+            row.worker_s, row.changes, row.most,
+        )
+        for row in tried
+    ]  # fmt: skip
 
 
 def rows(name: str, pieces: list[list[Run]]) -> list[dict[str, Any]]:
@@ -132,7 +165,7 @@ def rows(name: str, pieces: list[list[Run]]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "traffic": name,
             "requests": sum(one.requests for one in chosen),
-            "rule": rule if target is None else f"{rule} at {target:g} a worker",
+            "rule": rule if target is None else f"{rule} at {target}",
             "attainment": round(attained(chosen), 4),
             "worker_hours": round(hired_s(chosen) / 3600.0, 2),
             "of clairvoyant": round(hired_s(chosen) / least_s, 3),
@@ -169,6 +202,7 @@ class Hours:
     seed: int
     line: tuple[float, float]
     quick: bool
+    advice: bool
 
 
 def piece(asked: Hours, parts: Parts) -> list[Run]:
@@ -181,19 +215,29 @@ def piece(asked: Hours, parts: Parts) -> list[Run]:
         lengths = sharegpt(asked.data)
         drawn = asked.mean_rps, asked.hours, asked.seed, asked.day, asked.from_h
         traffic = servegen(asked.data, asked.name, lengths, *drawn)
-        found = runs(traffic, lengths, asked.line, asked.quick) if len(traffic.workload) else []
+        if not len(traffic.workload):
+            return []
+        found = advised_runs(traffic) if asked.advice else runs(traffic, lengths, asked.line, asked.quick)
         return [asdict(one) for one in found]
 
-    return [Run(**one) for one in parts.part(f"{told}{' quick' if asked.quick else ''}", work)]
+    return [
+        Run(**one) for one in parts.part(f"{told}{' quick' * asked.quick}{' advice' * asked.advice}", work)
+    ]
 
 
 def pieces(asked: argparse.Namespace, line: tuple[float, float]) -> Iterator[tuple[str, list[list[Run]]]]:
     """By series: its parts' runs."""
     names = SERIES[:1] if asked.quick else SERIES if asked.series is None else (asked.series,)
-    days = [(day, (6.0 + 5.0 * (day - 1)) % 24.0) for day in DAYS] if asked.days else [(asked.day, 6.0)]
+    days = (
+        [(day, (6.0 + 5.0 * (day - 1)) % 24.0) for day in DAYS if day not in asked.without]
+        if asked.days
+        else [(asked.day, 6.0)]
+    )
     hours = 1.0 if asked.quick or asked.days else asked.hours
     parts = [
-        Hours(asked.data, name, day, from_h, hours, asked.mean_rps, asked.seed, line, asked.quick)
+        Hours(
+            asked.data, name, day, from_h, hours, asked.mean_rps, asked.seed, line, asked.quick, asked.advice
+        )
         for name in names
         for day, from_h in days
     ]
@@ -208,21 +252,27 @@ def pieces(asked: argparse.Namespace, line: tuple[float, float]) -> Iterator[tup
 
 def run(asked: argparse.Namespace) -> int:
     lengths = sharegpt(asked.data)
-    line = line_at(lengths, (4.0, 8.0) if asked.quick else (4.0, 8.0, 16.0), 200.0, asked.seed)
+    line = (
+        (0.0, 0.0)
+        if asked.advice
+        else line_at(lengths, (4.0, 8.0) if asked.quick else (4.0, 8.0, 16.0), 200.0, asked.seed)
+    )
     print(f"line: {line[0]:.3f} workers per request/s + {line[1]:.2f}", file=sys.stderr)
     table, bars = [], {}
     if asked.only != "azure":
         for name, parts in pieces(asked, line):
             table += rows(name, parts)
-    if not asked.quick and asked.only != "servegen":
+    if not (asked.quick or asked.advice) and asked.only != "servegen":
         real = azure(asked.data)
         own = Lengths(real.workload.prompt_tokens, real.workload.output_tokens)
         table += rows(
             real.name, [runs(real, own, line_at(own, (3.0, 6.0, 9.0), 200.0, asked.seed), asked.quick)]
         )
-    for mine in (r for r in table if r["rule"] == "ours"):
-        says = f"{mine['traffic']}: ours"
-        bars[f"{says}: worker-hours over the clairvoyant's"] = bar(mine["of clairvoyant"], 1.10)
+    for mine in (r for r in table if r["rule"] in ("ours", ADVICE)):
+        says = f"{mine['traffic']}: {mine['rule']}"
+        bars[f"{says}: worker-hours over the clairvoyant's"] = bar(
+            mine["of clairvoyant"], 1.12 if asked.advice else 1.10
+        )
         bars[f"{says}: attainment"] = bar(mine["attainment"], TARGET, at_least=True)
     return show("autoscaling", table, bars, asked)
 
@@ -235,6 +285,8 @@ if __name__ == "__main__":
         "--day", type=int, default=14, help="of ServeGen's 14; settings were chosen on day 11"
     )
     parser.add_argument("--days", action="store_true", help="an hour of every day instead")
+    parser.add_argument("--advice", action="store_true", help="replay `tokenfleet advise` instead")
+    parser.add_argument("--without", type=int, nargs="*", default=[], help="days to leave out")
     parser.add_argument("--only", choices=("servegen", "azure"))
     parser.add_argument("--series", choices=SERIES, help="only one of ServeGen's")
     parser.add_argument("--jobs", type=int, default=2, help="hours simulated at a time")

@@ -47,9 +47,7 @@ from experiments.lib.autoscaling import (
     CASE,
     SLOTS,
     TARGET,
-    WINDOW_S,
     Bench,
-    Schedule,
     line_at,
     ours,
     remembered,
@@ -60,6 +58,7 @@ from experiments.lib.other_engines import times
 from experiments.lib.public_data import SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
 from harness.served import Server, fleet, session, stream, tiny_model
+from tokenfleet.advise.hindsight import WINDOW_S, Schedule
 from tokenfleet.profiles.library import library_folder
 
 WRONG = (1 / 1.3, 1.0, 1.3)
@@ -87,9 +86,9 @@ def simulated(asked: argparse.Namespace, lengths: Lengths) -> Iterator[dict[str,
         traffic = servegen(asked.data, "m-mid", lengths, 12.0, hours, asked.seed, day)
         bench = Bench(traffic, lengths)
         end_s = float(traffic.workload.arrival_s[-1])
-        starts = np.arange(0.0, end_s, WINDOW_S).tolist()
-        fewest = asked.resume.part(f"{day} {hours} fewest", lambda: bench.fewest(starts)[0])  # noqa: B023
-        least_s = clairvoyant_s(list(zip(starts, fewest, strict=True)), end_s)
+        known = bench.hindsight()
+        fewest = asked.resume.part(f"{day} {hours} fewest", lambda: known.fewest()[0])  # noqa: B023
+        least_s = clairvoyant_s(list(zip(known.starts, fewest, strict=True)), end_s)
         for wrong in WRONG:
             line = asked.resume.part(
                 f"line {wrong:.3f}",

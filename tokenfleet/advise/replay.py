@@ -64,12 +64,13 @@ class ReplayRow:
 
 @dataclass(frozen=True)
 class ReplayedDay:
-    """A day, the advice's settings, and the bounds of every fleet."""
+    """A day, the advice's settings, the bounds of every fleet, and how hard the optimum is looked for."""
 
     workload: Workload
     settings: AdviceSettings
     low: int = 1
     high: int = MOST
+    trims: bool = False
 
     def __post_init__(self) -> None:
         if len(self.workload) == 0:
@@ -95,7 +96,7 @@ class ReplayedDay:
             decide=decide,
         )
 
-    def hindsight(self, trims: bool = False) -> HindsightRun:
+    def hindsight(self) -> HindsightRun:
         """The cheapest schedule within the target, and its run."""
         profile, slo, high = self.settings.worker_type.profile, self.settings.slo, min(self.high, MOST)
         lead_s = self.settings.cold_start_s + LOOK_S
@@ -106,7 +107,7 @@ class ReplayedDay:
         def on_all(schedule: Schedule) -> tuple[Outcome, FleetRecord]:
             return self.run(schedule[0][1], high, decide=scheduled(schedule, lead_s))
 
-        return Hindsight(self.workload, self.settings.attainment, high, at_once, on_all).cheapest(trims)
+        return Hindsight(self.workload, self.settings.attainment, high, at_once, on_all).cheapest(self.trims)
 
     def rows(
         self, baselines: Sequence[BaselineRule] = BASELINES, tell: Callable[[str], None] = lambda said: None
