@@ -33,14 +33,14 @@ MOST_INTERVALS = 2000
 Show = Callable[[Advice, Callable[[float], datetime]], bool]
 
 
-class Source(Protocol):
+class MetricsSource(Protocol):
     """The place that a look reads the servers' metrics from."""
 
     async def pages(self, at_s: float) -> dict[str, Page]:
         """What each server says now."""
 
 
-async def first_pages(servers: Source) -> dict[str, EngineCounts]:
+async def first_pages(servers: MetricsSource) -> dict[str, EngineCounts]:
     """The servers' first pages. Raises BadInput for one that gives no counts, and where models differ."""
     pages = await servers.pages(ORIGIN_S)
     if not pages:
@@ -61,7 +61,7 @@ async def first_pages(servers: Source) -> dict[str, EngineCounts]:
 class FleetWatch:
     """The watched fleet: its state between looks."""
 
-    def __init__(self, servers: Source, settings: AdviceSettings, model: str, every_s: float) -> None:
+    def __init__(self, servers: MetricsSource, settings: AdviceSettings, model: str, every_s: float) -> None:
         self._servers, self._model, self._every_s = servers, model, every_s
         self._settings = looked_at(settings, every_s)
         self._watched, self._state = Watched(), AdviceState()

@@ -16,7 +16,7 @@ from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
 from controlplane.worker_type import WorkerType
-from tokenfleet.cli.advise_shown import ShownAdvice
+from tokenfleet.cli.advise_shown import ShownAdvice, replay_day
 from tokenfleet.cli.flags import Format, OutputFormat, takes
 from tokenfleet.cli.terminal import warn
 from tokenfleet.profiles.library import find_profiles, read_profile
@@ -123,8 +123,6 @@ def advise_command(flags: AdviseFlags) -> None:
         )
 
     if flags.replay:
-        from tokenfleet.cli.advise_replay import replay_day
-
         profile = _replayed(flags, given)
         replay_day(flags.replay, settings_of(profile), (low, high), flags.output_format)
         return

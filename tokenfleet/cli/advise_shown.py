@@ -1,22 +1,31 @@
-"""The advice on stdout, as `tokenfleet advise` shows it."""
+"""The advice on stdout: as it changes, and what it would have done on a recorded day."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from controlplane.errors import Infeasible
+import numpy as np
+
+from controlplane.errors import BadInput, Infeasible
 from tokenfleet.cli.flags import OutputFormat
-from tokenfleet.cli.terminal import console
+from tokenfleet.cli.terminal import answer, console, warn
 
 if TYPE_CHECKING:
+    from controlplane.perfmodel.profile import Profile
+    from controlplane.workload import Workload
     from tokenfleet.advise.advice import Advice, AdviceSettings
     from tokenfleet.advise.gauges import AdviceGauges
+    from tokenfleet.advise.replay import ReplayRow
 
 FIRST_S = 60.0  # in which --once has an advice, or ends without
+SCHEMA = "tokenfleet.advice-replay/1"
+COLUMNS = ("Rule", "In SLO", "Replica-hours", "Of optimum", "Changes", "Most", "Cost")
 
 
 class ShownAdvice:
@@ -79,3 +88,110 @@ class ShownAdvice:
                 f"{clock(advice.at_s):%H:%M:%S}  {verdict(self._settings, advice)}", soft_wrap=True
             )
         self._said = news
+
+
+def replay_day(
+    paths: Sequence[Path], settings: AdviceSettings, bounds: tuple[int, int], output: OutputFormat
+) -> None:
+    """Replay the day and show each rule's row. Raises BadInput for a trace that cannot be replayed."""
+    from tokenfleet.advise.replay import ReplayedDay, best
+    from tokenfleet.report.progress import tell_compiling
+
+    with console(stderr=True).status("reading"):
+        load, name, notes = _read(paths, settings.worker_type.profile)
+    tell_compiling()
+    day = ReplayedDay(load, settings, *bounds)
+    with console(stderr=True).status("replaying") as status:
+        tried = list(day.rows(tell=lambda said: status.update(f"replaying {len(load):,} requests: {said}")))
+    rows = [best(of_rule, settings.attainment) for of_rule in tried]
+    document = _document(name, load, settings, rows)
+    answer(output, json.dumps(document, indent=1), lambda: _lines(name, load, settings, rows))
+    warn(notes)
+
+
+def _read(paths: Sequence[Path], profile: Profile) -> tuple[Workload, str, list[str]]:
+    """The requests, at their recorded times and of one class; their name, and what there is to know."""
+    from tokenfleet.planning.inputs import within_context
+    from tokenfleet.traces import read_traces
+    from tokenfleet.traces.check import doctor_warnings
+
+    trace = read_traces(paths)
+    notes = [*trace.warnings, *doctor_warnings(trace)]
+    load = trace.workload
+    if load.sessions is not None:
+        notes.append(f"{trace.name}: requests of a session are sent at their recorded times")
+    load = replace(load, sessions=None, slo_class=np.zeros(len(load), np.int64), slo_classes=("default",))
+    load, dropped = within_context(load, [profile], True, trace.name)
+    longest = int((load.prompt_tokens + load.output_tokens).max()) if len(load) else 0
+    if profile.kv.held(longest) > profile.kv.capacity_tokens:
+        raise BadInput(
+            f"{trace.name}: the longest request has {longest} tokens,"
+            f" a replica's KV holds {profile.kv.capacity_tokens}"
+        )
+    return load, trace.name, [*notes, *dropped]
+
+
+def _document(
+    name: str, load: Workload, settings: AdviceSettings, rows: Sequence[ReplayRow]
+) -> dict[str, Any]:
+    usd_per_h, least_s = settings.worker_type.usd_per_h, rows[0].worker_s
+    return {
+        "schema": SCHEMA,
+        "trace": name,
+        "requests": len(load),
+        "hours": round(float(load.arrival_s[-1]) / 3600.0, 4),
+        "target": settings.attainment,
+        "slo": {"ttft_s": settings.slo.ttft_s, "tpot_s": settings.slo.tpot_s},
+        "cold_start_s": settings.cold_start_s,
+        "rules": [
+            {
+                "rule": row.rule,
+                "target": row.target or None,
+                "attainment": round(row.attainment, 6),
+                "replica_hours": round(row.worker_s / 3600.0, 4),
+                "of_hindsight": round(row.worker_s / least_s, 4),
+                "changes": row.changes,
+                "most_replicas": row.most,
+                "usd": None if usd_per_h is None else round(row.worker_s / 3600.0 * usd_per_h, 2),
+            }
+            for row in rows
+        ],
+    }
+
+
+def _lines(name: str, load: Workload, settings: AdviceSettings, rows: Sequence[ReplayRow]) -> Iterable[Any]:
+    """The verdict, a row for each rule, and what the figures mean."""
+    from rich.text import Text
+
+    from tokenfleet.report.tables import asked_text, share_text, table
+    from tokenfleet.texts import duration_text
+
+    usd_per_h, slo = settings.worker_type.usd_per_h, settings.slo
+    advice, meets = rows[1], rows[1].attainment >= settings.attainment
+    verb = "meets" if meets else "misses"
+    yield Text(
+        f"On this trace the advice {verb} the target: {share_text(advice.attainment)}"
+        f" of requests in SLO, at {advice.worker_s / rows[0].worker_s:.2f} times the hindsight optimum",
+        style="bold green" if meets else "bold red",
+    )
+    yield Text(
+        f"{name}: {len(load):,} requests in {duration_text(float(load.arrival_s[-1]))}; target"
+        f" {asked_text(settings.attainment)} within TTFT {duration_text(slo.ttft_s)} and TPOT"
+        f" {duration_text(slo.tpot_s)}; a replica starts in {duration_text(settings.cold_start_s)}"
+    )
+    yield ""
+    cells = (
+        (
+            f"{row.rule}, {row.target}" if row.target else row.rule,
+            share_text(row.attainment),
+            f"{row.worker_s / 3600.0:.2f}",
+            f"{row.worker_s / rows[0].worker_s:.2f}",
+            str(row.changes),
+            str(row.most),
+            "" if usd_per_h is None else f"${row.worker_s / 3600.0 * usd_per_h:,.2f}",
+        )
+        for row in rows
+    )
+    yield table(COLUMNS, cells, left=COLUMNS[:1])
+    yield ""
+    yield ("HPA has the best of three targets for this trace. The advice has seen nothing of it before.")

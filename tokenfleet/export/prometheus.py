@@ -88,7 +88,7 @@ def rule_groups(slo: Slo, attainment: float) -> dict[str, Any]:
         "groups": [
             {"name": "tokenfleet-slo", "interval": "30s", "rules": records},
             {"name": "tokenfleet-slo-alerts", "rules": alerts},
-            {"name": "tokenfleet-fleet-alerts", "rules": _fleet_alerts()},
+            {"name": "tokenfleet-fleet-alerts", "rules": [*_fleet_alerts(), *_advice_alerts()]},
         ]
     }
 
@@ -145,6 +145,12 @@ def _fleet_alerts() -> list[dict[str, Any]]:
             "A worker's KV memory has been full for ten minutes",
             "It preempts. Longer requests than planned for? `tokenfleet whatif --vary lengths=1,1.5`.",
         ),
+    ]
+
+
+def _advice_alerts() -> list[dict[str, Any]]:
+    """Alerts on a fleet that `tokenfleet advise` watches."""
+    return [
         _alert(
             "TokenfleetAdvisesMore",
             "max by (model) (tokenfleet_wanted_replicas) > max by (model) (tokenfleet_replicas)",
