@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -23,6 +22,7 @@ from tokenfleet.profiles.library import find_profiles, read_profile, write_profi
 from tokenfleet.texts import duration_text
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.traces.check import Checkup, check, verdict
+from tokenfleet.traces.usage import BUSIEST, Usage, trace_of_usage
 from tokenfleet.traces.writers import write_trace
 
 
@@ -67,6 +67,33 @@ class RequestTrace:
         order = np.argsort(arrivals, kind="stable")
         prompts, outputs = (column[order] for column in lengths)
         return cls(Trace(name, "arrays", Workload(arrivals[order], prompts, outputs)))
+
+    @classmethod
+    def from_users(
+        cls,
+        users: int | None = None,
+        shape: str = "chat",
+        *,
+        requests_per_day: float | None = None,
+        growth: float = 0.0,
+        peak: float = BUSIEST,
+        seed: int = 0,
+    ) -> RequestTrace:
+        """The busiest hour of a service, drawn from its users and a published shape of use.
+
+        `shape`: `chat`, `long-chat`, `code`, `rag`, `agents`. `requests_per_day` replaces `users`. `growth`:
+        0.3 adds 30 %. `peak`: requests of the busiest hour over the day's mean. Raises BadInput.
+
+        >>> RequestTrace.from_users(2_000).name
+        'chat, 2,000 users'
+        """
+        return cls(trace_of_usage(Usage(users, requests_per_day, shape, growth, peak), seed))
+
+    @property
+    def assumed(self) -> pl.DataFrame:
+        """What a trace of `from_users` rests on; no rows for a recording."""
+        rows = self.recorded.assumed.rows if self.recorded.assumed else ()
+        return pl.DataFrame(rows, dict.fromkeys(("assumed", "value", "source"), pl.String), orient="row")
 
     @property
     def name(self) -> str:
@@ -263,14 +290,3 @@ def trace_of(source: Any) -> Trace:
     except TypeError:
         raise BadInput(f"trace: expected a Trace or paths of files, got {type(source).__name__}") from None
     return read_traces(paths)
-
-
-def paths_of(profiles: Sequence[StepProfile | str | Path]) -> tuple[Path, ...]:
-    """The files of profiles. Raises BadInput for one of the library that was not saved."""
-    paths = []
-    for one in profiles:
-        path = one.path if isinstance(one, StepProfile) else Path(one)
-        if path is None:
-            raise BadInput(f"profiles: {one!r} has no file; save it, or name it by gpus and tps")
-        paths.append(path)
-    return tuple(paths)

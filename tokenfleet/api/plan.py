@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from tokenfleet.api.inputs import NamedFleet, RequestTrace, StepProfile, paths_of, trace_of
+from controlplane.errors import BadInput
+from tokenfleet.api.inputs import NamedFleet, RequestTrace, StepProfile, trace_of
 from tokenfleet.api.options import Targets, request_of
 from tokenfleet.files import write_files
 from tokenfleet.planning.fleet import Fleet
@@ -185,3 +186,14 @@ def plan(
     shown: Callable[[], AbstractContextManager[Watch | None]] = nullcontext if progress is False else bar
     with shown() as watch:
         return PlanAnswer(answered(gathered, request, jobs, watch), RequestTrace(read), request)
+
+
+def paths_of(profiles: Sequence[StepProfile | str | Path]) -> tuple[Path, ...]:
+    """The files of profiles. Raises BadInput for one of the library that was not saved."""
+    paths = []
+    for one in profiles:
+        path = one.path if isinstance(one, StepProfile) else Path(one)
+        if path is None:
+            raise BadInput(f"profiles: {one!r} has no file; save it, or name it by gpus and tps")
+        paths.append(path)
+    return tuple(paths)

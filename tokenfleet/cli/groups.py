@@ -9,7 +9,8 @@ import typer
 GROUPS = {
     "Targets": ("--slo", "--attainment", "--confidence", "--class", "--session-time", "--agents"),
     "Traffic": (
-        *("--trace", "--since", "--data", "--window", "--rate-scale", "--prompt-scale", "--output-scale"),
+        *("--trace", "--since", "--users", "--requests-per-day", "--shape", "--growth", "--peak"),
+        *("--data", "--window", "--rate-scale", "--prompt-scale", "--output-scale"),
         *("--drop-too-long", "--bias-from", "--most-agents", "--open-loop"),
     ),
     "Model and hardware": (
@@ -45,8 +46,8 @@ GROUPS = {
 OTHER = "Other"
 FIRST = {
     "plan": (
-        *("--slo", "--attainment", "--confidence", "--trace", "--since", "--rate-scale", "--model", "--gpu"),
-        *("--tp", "--max-gpus", "--prices", "--spot", "--output-dir", "--all", "--format"),
+        *("--slo", "--attainment", "--confidence", "--trace", "--since", "--users", "--shape"),
+        *("--model", "--gpu", "--tp", "--max-gpus", "--prices", "--output-dir", "--all", "--format"),
     ),
     "whatif": (
         *("--slo", "--vary", "--attainment", "--trace", "--since", "--model", "--gpu", "--tp", "--max-gpus"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, takes_request
 from tokenfleet.planning.request import PlanRequest
 
@@ -18,13 +21,39 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tokenfleet.planning.plan_file import PlanFile
+    from tokenfleet.traces.usage import Usage
 
-BRIEF = {"Classes": None, "Alternatives": 3, "Traffic phases": 6}  # tables with rows printed; None: all
+# Tables with the rows printed; None: all.
+BRIEF = {"Assumptions": None, "Classes": None, "Alternatives": 3, "Traffic phases": 6}
+MISSING = (
+    "--trace: missing; name a trace, --users 2000 --shape chat to plan without one, or --since 1h for what"
+    " this fleet has served"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class UsageFlags:
+    """The flags that stand in for a trace."""
+
+    users: Annotated[
+        int | None, typer.Option(help="plan without a trace: for this many users, of a published shape")
+    ] = None
+    requests_per_day: Annotated[float | None, typer.Option(help="the same for this many requests a day")] = (
+        None
+    )
+    shape: Annotated[
+        str | None, typer.Option(help="shape of use: chat, long-chat, code, rag or agents (default: chat)")
+    ] = None
+    growth: Annotated[float | None, typer.Option(help="traffic to add: 0.3 plans for 30 % more")] = None
+    peak: Annotated[
+        float | None, typer.Option(help="requests of the busiest hour over the day's mean (default: 1.8)")
+    ] = None
 
 
 @takes_request()
 def plan_command(
     source: TraceSource,
+    usage: UsageFlags,
     request: PlanRequest,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="simulations at the same time (default: one per core)")
@@ -41,8 +70,11 @@ def plan_command(
 
     tokenfleet plan --trace day.csv --model llama-3.1-70b --gpu h100 --gpu a100 --tp 4 --tp 8
     --slo ttft=1.6s,tpot=75ms --attainment 0.999 --max-gpus 64 --output-dir out
+
+    tokenfleet plan --users 2000 --shape chat --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
     """
     request.consistent()
+    used = asked_usage(usage, source)
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.api.plan import answered, plan_texts
     from tokenfleet.cli.terminal import answer, console, progress_bar, warn
@@ -51,13 +83,20 @@ def plan_command(
     from tokenfleet.service.forks import asked_traces
     from tokenfleet.service.scorecard import kept_bias
     from tokenfleet.traces import read_traces
+    from tokenfleet.traces.usage import trace_of_usage
 
     files = [] if output_dir is None else [output_dir / "plan.json", output_dir / "report.html"]
     refuse_unwritable(files)
     with console(stderr=True).status("reading"):
-        paths, notes = asked_traces(source.trace, source.since, source.data, request.bias_from is not None)
+        if used is None:
+            paths, notes = asked_traces(
+                source.trace, source.since, source.data, request.bias_from is not None
+            )
+            trace = read_traces(paths)
+        else:
+            trace, notes = trace_of_usage(used, request.seed), ()
         bias = None if request.bias_from is None else kept_bias(source.data, request.bias_from)
-        gathered = gather(read_traces(paths), request, bias, date.today())
+        gathered = gather(trace, request, bias, date.today())
     # The answer's note has the ages of prices and profiles.
     warn([*notes, *(w for w in gathered.inputs.warnings if w not in gathered.inputs.ages)])
     with progress_bar() as bar:
@@ -67,6 +106,52 @@ def plan_command(
         write_files({output_dir / name: text for name, text in texts.items()})
     answer(output_format, texts["plan.json"], lambda: plan_answer(plan, output_dir, show_all))
     return 0 if plan.feasible else 1
+
+
+def asked_usage(flags: UsageFlags, source: TraceSource) -> Usage | None:
+    """The usage to plan for; None where a trace or history is named. Asks in a terminal. Raises BadInput."""
+    from tokenfleet.traces.usage import Usage
+
+    given = {
+        name: value
+        for name in ("users", "requests_per_day", "shape", "growth", "peak")
+        if (value := getattr(flags, name)) is not None
+    }
+    other = "--trace" if source.trace else "--since" if source.since is not None else None
+    if other is not None:
+        if given:
+            raise BadInput(f"--{next(iter(given)).replace('_', '-')}: contradicts {other}; give one of them")
+        return None
+    if "users" not in given and "requests_per_day" not in given:
+        if given:
+            raise BadInput(f"--{next(iter(given))}: needs --users or --requests-per-day too")
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise BadInput(MISSING)
+        return answered_usage()
+    return Usage(**given)
+
+
+def answered_usage() -> Usage:
+    """The usage that a person in a terminal gives answer by answer."""
+    from tokenfleet.traces.usage import BUSIEST, SHAPES, Usage
+
+    def ask(text: str, default: float | str | None = None, kind: type = float) -> float | str:
+        answer: float | str = typer.prompt(text, default=default, type=kind, err=True)
+        return answer
+
+    typer.echo("No --trace given. Five answers make one; Ctrl-C ends.", err=True)
+    for name, shape in SHAPES.items():
+        typer.echo(f"  {name:10} {shape.about}", err=True)
+    shape_name = str(ask("Shape of use", "chat", str))
+    a_user = SHAPES[shape_name].a_day if shape_name in SHAPES else 0.0
+    users = int(ask("Users a day", None, int))
+    Usage(users, shape=shape_name)  # refused before the next question
+    a_day = float(ask("Requests a day", users * a_user))
+    peak = float(ask("Busiest hour over the day's mean", BUSIEST))
+    growth = float(ask("Growth to plan for (0.3: 30 % more)", 0.0))
+    if a_day == users * a_user:
+        return Usage(users, shape=shape_name, growth=growth, peak=peak)
+    return Usage(requests_per_day=a_day, shape=shape_name, growth=growth, peak=peak)
 
 
 def plan_answer(plan: PlanFile, written: Path | None, show_all: bool) -> Iterator[RenderableType]:

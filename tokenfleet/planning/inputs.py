@@ -114,7 +114,13 @@ def gather(
         inputs = replace(inputs, phases=())
     faster = time_scale(trace.workload, request.rate_scale)
     inputs = replace(
-        inputs, clock_start_s=clock_s, rate_scale=faster, classes=classes, warnings=warnings, ages=tuple(ages)
+        inputs,
+        clock_start_s=clock_s,
+        rate_scale=faster,
+        classes=classes,
+        warnings=warnings,
+        ages=tuple(ages),
+        assumed=trace.assumed,
     )
     return Gathered(workload, usable, inputs)
 

@@ -462,6 +462,7 @@ class PlanInputs(_Part):
     profiles: list[PlannedProfile]
     warnings: list[str] = []
     ages: list[str] = []  # those of them that the answer's note stands for
+    assumed: list[list[str]] = []  # (name, value, where from) of a trace that was drawn
     confidence: Number | None = None
     seed: int | None = None
     clock_start_unix_s: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)] | None = None
@@ -505,6 +506,7 @@ class PlanFile(PlanBrief):
     headroom: Headroom | None = None
     plateau: Plateau | None = None
     sampling: TraceSample | None = None
+    workers_range: list[Count] | None = None  # of a trace that was drawn: nine times in ten
     one_fewer: OneFewer | None = None
     doubt: Uncertainty | None = None
     nearest_feasible: Nearest | None = None

@@ -86,7 +86,8 @@ def make_plan(
 
     def serving(request: PlanRequest) -> Plan:
         search = Search.of(request, workload, worker_types, pool, watch, inputs.classes, replayer)
-        search = replace(search, traffic=replace(search.traffic, sampler=_sampler(search)))
+        levels = None if inputs.assumed is None else inputs.assumed.levels
+        search = replace(search, traffic=replace(search.traffic, sampler=_sampler(search), levels=levels))
         return _serving(Plan(request, inputs, search.types, None), search, parts, explained, scheduled)
 
     plan = serving(question)

@@ -19,6 +19,7 @@ from tokenfleet.planning.reuse import PrefixReuse
 from tokenfleet.planning.schedule import PaidSchedule, Schedule
 from tokenfleet.planning.traffic.drift import Told
 from tokenfleet.traces.phases import Phase
+from tokenfleet.traces.trace import Assumed
 
 QUANTILES = (0.5, 0.9, 0.99)
 POINTS = 500_000
@@ -157,6 +158,7 @@ class Inputs:
     classes: tuple[SloClass, ...] = ()  # of the workload, in its order; none where the targets are plain
     ages: tuple[str, ...] = ()  # those of the warnings that tell how old prices and profiles are
     phases: tuple[Phase, ...] = ()  # none where concurrent sessions set the rate
+    assumed: Assumed | None = None  # of a trace that was drawn
 
 
 @dataclass(frozen=True)

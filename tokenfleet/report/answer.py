@@ -55,13 +55,20 @@ _BINDS = {
 _DRIFT = {
     "steady": "steady",
     "changes": "drifting ({:.0f} % allowed for)",
+    "assumed": "assumed ({:.0f} % allowed for)",
     "too short to tell": "too short to show drift ({:.0f} % allowed for)",
 }
+_DRAWN = re.compile("the recorded(?= tra(?:ce|ffic))")
 _SOURCES = {"arrivals": "arrivals", "drift": "traffic drift", "coefficients": "step times"}
 
 
 def says(plan: PlanFile) -> Iterator[tuple[str, str]]:
-    """(topic, text) lines, the verdict first."""
+    """(topic, text) lines, the verdict first. A trace that was drawn is called so."""
+    for topic, text in _says(plan):
+        yield topic, text if not plan.inputs.assumed else _DRAWN.sub("the drawn", text)
+
+
+def _says(plan: PlanFile) -> Iterator[tuple[str, str]]:
     yield from _verdict(plan)
     yield "Target", target_text(plan)
     yield "Traffic", _traffic(plan)
@@ -178,6 +185,10 @@ def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
     target = asked_text(plan.attainment.target)
     if plan.one_fewer is not None:
         yield "Why not fewer?", fewer_text(plan.one_fewer, plan.attainment.target)
+    if plan.workers_range is not None:
+        low, high = plan.workers_range
+        text = f"{low} to {high} workers, once your own trace replaces the assumptions (nine times in ten)"
+        yield "Range", text
     if plan.binding is not None:
         yield "Bottleneck", bottleneck_text(plan)
     if (room := plan.headroom) is not None:
@@ -427,6 +438,7 @@ def _span(dates: list[str]) -> str:
 def tables(plan: PlanFile) -> Iterator[Shown]:
     """Classes, alternatives, what would help, ruled-out types, the schedule, and the inputs' origins."""
     gpus = gpus_of(plan)
+    yield from _assumed(plan)
     if rows := [_class_row(one, gpus) for one in plan.classes if one.requests is not None]:
         yield Shown(title="Classes", columns=list(CLASSES), rows=rows)
     if plan.alternatives:
@@ -446,6 +458,13 @@ def tables(plan: PlanFile) -> Iterator[Shown]:
         yield Shown(title="Traffic phases", columns=list(COLUMNS), rows=rows)
     yield from _schedule(plan)
     yield origins(plan, gpus)
+
+
+def _assumed(plan: PlanFile) -> Iterator[Shown]:
+    """What a trace that was drawn rests on."""
+    if plan.inputs.assumed:
+        columns = ["Assumed", "value", "from"]
+        yield Shown(title="Assumptions", columns=columns, rows=plan.inputs.assumed)
 
 
 def _schedule(plan: PlanFile) -> Iterator[Shown]:

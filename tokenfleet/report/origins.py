@@ -23,10 +23,14 @@ def _rows(plan: PlanFile, gpus: set[str]) -> Iterator[list[str]]:
     inputs = plan.inputs
     scaled = "" if inputs.rate_scale == 1.0 else f", at {inputs.rate_scale:g}x its rate"
     requests = f"{inputs.requests:,} requests{scaled}"
-    yield ["Traffic", requests, "recorded", inputs.trace, "a longer trace"]
+    origin, narrower = ("assumed", "a recorded trace") if inputs.assumed else ("recorded", "a longer trace")
+    yield ["Traffic", requests, origin, inputs.trace, narrower]
     if plan.doubt is not None:
         growth = f"{100 * plan.doubt.of_rate:.0f} % of the rate"
-        yield ["Traffic drift", growth, "fitted", "the trace, and usual traffic", "traces of more days"]
+        drift = ("fitted", "the trace, and usual traffic", "traces of more days")
+        if inputs.assumed:
+            drift = ("assumed", "usual traffic, and the assumptions", "a recorded trace")
+        yield ["Traffic drift", growth, *drift]
     serving = {kind_of_worker(part) for part in plan.fleet}
     used = [one for one in inputs.profiles if kind_of_worker(one) in serving] or inputs.profiles
     for profile in used:

@@ -22,6 +22,7 @@ from tokenfleet.planning.fleet import Fleet, StandbyWorkers, apportioned
 from tokenfleet.planning.loop import expected_loop
 from tokenfleet.planning.plan_file import SCHEMA, ExpectedLoop, PlanFile
 from tokenfleet.planning.result import QUANTILES, Candidate, Doubt, Latency, Plan, Sampled, SmallerFleet
+from tokenfleet.planning.traffic.drift import workers_range
 from tokenfleet.planning.traffic.sample import ROUGHLY
 from tokenfleet.profiles.form import profile_document
 from tokenfleet.report.answer import says, tables
@@ -69,6 +70,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "headroom": _told(asdict, plan.headroom),
         **({"plateau": _plateau(plan.plateau)} if plan.plateau else {}),
         **({"sampling": _sampled(plan.sampled)} if plan.sampled else {}),
+        **_workers_range(plan),
         "one_fewer": _told(_one_fewer, plan.one_fewer),
         "doubt": _told(_doubt, plan.doubt),
         "nearest_feasible": _nearest(plan),
@@ -463,6 +465,16 @@ def _cdf(latency: Latency) -> list[list[float | None]]:
     return [[_figures(latency.at(float(s))), _share(float(s))] for s in (*shares, 1.0)]
 
 
+def _workers_range(plan: Plan) -> dict[str, Any]:
+    """The workers that a recorded trace might lead to; nothing where the trace is one."""
+    best, inputs = plan.best, plan.inputs
+    if best is None or inputs.assumed is None:
+        return {}
+    line = None if plan.line is None or plan.line.of_agents else plan.line
+    needed = None if line is None else lambda times: line.slope * inputs.rate_rps * times + line.intercept
+    return {"workers_range": list(workers_range(inputs.assumed.levels, best.fleet.workers, needed))}
+
+
 def _inputs(plan: Plan) -> dict[str, Any]:
     inputs = plan.inputs
     return {
@@ -477,6 +489,7 @@ def _inputs(plan: Plan) -> dict[str, Any]:
         "profiles": [_type_json(t) for t in plan.worker_types],
         "warnings": list(inputs.warnings),
         "ages": list(inputs.ages),
+        **({} if inputs.assumed is None else {"assumed": [list(row) for row in inputs.assumed.rows]}),
         "confidence": plan.question.confidence,
         "max_gpus": plan.question.max_gpus,
         "budget_usd_per_h": plan.question.budget_usd_per_h,

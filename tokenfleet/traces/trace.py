@@ -26,6 +26,18 @@ SILENCE = 100.0  # requests that might have come there
 COUNTS = ("out_of_order", "empty_outputs", "blank_rows")
 
 
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What a drawn trace rests on.
+
+    `levels`: the uncertainty of rate, prompts and outputs, as standard deviations of their logarithms.
+    `rows`: for a person, (name, value, where from).
+    """
+
+    levels: tuple[float, float, float]
+    rows: tuple[tuple[str, str, str], ...]
+
+
 @dataclass(frozen=True)
 class Trace:
     """Requests read from a file.
@@ -35,7 +47,7 @@ class Trace:
     `warnings` are whole lines for a person; the counts behind them are `out_of_order` (rows that came
     before an earlier arrival and were sorted in), `empty_outputs` (requests that returned nothing and
     were dropped) and `blank_rows`. `from_lengths`: the workload's prefixes follow from its sessions, lengths
-    and `systems`.
+    and `systems`. `assumed`: what a trace rests on that is drawn instead of recorded.
     """
 
     name: str
@@ -50,6 +62,7 @@ class Trace:
     blank_rows: int = 0
     systems: SystemPrompts | None = None
     from_lengths: bool = False
+    assumed: Assumed | None = None
 
     def __post_init__(self) -> None:
         if len(self.tenant) != len(self.workload):

@@ -37,6 +37,8 @@ is beyond its quantile at `CALM`. And where it is long enough to tell: chance al
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -54,12 +56,13 @@ LONGEST_S = 3600.0
 USUAL = 0.15  # of log rate: m-mid's 0.18 with its outliers, 0.12 by its middle 68 %
 WEIGHT = 8.0
 INDEPENDENT = 0.6  # between 0.5, where levels scatter about a mean, and 0.7, where they walk
+NINE_IN_TEN = 1.645  # standard deviations to either side
 SCARCE = 0.5
 PARTS = 5  # of a span: what they differ by is chance
 FEWEST = 5.0  # requests of a part, in the mean; of fewer nothing could be told
 FEWEST_BURSTS = 2.0  # and bursts of it: the logarithm of a count of one burst or none says nothing of a level
 
-Told = Literal["steady", "changes", "too short to tell"]
+Told = Literal["steady", "changes", "too short to tell", "assumed"]
 SCALES = (3, 6, 12, 24)
 CALM = 0.99
 HIDDEN = 0.5
@@ -110,6 +113,26 @@ def drift_of(
     freedom = independent + weight
     root = _root((independent * seen + weight * np.diag([usual**2, 0.0, 0.0])) / freedom)
     return Drift(root, freedom, told)
+
+
+def assumed_drift(levels: tuple[float, float, float]) -> Drift:
+    """The drift of traffic that was drawn: the usual one, and the uncertainty of what was assumed."""
+    return Drift(np.diag(np.hypot(levels, (USUAL, 0.0, 0.0))), WEIGHT, "assumed")
+
+
+def workers_range(
+    levels: tuple[float, float, float], workers: int, needed: Callable[[float], float] | None
+) -> tuple[int, int]:
+    """The workers that a recorded trace would lead to, nine times in ten; `workers` are the plan's.
+
+    `needed`: the scaling rule, workers for a multiple of the traffic drawn; without one, workers are taken to
+    be in proportion to traffic. A recorded trace adds usual drift.
+    """
+    off = NINE_IN_TEN * math.hypot(*levels)
+    ends = math.exp(-off), math.exp(off + NINE_IN_TEN * USUAL)
+    margin = math.exp(NINE_IN_TEN * math.hypot(USUAL, *levels))
+    low, high = (needed(end) if needed else workers / margin * end for end in ends)
+    return max(min(math.ceil(low), workers), 1), max(math.ceil(high), workers)
 
 
 def shown(workload: Workload) -> Told:

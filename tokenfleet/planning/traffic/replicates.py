@@ -24,7 +24,7 @@ from controlplane.perfmodel.profile import Profile, draw_profile
 from controlplane.prefixes import Prefixes
 from controlplane.workload import Workload
 from tokenfleet.planning.traffic.draws import Units, next_like, time_scale, units_of
-from tokenfleet.planning.traffic.drift import Drift, drift_of
+from tokenfleet.planning.traffic.drift import Drift, assumed_drift, drift_of
 from tokenfleet.planning.traffic.sample import CURVE, ROUGHLY, Sampler
 
 AS_IT_IS = 0
@@ -34,11 +34,15 @@ EVERYTHING: frozenset[Doubted] = frozenset(get_args(Doubted))
 
 @dataclass(frozen=True)
 class ResampledTraffic:
-    """A workload and its replicates; `sampler`: of one too long to be replayed whole each time."""
+    """A workload and its replicates; `sampler`: of one too long to be replayed whole each time.
+
+    `levels`: the uncertainty of rate, prompts and outputs where the workload was drawn, not recorded.
+    """
 
     workload: Workload
     seed: int = 0
     sampler: Sampler | None = None
+    levels: tuple[float, float, float] | None = None
 
     @cached_property
     def units(self) -> Units:
@@ -53,7 +57,7 @@ class ResampledTraffic:
     @cached_property
     def drift(self) -> Drift:
         """How far the workload's levels may go."""
-        return drift_of(self.workload)
+        return drift_of(self.workload) if self.levels is None else assumed_drift(self.levels)
 
     @property
     def is_slow(self) -> bool:

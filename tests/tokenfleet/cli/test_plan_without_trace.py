@@ -1,0 +1,86 @@
+"""`tokenfleet plan` without a trace: its flags, its questions, and what its answer says."""
+
+import io
+import json
+import sys
+
+import pytest
+from planning_builders import worker
+
+import tokenfleet.cli.plan as verb
+from tokenfleet.cli.main import main
+from tokenfleet.cli.plan import asked_usage
+from tokenfleet.profiles.library import write_profile
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A plan with one kind of worker."""
+    write_profile(worker(), tmp_path / "worker.yaml")
+    return [
+        *("plan", "--slo", "ttft=5s,tpot=100ms", "--attainment", "0.9", "--confidence", "0.8"),
+        *("--profile", f"{tmp_path}/worker.yaml", "--drop-too-long", "--prompt-scale", "0.1"),
+    ]
+
+
+def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, capsys):
+    assert main([*words, "--users", "20000", "--format", "json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["inputs"]["trace"] == "chat, 20,000 users"
+    assert [row[0] for row in plan["inputs"]["assumed"]][:2] == ["Requests a day", "Busiest hour"]
+    low, high = plan["workers_range"]
+    assert 1 <= low <= plan["workers"] <= high
+    says = dict(plan["says"])
+    assert says["Range"].startswith(f"{low} to {high} workers")
+    assert "assumed (25 % allowed for)" in says["Traffic"]
+    assert "recorded" not in says["SLO attainment"]
+    assert plan["doubt"]["traffic"] == "assumed"
+    tables = {table["title"]: table["rows"] for table in plan["tables"]}
+    assert tables["Assumptions"] == plan["inputs"]["assumed"]
+    assert tables["Where numbers come from"][0][2] == "assumed"
+    assert main([*words, "--users", "20000"]) == 0
+    assert "assumed; --requests-per-day replaces it" in capsys.readouterr().out
+
+
+def test_without_a_terminal_the_refusal_names_users(words, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        "error: --trace: missing; name a trace, --users 2000 --shape chat to plan without one,"
+        " or --since 1h for what this fleet has served\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--users", "5", "--trace", "t.csv"), "--users: contradicts --trace; give one of them"),
+        (("--growth", "0.1", "--since", "1h"), "--growth: contradicts --since; give one of them"),
+        (("--shape", "rag"), "--shape: needs --users or --requests-per-day too"),
+        (("--users", "0"), "--users: 0, expected more than 0, at most 1e+10"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused_in_a_line(words, capsys, more, told):
+    assert main([*words, *more]) == 2
+    assert capsys.readouterr().err == f"error: {told}\n"
+
+
+class Terminal(io.StringIO):
+    """What a person types, or reads, in a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_asks_for_the_answers(words, monkeypatch):
+    asked = []
+
+    def noted(*given):
+        asked.append(asked_usage(*given))
+        return asked[0]
+
+    monkeypatch.setattr(sys, "stdin", Terminal("rag\n300\n900\n2\n0.5\n"))
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(verb, "asked_usage", noted)
+    assert main([*words, "--window", "0..0.001"]) == 1, "one request shows no target"
+    (usage,) = asked
+    assert (usage.shape, usage.a_day, usage.peak, usage.growth) == ("rag", 900, 2.0, 0.5)

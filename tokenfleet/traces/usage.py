@@ -1,0 +1,193 @@
+"""A trace without a recording: the busiest hour of a service, drawn from its users and a published shape.
+
+What is asked: users or requests a day, the shape of use, the busiest hour over the mean, and growth. What
+is drawn: requests at the rate of the busiest hour, with lengths of the shape.
+
+Arrivals are Poisson at a rate that swings from minute to minute: its logarithm is an AR(1) with the standard
+deviation `SWING` and the correlation `KEPT` of Azure's conversation hour. Sessions arrive as a Poisson
+process, and the first hour, in which they gather, is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.workload import Workload
+from tokenfleet.field_errors import nearest
+from tokenfleet.texts import duration_text
+from tokenfleet.traces.distributions import AZURE_CONV, SHAREGPT, LengthMix, Lognormal
+from tokenfleet.traces.synth import SessionLaws, synthesise_sessions
+from tokenfleet.traces.trace import Assumed, Trace
+
+DAY_S, HOUR_S = 86_400.0, 3_600.0
+BUSIEST = 1.8  # hour over the day's mean: ServeGen's 29 days have 1.2 to 2.2, nine in ten at most 1.8
+SWING, KEPT, MINUTE_S = 0.21, 0.82, 60.0
+FEWEST, ENOUGH = 2_000, 36_000  # requests of a drawn trace
+SHORTEST_S = 600.0
+MOST_PER_DAY = 1e10
+OF_RATE, OF_LENGTHS = 0.2, 0.1  # standard deviations of logarithms
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedShape:
+    """A published shape of use: lengths of requests, or of a session's turns; `source` names where from.
+
+    `a_day`: requests of one user, which no source has and is assumed.
+    """
+
+    about: str
+    source: str
+    a_day: float
+    lengths: LengthMix | str
+    sessions: SessionLaws | None = None
+
+
+SHAPES = {
+    "chat": PublishedShape(
+        "questions with little history", "Azure's conversation hour, 2023 (CC-BY-4.0)", 10.0, AZURE_CONV
+    ),
+    "long-chat": PublishedShape(
+        "chats with all earlier turns in the prompt", "ShareGPT, by etalon (Apache-2.0)", 10.0, SHAREGPT
+    ),
+    "code": PublishedShape(
+        "code completions",
+        "means and medians of Azure's code hour, 2023 (CC-BY-4.0)",
+        100.0,
+        LengthMix(Lognormal(2048.0, 0.93), Lognormal(28.0, 1.9)),
+    ),
+    "rag": PublishedShape(
+        "questions about long documents",
+        "lengths and cache hits of Mooncake's synthetic trace (Apache-2.0)",
+        10.0,
+        "lognormal:5000:1.5-lognormal:150:1.3",
+        SessionLaws("lognormal:3:0.8", "lognormal:30:1.5"),
+    ),
+    "agents": PublishedShape(
+        "coding agents that call tools",
+        "turns, lengths and think times of Weka's sessions (Apache-2.0)",
+        200.0,
+        "lognormal:1800:2-lognormal:430:2",
+        SessionLaws("lognormal:54:1", "lognormal:15:1.5", system_tokens=20_000),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The answers to the questionnaire. Raises BadInput, one line, for one that cannot be.
+
+    `growth`: the traffic to add, as a share (0.3: 30 % more). `peak`: the busiest hour over the day's mean.
+    """
+
+    users: int | None = None
+    requests_per_day: float | None = None
+    shape: str = "chat"
+    growth: float = 0.0
+    peak: float = BUSIEST
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            known = ", ".join(SHAPES)
+            raise BadInput(f"--shape: {self.shape}: expected {known}{nearest(self.shape, SHAPES)}")
+        if (self.users is None) == (self.requests_per_day is None):
+            got = "neither" if self.users is None else "both"
+            raise BadInput(f"--users: expected --users or --requests-per-day, got {got}")
+        for flag, value in (("users", self.users), ("requests-per-day", self.requests_per_day)):
+            if value is not None and not 0 < value <= MOST_PER_DAY:
+                raise BadInput(f"--{flag}: {value:g}, expected more than 0, at most {MOST_PER_DAY:g}")
+        if not 0 <= self.growth <= 100:
+            raise BadInput(f"--growth: {self.growth:g}, expected 0 to 100 (0.3: 30 % more traffic)")
+        if not 1 <= self.peak <= 100:
+            raise BadInput(f"--peak: {self.peak:g}, expected 1 to 100, the busiest hour over the day's mean")
+
+    @property
+    def a_day(self) -> float:
+        """Requests of a day of today."""
+        if self.requests_per_day is not None:
+            return self.requests_per_day
+        return (self.users or 0) * SHAPES[self.shape].a_day
+
+    @property
+    def rate_rps(self) -> float:
+        """Requests per second of the busiest hour, growth included."""
+        return self.a_day / DAY_S * self.peak * (1.0 + self.growth)
+
+    @property
+    def name(self) -> str:
+        """`chat, 2,000 users`."""
+        if self.users is not None:
+            return f"{self.shape}, {self.users:,} users"
+        return f"{self.shape}, {self.a_day:,.6g} requests a day"
+
+
+def trace_of_usage(usage: Usage, seed: int = 0) -> Trace:
+    """The busiest hour of a service as a trace; the same seed draws the same. Raises BadInput."""
+    rate_rps, shape = usage.rate_rps, SHAPES[usage.shape]
+    duration_s = max(min(HOUR_S, ENOUGH / rate_rps), SHORTEST_S, FEWEST / rate_rps)
+    systems = None
+    if shape.sessions is None:
+        assert isinstance(shape.lengths, LengthMix)
+        rng = np.random.RandomState(seed)
+        arrival_s = arrivals(rate_rps, duration_s, rng)
+        workload = Workload(arrival_s, *shape.lengths.draw(len(arrival_s), rng))
+    else:
+        assert isinstance(shape.lengths, str)
+        workload = _in_sessions(shape.lengths, shape.sessions, rate_rps, duration_s, seed)
+    levels = (OF_RATE, OF_LENGTHS, OF_LENGTHS)
+    assumed = Assumed(levels, tuple(_rows(usage, workload)))
+    return Trace(usage.name, "usage", workload, assumed=assumed, systems=systems)
+
+
+def arrivals(rate_rps: float, duration_s: float, rng: np.random.RandomState) -> NDArray[np.float64]:
+    """Arrival times, seconds from 0, of traffic whose rate swings from minute to minute about `rate_rps`."""
+    minutes = math.ceil(duration_s / MINUTE_S)
+    level = rng.standard_normal(minutes)
+    for i in range(1, minutes):
+        level[i] = KEPT * level[i - 1] + math.sqrt(1.0 - KEPT**2) * level[i]
+    share = np.exp(SWING * level)
+    counts = rng.poisson(share / share.sum() * rate_rps * duration_s)
+    counts[0] = max(counts[0], 1)
+    each_s = duration_s / minutes
+    begins_s = np.repeat(np.arange(minutes) * each_s, counts)
+    return np.sort(begins_s + rng.uniform(0.0, each_s, len(begins_s)))
+
+
+def _in_sessions(lengths: str, laws: SessionLaws, rate_rps: float, duration_s: float, seed: int) -> Workload:
+    """Requests of sessions that begin at one rate; those of the first hour, or more, are left out."""
+    requests = math.ceil(rate_rps * (duration_s + 2 * HOUR_S) * 1.2)
+    tried, _ = synthesise_sessions("poisson:1", lengths, requests, laws, seed)
+    assert tried.sessions is not None
+    turns = len(tried) / (int(tried.sessions.session.max()) + 1)
+    made, _ = synthesise_sessions(f"poisson:{rate_rps / turns:.9g}", lengths, requests, laws, seed)
+    part = made.window(HOUR_S, HOUR_S + duration_s)
+    if len(part) == 0:
+        raise BadInput(f"--shape: {rate_rps:g} requests per second are too few to draw a trace from")
+    return replace(part, arrival_s=part.arrival_s - part.arrival_s[0])
+
+
+def _rows(usage: Usage, load: Workload) -> Iterator[tuple[str, str, str]]:
+    """What a person should check: (name, value, where from)."""
+    shape = SHAPES[usage.shape]
+    if usage.users is not None:
+        value = f"{shape.a_day:g} a user, {usage.a_day:,.6g} in all"
+        yield "Requests a day", value, "assumed; --requests-per-day replaces it"
+    else:
+        yield "Requests a day", f"{usage.a_day:,.6g}", "given"
+    source = "ServeGen's days have 1.2 to 2.2" if usage.peak == BUSIEST else "given"
+    yield "Busiest hour", f"{usage.peak:g}x the day's mean", source
+    if usage.growth:
+        yield "Growth", f"{100 * usage.growth:.3g} % more traffic", "given"
+    yield "Rate planned for", f"{load.rate_rps:.3g} req/s for {duration_text(load.duration_s)}", "drawn"
+    value = f"{load.prompt_tokens.mean():,.0f} prompt, {load.output_tokens.mean():,.0f} output on average"
+    yield "Tokens", value, shape.source
+    if shape.sessions is not None and load.sessions is not None:
+        sessions = len(np.unique(load.sessions.session))
+        yield "Sessions", f"{sessions:,}, {len(load) / sessions:.3g} requests each in that time", "as above"
+    value = f"rate {100 * OF_RATE:.0f} %, lengths {100 * OF_LENGTHS:.0f} %"
+    yield "Uncertainty", value, "assumed; a trace of your own narrows it"
