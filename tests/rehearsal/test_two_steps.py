@@ -37,7 +37,7 @@ def make(model):
     cache = get_kv_cache_configs(config, [{"model.layers.0.attn": spec}], [BLOCKS * spec.page_size_bytes])[0]
     assert cache.num_blocks == BLOCKS
     logging.disable(logging.WARNING)  # vLLM tells of each that is made
-    yield lambda patch: Engine(config, cache, patch)
+    yield lambda patch, loads_inside=True: Engine(config, cache, patch, loads_inside)
     logging.disable(logging.NOTSET)
 
 
@@ -150,11 +150,11 @@ def newest(names: list[str], number: int) -> str | None:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(actions=st.lists(ACTIONS, min_size=1, max_size=80))
-def test_no_schedule_gives_a_client_or_a_reader_what_is_not_its_own(make, actions):
+@given(actions=st.lists(ACTIONS, min_size=1, max_size=80), loads_inside=st.booleans())
+def test_no_schedule_gives_a_client_or_a_reader_what_is_not_its_own(make, actions, loads_inside):
     note(f"actions: {actions}")
     with pytest.MonkeyPatch.context() as patch:
-        engine = make(patch)
+        engine = make(patch, loads_inside)
         play = Play(engine)
         for action in actions:
             play.act(*action)
@@ -194,6 +194,24 @@ def test_a_load_inside_a_step_that_fails_after_its_request_has_gone_leaves_nothi
     engine.add("next", prompt_of(0, 5), 1, PLAIN)
     turns(engine, 4)
     assert engine.clients["next"].finish
+    assert not engine.mistakes
+
+
+def test_on_a_gpu_a_short_tail_is_loaded_between_steps_and_no_other_request_waits_for_it(make, monkeypatch):
+    from dataplane.live.kv.connector import loads_inside_steps
+
+    engine = make(monkeypatch, loads_inside_steps())  # what the platform says, which is CUDA's here
+    engine.add("other", prompt_of(1, 6), 14, PLAIN)
+    turns(engine, 2)
+    engine.go_on("moved", prompt_of(0, 6), 3, ())
+    turns(engine, 4)
+    assert [job.segment for job in engine.loading] == ["moved"]
+    assert not engine.clients["moved"].tokens
+    before = len(engine.clients["other"].tokens)
+    assert before > 2
+    engine.end_load(0, fails=False)
+    turns(engine, 5)
+    assert engine.clients["moved"].tokens
     assert not engine.mistakes
 
 

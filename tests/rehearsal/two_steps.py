@@ -86,7 +86,7 @@ class Read:
 class Engine:
     """The scheduler, a queue of two steps, a late GPU, a rank's half of moves, and its clients."""
 
-    def __init__(self, config: Any, cache: Any, patch: Any) -> None:
+    def __init__(self, config: Any, cache: Any, patch: Any, loads_inside: bool = True) -> None:
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -94,6 +94,7 @@ class Engine:
 
         self.now_s = 0.0
         patch.setattr(connector_module.time, "monotonic", lambda: self.now_s)
+        patch.setattr(connector_module, "loads_inside_steps", lambda: loads_inside)
         self.scheduler = AsyncScheduler(
             config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=True
         )

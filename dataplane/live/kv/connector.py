@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 advance_grammar(request, prior)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        message = message_from(request.kv_transfer_params)
+        message = asked_of(request)
         if isinstance(message, Control):
             return 0, False
         tokens = self._holds.tokens_to_load(request.request_id, message, num_computed_tokens)
@@ -127,7 +127,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tokens, tokens > 0 and between_steps
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        message = message_from(request.kv_transfer_params)
+        message = asked_of(request)
         if isinstance(message, Transfer):
             self._holds.admitted(request.request_id, message, blocks.get_block_ids()[0], num_external_tokens)
             if message.hold:
@@ -302,6 +302,23 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self._role == KVConnectorRole.WORKER and self._loads is not None:
             self._loads.close()
+
+
+def loads_inside_steps() -> bool:
+    """Whether a short tail is loaded inside the step that admits it.
+
+    On a GPU the engine launches steps ahead. A load inside one would wait for the kernels before it, and the next
+    step of every request with it.
+    """
+    return bool(current_platform.is_cpu())
+
+
+def asked_of(request: Any) -> Transfer | Control:
+    """What a request asks of this connector, with its load between steps where none is inside them."""
+    message = message_from(request.kv_transfer_params)
+    if isinstance(message, Transfer) and message.load is not None and not loads_inside_steps():
+        return replace(message, load=replace(message.load, inline=False))
+    return message
 
 
 KEEPS_ALL = {"FullAttentionSpec", "MLAAttentionSpec"}  # vLLM's kinds of layers with a block for every token
