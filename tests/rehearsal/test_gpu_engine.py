@@ -1,6 +1,8 @@
 """A GPU engine as far as it goes without a GPU: what vLLM chooses, loads and lays out for our settings."""
 
+import os
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,13 +18,17 @@ from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.engine import KvDoor, engine_args, engine_config
 
 DEGREES = [1, 2, 4, 8]
+NAME = "OMP_NUM_THREADS"
+
+
+def asked_of(model, tp=1, **settings):
+    addresses, _ = reserve_addresses("127.0.0.1", tp)
+    asked = {"model": model, "tensor_parallel_size": tp, "skip_tokenizer_init": True} | settings
+    return asked, KvDoor(addresses, "token")
 
 
 def config_of(model, tp=1, **settings):
-    addresses, _ = reserve_addresses("127.0.0.1", tp)
-    door = KvDoor(addresses, "token")
-    asked = {"model": model, "tensor_parallel_size": tp, "skip_tokenizer_init": True} | settings
-    return engine_config(engine_args(asked, door))
+    return engine_config(engine_args(*asked_of(model, tp, **settings)))
 
 
 @pytest.mark.parametrize("tp", DEGREES)
@@ -93,6 +99,51 @@ def test_host_memory_below_kv_is_vllms_own_for_a_gpu_engine(model):
     assert {type(one).__name__ for one in made.values()} == {"TieredConnector"}
     assert type(made[KVConnectorRole.WORKER]._host.connector_worker.spec) is CPUOffloadingSpec
     assert type(made[KVConnectorRole.WORKER]).get_required_kvcache_layout(config) == "LBHNC"
+
+
+def test_host_memory_counts_blocks_as_vllm_keeps_them(model, monkeypatch):
+    """Those of a model that all ranks have alike (MLA) are kept once: dividing by ranks gave half of them."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as offloading
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    config = config_of(model, 2, kv_offloading_size=0.25)
+    cache, _ = layers_of(config, "LBHNC", "mla", torch.bfloat16)
+    build = offloading.build_offloading_config
+    for copies in (2, 1):
+        alike = copies == 1
+        monkeypatch.setattr(
+            offloading,
+            "build_offloading_config",
+            lambda *a, on=alike: replace(build(*a), replicated_layout=on),
+        )
+        made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+        assert made._cache["host_blocks"] == (1 << 28) // (copies * made._cache["block_bytes"])
+
+
+def test_host_memory_without_room_in_shared_memory_is_refused_before_a_model_loads(model, monkeypatch):
+    from dataplane.live.worker import engine, host_checks
+
+    free = SimpleNamespace(free=1 << 29)
+    monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda folder: free)
+    host_checks.check_shared_room(1 << 29)
+    host_checks.check_shared_room(0)
+    with pytest.raises(BadInput, match=r"^--host-kv: a worker keeps 2.0 GiB in /dev/shm, 0.5 GiB are free"):
+        engine.start_engine(engine.engine_args(*asked_of(model, kv_offloading_size=2.0)))
+
+
+def test_weights_are_loaded_on_as_many_threads_as_vllm_chooses(model, monkeypatch):
+    """Ray sets one thread for an actor without CPUs; an operator's own number stays."""
+    from dataplane.live.worker import engine
+
+    seen = []
+    monkeypatch.setattr(
+        engine.EngineCoreClient, "make_async_mp_client", lambda *_, **__: seen.append(os.environ.get(NAME))
+    )
+    for given in ("1", "6"):
+        monkeypatch.setenv(NAME, given)
+        engine.start_engine(engine.engine_args(*asked_of(model)))
+    assert seen == [None, "6"]
 
 
 # Penalties of moved requests under the second runner.

@@ -190,6 +190,11 @@ def fence_blocks(offloading: OffloadingConnector, blocks: list[int]) -> None:
     offloading.scheduler._current_batch_allocated_block_ids.update(blocks)
 
 
+def host_chunks(offloading: OffloadingConnector) -> int:
+    """How many blocks its host memory holds: on a GPU they are whole pages, and MLA's are kept once."""
+    return int(offloading.connector_scheduler.manager._num_chunks)
+
+
 def loads_of(stats: Any) -> tuple[int, float]:
     """What statistics of vLLM's offloading, or None, say of loads from host memory: bytes, and seconds."""
     counted = {} if stats is None else stats.reduce()

@@ -41,6 +41,7 @@ from dataplane.live.engine_api.vllm_surface import (
 )
 from dataplane.live.kv.holds import Holds, StepOrders, inline_blocks
 from dataplane.live.kv.loads import KvLoads
+from dataplane.live.kv.memory import kv_memory
 from dataplane.live.kv.nixl import bypasses
 from dataplane.live.kv.transport import SocketTransport
 
@@ -234,10 +235,10 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # A kernel may split the blocks that the scheduler counts in.
         layers = [group_kernel_blocks(tensor, blocks) for tensor in kv_caches.values()]
         address = self._settings["addresses"][self._rank]
-        is_on_gpu = any(tensor.device.type != "cpu" for tensor in layers)
-        around = bypasses(self._settings.get("transport", "auto"), address, is_on_gpu)
+        memory = kv_memory(layers)
+        around = bypasses(self._settings.get("transport", "auto"), address, memory)
         transport = SocketTransport(self._settings["secret"], around)
-        self._loads = KvLoads(layers, transport, address, self._rank)
+        self._loads = KvLoads(memory, transport, address, self._rank)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -307,8 +308,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 def loads_inside_steps() -> bool:
     """Whether a short tail is loaded inside the step that admits it.
 
-    On a GPU the engine launches steps ahead. A load inside one would wait for the kernels before it, and the next
-    step of every request with it.
+    On a GPU the engine launches steps ahead. A load inside one would wait for the kernels before it, and the
+    next step of every request with it.
     """
     return bool(current_platform.is_cpu())
 

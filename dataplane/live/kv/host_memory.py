@@ -38,6 +38,7 @@ from dataplane.live.engine_api.vllm_surface import (
     OffloadingWorker,
     TransferResult,
     fence_blocks,
+    host_chunks,
     loads_of,
 )
 from dataplane.live.kv.connector import MigrationConnector, StepMetadata, StepStats
@@ -55,8 +56,9 @@ class TieredConnector(MigrationConnector):
             needs = max(self._cache["block_bytes"] * ranks, 1)
             if has < needs:
                 raise BadInput(f"--host-kv: {has:,} bytes hold no block of KV, which takes {needs:,}")
-            self._cache["host_blocks"] = has // needs
         self._host = OffloadingConnector(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._cache["host_blocks"] = host_chunks(self._host)
         self._told: list[Any] = []  # events of host memory
         self._from_host: set[str] = set()  # requests whose external tokens are in host memory
 

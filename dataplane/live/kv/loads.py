@@ -10,14 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-
-import torch
 
 from dataplane.live.engine_api.kv_messages import UNBOUND
 from dataplane.live.kv.holds import LoadJob, StepOrders
-from dataplane.live.kv.memory import BlockTables, kv_memory
+from dataplane.live.kv.memory import BlockTables, KvMemory
 from dataplane.live.kv.transport import Fetch, FetchFailed, KvTransport
 
 log = logging.getLogger(__name__)
@@ -33,12 +31,12 @@ class KvLoads:
 
     def __init__(
         self,
-        layers: Sequence[torch.Tensor],
+        memory: KvMemory,
         transport: KvTransport,
         address: str,
         rank: int,
     ) -> None:
-        self._memory = kv_memory(layers)
+        self._memory = memory
         self._tables = BlockTables()
         self._transport = transport
         self._rank = rank

@@ -255,17 +255,21 @@ def installed() -> str:
     return next((name for name in PACKAGES if util.find_spec(name) is not None), "")
 
 
-def bypasses(asked: Asked, address: str, is_on_gpu: bool) -> list[NixlTransport]:
+def bypasses(asked: Asked, address: str, memory: KvMemory) -> list[NixlTransport]:
     """The ways around sockets that a rank at this address has besides its host's own.
 
-    `auto`: NIXL within a host, for KV in GPUs; between host memories it loses to sockets. Raises BadInput
-    where it was asked for and is not to be had.
+    `auto`: NIXL within a host, for KV in GPUs; between host memories it loses to sockets. The memory is
+    registered here: at the first move the engine's steps and the holder's time would wait for it. Raises
+    BadInput where NIXL was asked for and is not to be had, or not for blocks of this layout.
     """
+    is_on_gpu = memory.layers[0].device.type != "cpu"
     if asked == "sockets" or (asked == "auto" and not (is_on_gpu and installed())):
         return []
     try:
-        return [NixlTransport(asked == "nixl" and address.startswith("tcp:"))]
-    except Exception as error:
+        around = NixlTransport(asked == "nixl" and address.startswith("tcp:"))
+        around.register(memory)
+        return [around]
+    except Exception as error:  # NIXL has a dozen kinds of its own, without a base
         if asked == "nixl":
             raise BadInput(f"--kv-transport nixl: {error}") from error
         log.warning("KV goes over sockets: %s", error)

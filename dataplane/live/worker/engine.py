@@ -38,7 +38,7 @@ from dataplane.live.engine_api.vllm_surface import (
 )
 from dataplane.live.kv.nixl import Asked, check_installed
 from dataplane.live.worker.door import Door
-from dataplane.live.worker.host_checks import files_digest, model_files
+from dataplane.live.worker.host_checks import check_shared_room, files_digest, model_files
 
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_TOKENS = 32
@@ -158,6 +158,10 @@ def start_engine(args: AsyncEngineArgs) -> Any:
     """Start an EngineCore in its own process and return vLLM's asynchronous client of it. Blocks."""
     config = engine_config(args)
     check_served(config)
+    if not current_platform.is_cpu():
+        check_shared_room(config.kv_transfer_config.kv_connector_extra_config.get("cpu_bytes_to_use", 0))
+        if os.environ.get("OMP_NUM_THREADS") == "1":  # Ray's, for an actor without CPUs; weights load on them
+            del os.environ["OMP_NUM_THREADS"]
     config.additional_config = EndsWithParent(config.additional_config)
     if config.model_config.is_hybrid:  # states and attention in turns cannot be one group
         config.scheduler_config.disable_hybrid_kv_cache_manager = False

@@ -259,6 +259,19 @@ def _shared_memory(folder: str = "/dev/shm") -> HostFinding:
     return HostFinding("shared memory", "fine" if enough else "warns", says)
 
 
+def check_shared_room(host_bytes: int, folder: str = "/dev/shm") -> None:
+    """Raise BadInput where a GPU engine's host memory below KV has no room; vLLM says so minutes later.
+
+    On a GPU vLLM keeps all of it in shared memory, and takes its pages as it starts.
+    """
+    free = shutil.disk_usage(folder).free if host_bytes else 0
+    if host_bytes > free:
+        has = (
+            f"a worker keeps {host_bytes / 2**30:.1f} GiB in {folder}, {free / 2**30:.1f} GiB are free there"
+        )
+        raise BadInput(f"--host-kv: {has}; enlarge it (mount -o remount,size=..., or a pod's emptyDir)")
+
+
 def _memory() -> HostFinding:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) << 10

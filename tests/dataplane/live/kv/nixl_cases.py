@@ -206,19 +206,47 @@ def test_blocks_of_any_order_inside_are_runs_of_bytes_and_gaps_are_refused():
 
 
 def test_nixl_is_taken_for_gpus_or_where_it_was_asked_for(monkeypatch):
-    made = []
-    monkeypatch.setattr(nixl, "NixlTransport", lambda between: made.append(between) or "nixl")
+    made, registered = [], []
+
+    class Agent:
+        def __init__(self, is_between_hosts):
+            made.append(is_between_hosts)
+
+        def register(self, memory):
+            registered.append(memory)
+
+    monkeypatch.setattr(nixl, "NixlTransport", Agent)
     monkeypatch.setattr(nixl, "installed", lambda: "nixl_cu12")
-    assert bypasses("auto", "tcp://10.0.0.1:1", False) == []
-    assert bypasses("sockets", "tcp://10.0.0.1:1", True) == []
-    assert bypasses("auto", "tcp://10.0.0.1:1", True) == ["nixl"]
-    assert bypasses("nixl", "unix://name", False) == ["nixl"]
-    assert bypasses("nixl", "tcp://10.0.0.1:1", False) == ["nixl"]
-    assert made == [False, False, True]  # only who asked for it is told of other hosts
+    host, gpu = kv_memory(caches(1)), kv_memory([torch.empty(4, 2, 16, device="meta")])
+    assert bypasses("auto", "tcp://10.0.0.1:1", host) == []
+    assert bypasses("sockets", "tcp://10.0.0.1:1", gpu) == []
+    assert len(bypasses("auto", "tcp://10.0.0.1:1", gpu)) == 1
+    assert len(bypasses("nixl", "unix://name", host)) == 1
+    assert len(bypasses("nixl", "tcp://10.0.0.1:1", host)) == 1
+    assert made == [False, False, True]  # only an operator who asked for it reaches other hosts
+    assert registered == [gpu, host, host]  # at the start: the first move does not wait for it
     monkeypatch.setattr(nixl, "installed", lambda: "")
-    assert bypasses("auto", "tcp://10.0.0.1:1", True) == []
+    assert bypasses("auto", "tcp://10.0.0.1:1", gpu) == []
     with pytest.raises(BadInput, match=r"^--kv-transport nixl: not installed on \S+; pip install"):
         check_installed("nixl")
+
+
+def test_nixl_steps_aside_at_the_start_where_blocks_do_not_lie_in_one_piece(monkeypatch):
+    class Agent:
+        def __init__(self, is_between_hosts):
+            pass
+
+        def register(self, memory):
+            for tensor in memory.layers:
+                nixl._layer(tensor)
+
+    monkeypatch.setattr(nixl, "NixlTransport", Agent)
+    monkeypatch.setattr(nixl, "installed", lambda: "nixl_cu12")
+    apart = torch.empty(2, 4, 16, device="meta").transpose(0, 1)  # heads before blocks
+    gpu = kv_memory([apart])
+    assert bypasses("auto", "unix://name", gpu) == []
+    with pytest.raises(BadInput, match=r"--kv-transport nixl: .*do not lie in one piece"):
+        bypasses("nixl", "unix://name", gpu)
 
 
 @needs_nixl

@@ -73,15 +73,12 @@ def test_what_is_loaded_comes_after_a_late_write_of_whoever_had_the_blocks(cuda)
 
 
 def test_a_step_s_orders_are_known_only_after_its_event(cuda, monkeypatch):
-    from dataplane.live.kv import loads
-
-    monkeypatch.setattr(loads, "kv_memory", lambda layers: StagedMemory(layers, cuda))
     update = BlockTables.update
     monkeypatch.setattr(
         BlockTables, "update", lambda *a: (cuda.log.append(("tables", "updated")), update(*a))[1]
     )
     (address,), release = reserve_addresses("127.0.0.1", 1)
-    one = KvLoads(caches(), SocketTransport("secret"), address, 0)
+    one = KvLoads(StagedMemory(caches(), cuda), SocketTransport("secret"), address, 0)
     one.take_orders(StepOrders(offered={"s": [1]}))
     one.close()
     release()
