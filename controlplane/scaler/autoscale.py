@@ -402,6 +402,9 @@ def _observed(state: Scaling, snapshot: Snapshot, line: Line | None) -> dict[str
     }
     if regime is not None:
         observed |= {"rate_rps": regime.rate_rps, "noise": regime.noise}
+        if state.regimes.before_rps is not None and state.demand is not None:
+            changed_s = state.regimes.starts[-1] * state.demand.bin_s
+            observed |= {"before_rps": state.regimes.before_rps, "changed_s_ago": snapshot.now_s - changed_s}
     if traffic.requests > 0:
         observed["prompt_tokens"] = sum(c.prompt_tokens for c in traffic.classes) / traffic.requests
         observed["output_tokens"] = sum(c.output_tokens for c in traffic.classes) / traffic.requests

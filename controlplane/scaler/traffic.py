@@ -173,11 +173,15 @@ def recent_rps(demand: Demand, regime: Regime) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Regimes:
-    """The state of the search: the regime in progress, and when earlier ones began (bin numbers)."""
+    """The state of the search: the regime in progress, and when earlier ones began (bin numbers).
+
+    `before_rps`: the rate until the last change point; None before the first.
+    """
 
     current: Regime | None = None
     starts: tuple[int, ...] = ()
     searched_to: int = -1  # the last bin looked at
+    before_rps: float | None = None
 
 
 def follow(regimes: Regimes, demand: Demand, strictness: float = 4.0) -> Regimes:
@@ -198,7 +202,20 @@ def follow(regimes: Regimes, demand: Demand, strictness: float = 4.0) -> Regimes
     mine = counts[changes[-1] :] if changes else counts
     current = Regime(begins, sum(mine) / (len(mine) * demand.bin_s), len(mine), noise_of(counts))
     starts = regimes.starts + tuple(numbers[i] for i in changes)
-    return Regimes(current, starts[-_MOST_BINS:], end - 1)
+    before_rps = _before_rps(regimes.before_rps, counts, changes, demand.bin_s)
+    return Regimes(current, starts[-_MOST_BINS:], end - 1, before_rps)
+
+
+def _before_rps(
+    known_rps: float | None, counts: Sequence[int], changes: Sequence[int], bin_s: float
+) -> float | None:
+    """The rate until the last change point; what is known of it where none is new."""
+    if not changes:
+        return known_rps
+    earlier = counts[changes[-2] if len(changes) > 1 else 0 : changes[-1]]
+    if known_rps is not None and len(earlier) <= _LEAST_BINS:  # the same change, placed anew
+        return known_rps
+    return sum(earlier) / (len(earlier) * bin_s)
 
 
 def change_points(counts: Sequence[int], strictness: float = 4.0, least_bins: int = _LEAST_BINS) -> list[int]:

@@ -262,6 +262,28 @@ def test_until_there_is_a_line_the_load_says_how_many():
     assert actions == []
 
 
+def test_a_change_names_the_change_point_before_it():
+    settings = Settings(
+        moves=None,
+        shed=None,
+        scaling=ScalingSettings(TargetSettings(0.5, 0.2, high=8), StabilizationWindow(0.0, 60.0)),
+    )
+    state, scaled, wanted = State(), [], 3
+    for now_s in range(1, 401):
+        arrivals = 4 if now_s <= 200 else 12
+        seen = replace(at(float(now_s), worker("a"), wanted=wanted), arrivals=arrivals)
+        state, actions = tick(settings, state, seen)
+        scaled += [(now_s, a) for a in actions]
+        wanted = actions[0].workers if actions else wanted
+    first, last = scaled[0][1].facts["seen"], scaled[-1][1].facts["seen"]
+    assert "before_rps" not in first
+    at_s, _ = scaled[-1]
+    assert at_s > 200
+    assert last["before_rps"] == pytest.approx(4.0, rel=0.05)
+    assert last["rate_rps"] > 6.0  # it acts before the regime is all of the new rate
+    assert last["changed_s_ago"] == pytest.approx(at_s - 200, abs=40.0)
+
+
 def test_a_change_says_what_was_seen_what_was_compared_and_what_it_costs():
     settings = Settings(
         moves=None,

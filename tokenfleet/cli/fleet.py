@@ -130,7 +130,16 @@ def explain(
         reply, view = context.obj.ask("GET", "/v1/requests"), context.obj.ask("GET", "/v1/fleet")
         reply["scaling"] = view["scaling"]
         size = f"{_wanted(view)} desired ({_sized(view)})"
-        _show(reply, format, lambda r: [size, *_scaling_tables(r["scaling"]), *_request_tables(r)])
+        _show(
+            reply,
+            format,
+            lambda r: [
+                size,
+                *_change_line(r["scaling"]),
+                *_scaling_tables(r["scaling"]),
+                *_request_tables(r),
+            ],
+        )
     else:
         _show(context.obj.ask("GET", f"/v1/requests/{request}"), format, _explain_lines)
 
@@ -468,6 +477,18 @@ def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
         at = datetime.fromtimestamp(members[0]["at_s"]).astimezone()
         table.add_row(f"{at:%H:%M:%S}", kind, f"{whom} {worker}".strip(), reason)
     return table
+
+
+def _change_line(decisions: list[dict[str, Any]]) -> Iterator[str]:
+    """The last change point of the request rate that changed the fleet's size, and what it did."""
+    for decision in reversed(decisions):
+        seen = decision.get("seen") or {}
+        if "before_rps" not in seen or "before" not in decision:
+            continue
+        rates = f"{seen['before_rps']:.3g} to {seen['rate_rps']:.3g} req/s"
+        workers = f"{decision['before']} → {counted(decision['workers'], 'worker')}"
+        yield f"Last change point: {rates}; {duration_text(seen['changed_s_ago'])} later {workers}"
+        return
 
 
 def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:

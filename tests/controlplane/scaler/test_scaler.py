@@ -112,6 +112,7 @@ def test_a_rise_is_followed_within_a_minute_and_the_past_is_not_searched_again()
             found_at = n
     assert 60 <= found_at <= 66
     assert regimes.current.rate_rps == pytest.approx(7.5, rel=0.1)
+    assert regimes.before_rps == pytest.approx(3.0, rel=0.1)
     # A rise found early may be placed a bin or two off, and placed anew.
     assert all(59 <= start <= 62 for start in regimes.starts)
     assert follow(regimes, demand) is regimes
@@ -121,6 +122,7 @@ def test_unknown_bins_are_no_dip():
     demand = counted([40] * 10 + [None] * 10 + [40] * 10)
     regimes = follow(Regimes(), demand)
     assert regimes.starts == ()
+    assert regimes.before_rps is None
     assert regimes.current.rate_rps == pytest.approx(4.0)
 
 

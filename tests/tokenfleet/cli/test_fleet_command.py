@@ -254,6 +254,17 @@ def test_explain_begins_with_the_fleets_size_or_the_requests_place(
     assert capsys.readouterr().out.startswith("2 workers desired (manual scaling, max 8)\n")
 
 
+def test_explain_names_the_last_change_point_and_what_it_did(
+    control: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {"rate_rps": 9.0, "before_rps": 3.25, "changed_s_ago": 40.0}
+    later = {**SCALED, "before": 3, "workers": 4, "seen": {"rate_rps": 9.0}}  # by no change point
+    monkeypatch.setitem(FLEET, "scaling", [{**SCALED, "seen": {**SCALED["seen"], **seen}}, later])
+    assert main(["fleet", "--control", control, "explain"]) == 0
+    _, second, *_ = capsys.readouterr().out.splitlines()
+    assert second == "Last change point: 3.25 to 9 req/s; 40 s later 1 → 3 workers"
+
+
 def test_what_is_asked_of_no_request_or_of_another_address_says_what_to_do(
     control: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
