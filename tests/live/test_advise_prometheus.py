@@ -103,6 +103,12 @@ def has_scraped(url, servers):
     return bool(result) and int(result[0]["value"][1]) == servers
 
 
+def asked(scaler, verb):
+    """The bytes that KEDA's external scaler answers."""
+    with pytest.importorskip("grpc").insecure_channel(scaler) as channel:
+        return channel.unary_unary(f"/externalscaler.ExternalScaler/{verb}")(b"", timeout=30)
+
+
 def until(documents, holds):
     """The first of the coming documents of which that is true."""
     one = "no document came"
@@ -114,10 +120,11 @@ def until(documents, holds):
 
 def test_a_real_prometheus_is_counted_exactly_and_held_when_a_target_or_it_is_down(tmp_path, two_pages):
     addresses = [page.address for page in two_pages]
+    scaler = f"127.0.0.1:{free_port()}"
     with prometheus(tmp_path, addresses) as (server, url):
         command = [sys.executable, "-m", "tokenfleet", "advise", "--prometheus", url, "--every", "1s"]
         command += ["--selector", '{job="vllm"}', "--model", "llama-3.1-8b", "--gpu", "h100"]
-        command += ["--slo", "ttft=1s,tpot=50ms", "--format", "json"]
+        command += ["--slo", "ttft=1s,tpot=50ms", "--format", "json", "--scaler", scaler]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         try:
             documents = process.stdout
@@ -128,6 +135,9 @@ def test_a_real_prometheus_is_counted_exactly_and_held_when_a_target_or_it_is_do
             counted = until(documents, lambda one: one["arrivals"] >= 40 and one["wanted_replicas"])
             assert (counted["arrivals"], counted["running"]) == (40, 2)
             assert (counted["mean_prompt_tokens"], counted["mean_output_tokens"]) == (600.0, 200.0)
+
+            assert asked(scaler, "IsActive") == b"\x08\x01"
+            assert b"tokenfleet-wanted-replicas" in asked(scaler, "GetMetrics")
 
             two_pages[1].stop()
             held = until(documents, lambda one: one["held"])

@@ -16,7 +16,7 @@ class AdviceGauges(Collector):
     """The gauges of the newest advice. Those that are not known are left out: a missing gauge is no zero."""
 
     def __init__(self, model: str, settings: AdviceSettings) -> None:
-        self._model, self._settings = model, settings
+        self.model, self._settings = model, settings
         self.advice: Advice | None = None
 
     def collect(self) -> Iterator[Metric]:
@@ -30,7 +30,7 @@ class AdviceGauges(Collector):
         arrivals = CounterMetricFamily(
             "tokenfleet_advice_arrivals", "requests that arrived", labels=["model"]
         )
-        arrivals.add_metric([self._model], advice.arrivals)
+        arrivals.add_metric([self.model], advice.arrivals)
         yield arrivals
         if advice.likely is not None:
             bounds = dict(zip(("low", "high"), advice.likely, strict=True))
@@ -42,11 +42,11 @@ class AdviceGauges(Collector):
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["model"])
-        family.add_metric([self._model], value)
+        family.add_metric([self.model], value)
         return family
 
     def _family(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["model", label])
         for said, value in values.items():
-            family.add_metric([self._model, said], value)
+            family.add_metric([self.model, said], value)
         return family

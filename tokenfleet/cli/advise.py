@@ -76,6 +76,9 @@ class AdviseFlags:
     listen: Annotated[
         str | None, typer.Option(help="HOST:PORT to serve the advice at /metrics, for KEDA and Prometheus")
     ] = None
+    scaler: Annotated[
+        str | None, typer.Option(help="HOST:PORT to answer KEDA's external scaler (gRPC, without TLS)")
+    ] = None
     replay: Annotated[
         list[Path] | None,
         typer.Option(help="show what the advice would have done on a recorded day; a trace of requests"),
@@ -140,6 +143,7 @@ async def _watch(
     settings_of: Callable[[Mapping[str, EngineCounts]], AdviceSettings],
     cleanup: ExitStack,
 ) -> None:
+    from tokenfleet.advise.external_scaler import scaler_at
     from tokenfleet.advise.gauges import AdviceGauges
     from tokenfleet.advise.prometheus import PrometheusServers
     from tokenfleet.advise.servers import Servers
@@ -164,6 +168,8 @@ async def _watch(
         gauges = AdviceGauges(model, settings)
         if listening is not None:
             await stack.enter_async_context(answering(listening, gauges))
+        if flags.scaler is not None:
+            await stack.enter_async_context(scaler_at(flags.scaler, gauges))
         shown = ShownAdvice(flags.once, flags.output_format, settings, gauges, cleanup)
         await FleetWatch(servers, settings, model, every_s).run(first, shown, stop)
 
@@ -171,7 +177,7 @@ async def _watch(
 def _replayed(flags: AdviseFlags, given: Profile | None) -> Profile:
     """The step times of a replica, where no server tells its model."""
     given_too = {"an address": flags.addresses, "--servers": flags.servers, "--listen": flags.listen}
-    given_too["--prometheus"] = flags.prometheus
+    given_too |= {"--prometheus": flags.prometheus, "--scaler": flags.scaler}
     for flag, value in {**given_too, "--once": flags.once}.items():
         if value:
             raise BadInput(f"--replay: reads a trace and no servers; leave out {flag}")
