@@ -38,6 +38,13 @@ def scales(view):
     return [event for event in view["scaling"] if event["kind"] == "scale"]
 
 
+def check_none_left_while_requests_waited(view):
+    """What each fall saw as it was decided."""
+    falls = [event for event in scales(view) if event["workers"] < event["before"]]
+    assert falls
+    assert [event["seen"]["waiting_requests"] for event in falls] == [0] * len(falls)
+
+
 def four_seats(folder, tp):
     """The profile of a worker that carries four requests at once, and so about five a second of 60 tokens."""
     library = ROOT / "profiles" / "h100-sxm" / f"llama-3.1-8b_tp{tp}.yaml"
@@ -91,6 +98,7 @@ def test_a_burst_raises_the_kind_that_can_be_had_and_silence_leaves_the_cheaper(
         lambda: mixed_scaled_fleet.ask("GET", "/v1/fleet")["wanted_kinds"] == {cheap: 1, dear: 0}
     )
     mixed_scaled_fleet.until(lambda: counts(mixed_scaled_fleet) == (1, 1, 1))
+    check_none_left_while_requests_waited(mixed_scaled_fleet.ask("GET", "/v1/fleet"))
     check_whole(asyncio.run(burst(mixed_scaled_fleet, 3, 20, 0.0)), 20)
     assert dear in mixed_scaled_fleet.told("explain")
 
@@ -100,6 +108,7 @@ def test_a_burst_raises_the_fleet_and_silence_brings_it_to_zero_and_back(scaled_
     assert max(e["workers"] for e in up) > 1
     assert all(e["seen"] and e["compared"] and e["cost"]["workers"] > 0 for e in up)
     scaled_fleet.until(lambda: counts(scaled_fleet) == (0, 0, 0))
+    check_none_left_while_requests_waited(scaled_fleet.ask("GET", "/v1/fleet"))
     # Nobody serves: the next request waits for a worker to start, and is served.
     check_whole(asyncio.run(burst(scaled_fleet, 3, 20, 0.0)), 20)
     said = scaled_fleet.told("explain")
