@@ -38,6 +38,7 @@ SCALE = 3.0  # and of all together
 FEWEST_GAPS, FEWEST_INTERVALS = 300, 6
 ENOUGH = 20  # gaps of an interval that tell half as much as any number
 APART = 1.35  # prompts in a step, as each meets it, at most, where first steps are those of few prompts
+MISFIT = 0.3  # mean residual past which no factors on step times explain the traffic
 CLIP = 2.5  # residuals past so many standard deviations count linearly
 ROUNDS = 6
 BLOCKS = 5  # consecutive parts of the time, each judged by the others
@@ -90,6 +91,11 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
     step = terms.times(factors)
     residual = np.abs(equations.parts @ factors - 1.0)
     counted = np.average(residual, weights=equations.weight)
+    if counted > MISFIT:
+        raise BadInput(
+            f"calibration: does not fit: intervals are {counted:.0%} off after calibration, at most"
+            f" {MISFIT:.0%} is accepted; check that {around.label} is of this model, GPU and engine"
+        )
     doubt = np.sqrt(np.einsum("ij,jk,ik->i", equations.parts, covariance, equations.parts))
     prefill_doubt = _prefill_doubt(busy, terms, factors, covariance)
     errors = np.sqrt(np.diag(covariance))
@@ -178,7 +184,8 @@ def _first_steps(one: Interval, around: Profile, terms: Terms) -> Floats:
     beside = _decoding(one)
     context = one.context_tokens * beside / max(one.running, 1.0)
     batch = Batch(met * prompt / chunks, beside, context, met * prompt**2 / chunks)
-    return chunks * terms.seconds(batch)
+    ahead = around.engine.steps_ahead * min(beside, 1.0) * terms.seconds(Batch(0.0, beside, context))
+    return chunks * terms.seconds(batch) + ahead
 
 
 def _met(one: Interval, around: Profile) -> float:
@@ -250,4 +257,6 @@ def _own_s(one: Interval, made: Profile) -> float:
         return 0.0
     tokens = _met(one, made) * one.prefill_tokens / chunks
     squares = tokens * one.prefill_tokens / one.first_tokens
-    return chunks * float(made.step.step_s(tokens, _decoding(one), one.context_tokens, squares))
+    beside, context = _decoding(one), one.context_tokens
+    ahead_s = made.engine.steps_ahead * min(beside, 1.0) * float(made.step.step_s(0.0, beside, context))
+    return chunks * float(made.step.step_s(tokens, beside, context, squares)) + one.first_tokens * ahead_s

@@ -1,7 +1,7 @@
 """A profile as one row of numbers for compiled code, and the step times computed from that row.
 
 The row is laid out once, here: the terms of `step.py` in their order, hinges, the prefill terms, the engine,
-the frontend, windows, ranks.
+the frontend, windows, ranks, the steps planned ahead.
 Models outside the layout (more hinges than it has places for) are refused.
 """
 
@@ -29,7 +29,8 @@ KV_BLOCKS, BLOCK_TOKENS, MAX_BATCHED, MAX_SEQS, MODE = range(PRE_HINGE + 4, PRE_
 PER_REQUEST, PER_PROMPT_TOKEN = MODE + 1, MODE + 2
 WINDOW_BLOCKS, WINDOW_TOKENS = PER_PROMPT_TOKEN + 1, PER_PROMPT_TOKEN + 2
 SHARED_TOKEN = WINDOW_TOKENS + 1  # of a prefilled token's seconds, those that ranks add up
-WIDTH = SHARED_TOKEN + 1
+AHEAD = SHARED_TOKEN + 1  # steps that are planned before a request that comes can join one
+WIDTH = AHEAD + 1
 
 CHUNKED, PREFILL_FIRST = 0.0, 1.0
 _MODES = {
@@ -61,6 +62,7 @@ def coefficient_row(profile: Profile) -> NDArray[np.float64]:
     row[WINDOW_TOKENS] = max(profile.kv.window_tokens, 1)
     if profile.ranks is not None:
         row[SHARED_TOKEN] = profile.ranks.shared_token_s
+    row[AHEAD] = profile.engine.steps_ahead
     return row
 
 
@@ -136,6 +138,14 @@ def window_blocks(k: NDArray[np.float64], tokens: int) -> int:
 def frontend_s(k: NDArray[np.float64], prompt: float) -> float:
     """Seconds of a first token beside its steps (`profile.Frontend`)."""
     return k[PER_REQUEST] + k[PER_PROMPT_TOKEN] * prompt
+
+
+@compiled
+def ahead_s(k: NDArray[np.float64], decoding: float, context: float) -> float:
+    """Seconds of the steps planned already that a request waits for beside so many that decode."""
+    if k[AHEAD] == 0.0 or decoding == 0:
+        return 0.0
+    return k[AHEAD] * (decode_base_s(k, decoding) + k[PER_CONTEXT] * context)
 
 
 @compiled

@@ -7,6 +7,7 @@ errors do. `relative_error` reads them at a confidence, `draw_profile` draws pro
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
@@ -20,6 +21,8 @@ from controlplane.perfmodel.speculation import Speculation, verified_base_s, ver
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
 
+ASYNCHRONOUS_SINCE = (0, 14)  # vLLM's release that made asynchronous scheduling its default
+MOST_STEPS_AHEAD = 4
 NORMAL_MEAN_ABS = 0.7978845608  # E|z| of a standard normal
 MEAN_RANK = 0.575  # share of normal errors below their mean size
 
@@ -105,15 +108,24 @@ class Frontend:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """The engine's software and its batch limits."""
+    """The engine's software and its batch limits.
+
+    `steps_ahead`: steps that it has planned when a request comes, which the request waits for: 1 where vLLM
+    schedules asynchronously, as it does on GPUs since 0.14.
+    """
 
     name: str = "vllm"
     version: str = ""
     mode: EngineMode = EngineMode.CHUNKED
     max_batched_tokens: int = 2048
     max_seqs: int = 256
+    steps_ahead: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.steps_ahead <= MOST_STEPS_AHEAD:
+            raise BadInput(
+                f"engine: steps_ahead: must be from 0 to {MOST_STEPS_AHEAD}, got {self.steps_ahead:g}"
+            )
         if self.max_batched_tokens < 1 or self.max_seqs < 1:
             raise BadInput("engine: max_batched_tokens and max_seqs must be at least 1")
         if self.mode == EngineMode.CHUNKED and self.max_batched_tokens < self.max_seqs:
@@ -121,6 +133,14 @@ class EngineLimits:
                 f"engine: max_batched_tokens: {self.max_batched_tokens} is below max_seqs {self.max_seqs};"
                 " a chunked step must hold a token for each sequence"
             )
+
+
+def steps_ahead_of(version: str) -> float:
+    """The steps that a vLLM of this version plans ahead on GPUs by default; with no version, the latest."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if not numbers:
+        return 0.0 if version else 1.0
+    return 1.0 if (int(numbers[1]), int(numbers[2])) >= ASYNCHRONOUS_SINCE else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +281,7 @@ class Profile:
         mode: EngineMode | None = None,
         max_batched_tokens: int | None = None,
         max_seqs: int | None = None,
+        steps_ahead: float | None = None,
     ) -> Profile:
         """The same worker with other engine settings."""
         engine = replace(
@@ -268,6 +289,7 @@ class Profile:
             mode=mode or self.engine.mode,
             max_batched_tokens=max_batched_tokens or self.engine.max_batched_tokens,
             max_seqs=max_seqs or self.engine.max_seqs,
+            steps_ahead=self.engine.steps_ahead if steps_ahead is None else steps_ahead,
         )
         return replace(self, engine=engine)
 
@@ -399,7 +421,7 @@ def speculating(profile: Profile, speculation: Speculation) -> Profile:
     fitted = profile.fitted.sequences if profile.fitted is not None else float(most)
     step = verified_step(profile.step, speculation, fitted, most)
     # A first token is of a whole step, and its request comes, on a worker that serves, amid another.
-    waits = 0.0 if profile.engine.mode == EngineMode.PREFILL_FIRST else 1.5
+    waits = 0.0 if profile.engine.mode == EngineMode.PREFILL_FIRST else 1.5 + profile.engine.steps_ahead
     whole_s = waits * verified_base_s(profile.step, speculation) * (1.0 - 1.0 / speculation.tokens_per_step)
     frontend = replace(profile.frontend, per_request_s=profile.frontend.per_request_s + whole_s)
     return replace(profile, step=step, frontend=frontend, speculation=speculation)

@@ -51,7 +51,7 @@ def assign(
 
     `late`: its TTFT cannot be met any more, so (c) no longer matters. `phase_role`: PREFILL_ONLY or
     DECODE_ONLY restricts the choice to that pool in split mode, ANY_PHASE does not. `draw` [2] uniform in
-    [0, 1), used by p2c and to start round-robin's turn.
+    [0, 1), used by the policies that draw workers.
     """
     if policy in policies.WITHOUT_RANK:
         state.view_workers(ledger, now_s)
@@ -109,6 +109,10 @@ def pick(
         return baselines.highest_score(ledger, r, phase_role, draw)
     if policy == policies.SGLANG:
         return baselines.prefix_unless_unbalanced(ledger, r, phase_role)
+    if policy == policies.RANDOM:
+        return baselines.by_chance(ledger, phase_role, draw[0])
+    if policy == policies.LEAST_REQUEST:
+        return baselines.fewer_requests(ledger, phase_role, draw)
     return baselines.in_turn(ledger, r, phase_role)
 
 

@@ -9,6 +9,9 @@ what they sent there, or from the workers' events. What lies in host memory belo
     llm-d            3·(share of the prompt cached) + 2·(shortness of the queue, between the shortest and the
                      longest) + 2·(share of KV free): the weights of its default profile (llm-d-router 0.8);
                      a tie is broken by lot
+    random           any worker, as a Kubernetes service picks one for a connection
+    least-request    of two drawn workers, which may be the same, that with fewer requests, at a tie the first
+                     drawn: Envoy's LEAST_REQUEST with equal weights
     sglang           the idlest worker, where the busiest has over 64 requests more and over 1.5 times as
                      many; else that with the longest match, if it is over 0.3 of the prompt; else that with
                      the least text on record (the defaults of SGLang's gateway 0.3, `cache_aware`)
@@ -66,6 +69,32 @@ def two_choices(ledger: Ledger, phase_role: int, draw: NDArray[np.float64]) -> i
                 other = w
             at += 1
     return one if other == state.NONE or not is_less_loaded(ledger, other, one) else other
+
+
+@compiled
+def by_chance(ledger: Ledger, phase_role: int, draw: float) -> int:
+    """A worker drawn at random; `draw` is uniform in [0, 1)."""
+    count = 0
+    for w in range(len(ledger.workers)):
+        if serves(ledger, w, phase_role):
+            count += 1
+    left = int(draw * count)
+    for w in range(len(ledger.workers)):
+        if serves(ledger, w, phase_role):
+            if left == 0:
+                return w
+            left -= 1
+    return state.NONE
+
+
+@compiled
+def fewer_requests(ledger: Ledger, phase_role: int, draw: NDArray[np.float64]) -> int:
+    """Of two workers drawn at random, perhaps the same, that with fewer requests; at a tie the first."""
+    one = by_chance(ledger, phase_role, draw[0])
+    other = by_chance(ledger, phase_role, draw[1])
+    if one != state.NONE and requests_at(ledger, other) < requests_at(ledger, one):
+        return other
+    return one
 
 
 @compiled

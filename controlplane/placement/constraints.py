@@ -5,8 +5,9 @@ For worker w with b decoding requests and a candidate r of L prefill tokens:
 (b) a decode step with everything assigned to w, its outputs grown by θ of what is expected, within TPOT;
     a target that no type of worker keeps even for its request alone is none (kept_tpot_s), and one that w
     does not, of a request that had to go there, is lost and binds no other
-(c) step in progress + prefill of all queued at w and of r, within what is left of r's TTFT; and where r loads
-    KV from host memory: the loads before it and its own, the step in progress then, the prefill of the rest
+(c) step in progress, those planned ahead, prefill of all queued at w and of r, within what is left of r's
+    TTFT; and where r loads KV from host memory: the loads before it and its own, the step in progress then,
+    the prefill of the rest
 (d) that prefill costs no decoding request k more than it has saved against its TPOT line by then:
         slack_k = tpot_k·(tokens after the first) - (time since the first)
     A request behind its line is not lost: it may catch up before it ends. With a deficit of d, saving s a
@@ -124,6 +125,7 @@ def harm(
             wait_s = outlook.prefilled_s(ledger, w, r, cached, start_s, lasts_s)
             wait_s -= ledger.requests[r].arrival_s
             wait_s += speed.frontend_s(k, ledger.requests[r].prompt)
+            wait_s += speed.ahead_s(k, worker.decoding, worker.context)
             if wait_s > ledger.requests[r].ttft_s:
                 return np.inf
         if worker.role == state.PREFILL_ONLY:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS
+from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS, ahead_s
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, NONE, Ledger, generated
@@ -197,7 +197,8 @@ def worker_state(ledger: Ledger, w: int, now_s: float) -> WorkerState:
         queued_s = float(
             prefill_lasts_s(k, work, work, 0.0, int(worker["decoding"]), float(worker["context"]))
         )
-    return WorkerState(tuple(held), tuple(still), slack_s - queued_s, start_s - now_s + queued_s)
+    wait_s = start_s - now_s + queued_s + ahead_s(k, int(worker["decoding"]), float(worker["context"]))
+    return WorkerState(tuple(held), tuple(still), slack_s - queued_s, wait_s)
 
 
 def cost_of(beat: Heartbeat, worker: Sequence[int | None]) -> tuple[int, int]:

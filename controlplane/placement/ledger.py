@@ -94,6 +94,7 @@ REQUEST = np.dtype(
         ("arrival_s", np.float64),
         ("held_s", np.float64),  # when it last began to wait in the cluster's queue
         ("first_s", np.float64),  # when its first token came; NaN until then
+        ("lag_s", np.float64),  # how much later a simulated engine that plans ahead makes its tokens
         ("ttft_s", np.float64),  # its targets
         ("tpot_s", np.float64),
         # TPOT of the tighter classes that it leaves room for, the tightest and the loosest; 0 is none, a

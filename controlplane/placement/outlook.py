@@ -73,7 +73,7 @@ def least_prefill_s(ledger: Ledger, r: int, cached: int, busy: bool) -> float:
         lasts_s += speed.frontend_s(k, ledger.requests[r].prompt)
         if busy:
             tpot_s = ledger.requests[r].tpot_s
-            lasts_s += tpot_s
+            lasts_s += (1.0 + k[speed.AHEAD]) * tpot_s
             if (
                 k[speed.MODE] == speed.CHUNKED
             ):  # the step in progress has chunks of others, its own steps decode too
@@ -132,9 +132,8 @@ def client_s(ledger: Ledger, r: int) -> float:
     """How much later than its worker makes a request's tokens its client has them; 0 if it is on none."""
     if ledger.requests[r].worker < 0:
         return 0.0
-    return speed.frontend_s(
-        ledger.coefficients[ledger.workers[ledger.requests[r].worker].variant], ledger.requests[r].prompt
-    )
+    k = ledger.coefficients[ledger.workers[ledger.requests[r].worker].variant]
+    return ledger.requests[r].lag_s + speed.frontend_s(k, ledger.requests[r].prompt)
 
 
 def clients_s(ledger: Ledger, rows: Ints | slice = slice(None)) -> Floats:
@@ -142,7 +141,7 @@ def clients_s(ledger: Ledger, rows: Ints | slice = slice(None)) -> Floats:
     requests = ledger.requests[rows]
     k = ledger.coefficients[ledger.workers["variant"][requests["worker"]]]
     seconds = k[:, speed.PER_REQUEST] + k[:, speed.PER_PROMPT_TOKEN] * requests["prompt"]
-    return np.where(requests["worker"] < 0, 0.0, seconds)
+    return np.where(requests["worker"] < 0, 0.0, requests["lag_s"] + seconds)
 
 
 @compiled

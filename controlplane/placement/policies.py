@@ -35,16 +35,27 @@ class Policy(StrEnum):
     LLM_D = "llm-d"
     SGLANG = "sglang"
     LEAST_PREFILL = "least-prefill"
+    RANDOM = "random"
+    LEAST_REQUEST = "least-request"
 
 
 POLICY_CODE = {policy: code for code, policy in enumerate(Policy)}
 SPREAD, BEST_FIT, EXACT, JSQ, P2C, ROUND_ROBIN, LEAST_KV, FREENESS, SLACK_FIT = range(9)
-LONGEST_PREFIX, LLM_D, SGLANG, LEAST_PREFILL = range(9, 13)
+LONGEST_PREFIX, LLM_D, SGLANG, LEAST_PREFILL, RANDOM, LEAST_REQUEST = range(9, 15)
 CONSTRAINED = (SPREAD, BEST_FIT, SLACK_FIT)
-WITHOUT_RANK = (P2C, ROUND_ROBIN, LEAST_PREFILL, LONGEST_PREFIX, LLM_D, SGLANG)
+WITHOUT_RANK = (P2C, ROUND_ROBIN, LEAST_PREFILL, LONGEST_PREFIX, LLM_D, SGLANG, RANDOM, LEAST_REQUEST)
 BY_TARGETS = frozenset((Policy.SPREAD, Policy.BEST_FIT, Policy.SLACK_FIT, Policy.EXACT))
 # Routers of the field, to be compared with; no fleet runs them.
-ONLY_SIMULATED = frozenset((Policy.LEAST_PREFILL, Policy.LONGEST_PREFIX, Policy.LLM_D, Policy.SGLANG))
+ONLY_SIMULATED = frozenset(
+    (
+        Policy.LEAST_PREFILL,
+        Policy.LONGEST_PREFIX,
+        Policy.LLM_D,
+        Policy.SGLANG,
+        Policy.RANDOM,
+        Policy.LEAST_REQUEST,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)

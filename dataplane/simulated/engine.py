@@ -17,13 +17,14 @@ from controlplane.placement.ledger import Ledger
 from controlplane.placement.outlook import client_s
 from dataplane.simulated import host_tier, kv
 from dataplane.simulated.records import DECODE_RUN, IDLE, LOADING, MIXED_STEP, PREFILL_STEP, WAKING, Engines
-from dataplane.simulated.step import is_chunked, plan
+from dataplane.simulated.step import budget_left, is_chunked, plan
 
 
 @compiled
 def arrive(ledger: Ledger, engines: Engines, w: int, r: int, now_s: float, at_head: bool) -> None:
     """Put a request into a worker's queue; it is considered when the step in progress ends."""
     batch.enqueue(ledger, w, r, at_head)
+    engines.requests[r].placed_s = now_s
     ledger.runs[w].changed_s = now_s
     worker, engine = ledger.workers[w], engines.workers[w]
     tokens = ledger.requests[r].prompt + ledger.requests[r].key
@@ -172,11 +173,13 @@ def begin_activity(ledger: Ledger, engines: Engines, w: int, now_s: float) -> No
     state.report(ledger, w)
     ledger.workers[w].unnoted = 0
     ledger.workers[w].unnoted_context = 0
+    engines.workers[w].planned_s = ledger.runs[w].start_s
     ledger.runs[w].start_s = now_s
     ledger.runs[w].changed_s = now_s
     ledger.runs[w].steps = 0
     engines.workers[w].blocked = 0
     steps = plan(ledger, engines, w, now_s)
+    engines.workers[w].spent = engines.workers[w].prefill > 0 and budget_left(ledger, engines, w) <= 0
     if engines.workers[w].prefill > 0:
         begin_prefill(ledger, engines, w, now_s)
     elif steps > 0:

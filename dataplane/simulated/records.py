@@ -130,6 +130,9 @@ ENGINE = np.dtype(
         ("first_rank", np.int64),  # the first of the engines that step together with it,
         ("ranks", np.int64),  # and how many there are
         ("shared_s", np.float64),  # of its step, what their steps add up (`perfmodel/ranks.py`)
+        ("ahead_s", np.float64),  # of the steps planned already, where it plans ahead,
+        ("planned_s", np.float64),  # when the step that just ended was planned,
+        ("spent", np.int64),  # and 1 if that step's budget was used up
     ],
     align=True,
 )
@@ -139,6 +142,7 @@ JOB = np.dtype(
         ("tpot_s", np.float64),  # what it is judged by; the ledger's is what placement keeps
         ("computed", np.int64),  # prefill tokens done
         ("chunk", np.int64),  # prefill tokens in the step in progress
+        ("placed_s", np.float64),  # when it came to its worker
         ("finish_s", np.float64),  # NaN until it ends; inf for one that was turned away
         ("preemptions", np.int64),
         ("migrations", np.int64),

@@ -5,6 +5,10 @@ the last of the answers it waits for is complete (after the step that begins the
 all); a request that was turned away counts as answered then. What is known to be sent stands in a heap by
 (time, row). With `agents`, so many sessions run at once: the next one begins, in order of their first
 arrivals, the instant one has ended, and its first requests keep their distances.
+
+An engine that plans ahead makes a request's tokens later. When the request comes amid a step, or what it
+waited for ends with one, the next step is planned already. That step, without those that join now, is what it
+still waits for. What only a spent budget kept out of the last step was known when the next one was planned.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
+from controlplane.perfmodel import coefficients as speed
+from controlplane.placement import batch
 from controlplane.placement.ledger import Floats, Ledger
 from controlplane.placement.outlook import client_s
 from controlplane.prefixes import Sessions
@@ -163,3 +169,23 @@ def begin_session(ledger: Ledger, sending: Sending, session: int, now_s: float) 
     """An agent that is free begins a session."""
     for i in range(sending.heads_at[session], sending.heads_at[session + 1]):
         push_due(ledger, sending, sending.heads[i], now_s + sending.head_s[i])
+
+
+@compiled
+def note_planned(ledger: Ledger, engines: Engines, w: int) -> None:
+    """Keep how long the step lasts that begins here, before any request joins it."""
+    engine = engines.workers[w]
+    ahead = ledger.coefficients[ledger.workers[w].variant, speed.AHEAD]
+    if ahead > 0.0:
+        alone_s = batch.lasts_s(ledger, w, engine.prefill, engine.squares)
+        engine.ahead_s = ahead * alone_s * (1.0 + engine.slowdown)
+
+
+@compiled
+def note_lag(ledger: Ledger, engines: Engines, w: int, r: int) -> None:
+    """A request that has no token yet joins the batch: note how much later its tokens come."""
+    engine = engines.workers[w]
+    if not np.isnan(ledger.requests[r].first_s):
+        return
+    was_known = engine.spent == 1 and engines.requests[r].placed_s < engine.planned_s
+    ledger.requests[r].lag_s = 0.0 if was_known else engine.ahead_s

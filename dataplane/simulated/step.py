@@ -21,7 +21,7 @@ from controlplane.placement import ledger as state
 from controlplane.placement.caches import NOTHING
 from controlplane.placement.ledger import Ledger
 from controlplane.placement.memory import extend, grow, store
-from dataplane.simulated import host_tier, kv
+from dataplane.simulated import host_tier, kv, sending
 from dataplane.simulated.records import CACHED, LOADED, LOADS, Engines
 
 MANY = 1 << 60
@@ -79,10 +79,8 @@ def go_on(ledger: Ledger, engines: Engines, w: int) -> int:
     while i < worker.running_n:
         r = ledger.running[w, i]
         request = ledger.requests[r]
-        made = request.key
         is_decoding = request.phase == state.DECODING
-        if is_decoding:
-            made += worker.step
+        made = request.key + (worker.step if is_decoding else 0)
         length = request.prompt + made
         before, after = length - 1, length
         if not is_decoding:
@@ -157,6 +155,7 @@ def admit(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
     """
     worker, engine = ledger.workers[w], engines.workers[w]
     k, has_tier = ledger.coefficients[worker.variant], host_tier.is_kept(engines.host, w)
+    sending.note_planned(ledger, engines, w)
     r = batch.queue_first(ledger, w)
     while r != state.NONE:
         seats, budget = worker.running_n + engine.reserved_seats, budget_left(ledger, engines, w)
@@ -222,6 +221,7 @@ def begin(
     know_computed(ledger, engines, w, r, cached)
     kv.take(ledger, engines, w, r, blocks, cached, cached + chunk)
     carry(ledger, engines, w, r, chunk)
+    sending.note_lag(ledger, engines, w, r)
 
 
 @compiled

@@ -31,6 +31,7 @@ STACKS = {
     "apr29": ("llama-3.1-8b", "a100-sxm", 1, 0.9),
     "scout": ("llama-4-scout-17b-16e-fp8", "h100-sxm", 4, 0.9),
 }
+VERSION = "0.8"  # "latest" of April and May 2025
 GATEWAY_S = 0.0125  # llm-d's gateway, on the development ladder behind it
 
 
@@ -54,7 +55,7 @@ def ladder(data: Path, name: str) -> Ladder:
         gpu=gpu,
         tp_degree=tp_degree,
         workers=2 if "-x2-" in name else 1,
-        engine=EngineSettings(gpu_memory_utilization=share, block_tokens=BLOCK),
+        engine=EngineSettings(version=VERSION, gpu_memory_utilization=share, block_tokens=BLOCK),
         gateway_s=GATEWAY_S if "-llmd-" in name else 0.0,
     )
     return Ladder(name, settings, tuple(runs))

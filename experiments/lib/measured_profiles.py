@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from controlplane.perfmodel.fit import fit_phases, pooled
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import (
+    EngineLimits,
+    KvModel,
+    Profile,
+    Residuals,
+    Source,
+    steps_ahead_of,
+)
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
@@ -200,6 +207,7 @@ def rtx_profile(data: Path, learn_even: bool = False, seed: int = 0) -> Profile:
             EngineMode.CHUNKED,
             limits["max_num_batched_tokens"],
             limits["max_num_seqs"],
+            steps_ahead_of(meta["vllm_version"]),
         ),
         residuals=Residuals(0, 0, 0, 0),
         source=Source(

@@ -25,7 +25,14 @@ from typing import Any
 
 from controlplane.errors import ControlPlaneError
 from controlplane.perfmodel.fit import fit_prefill, fit_step
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import (
+    EngineLimits,
+    KvModel,
+    Profile,
+    Residuals,
+    Source,
+    steps_ahead_of,
+)
 from controlplane.perfmodel.step import PrefillModel
 from controlplane.types import EngineMode
 from experiments.lib.measured_profiles import (
@@ -144,7 +151,10 @@ def composed_profile(data: Path, model: str, gpu: str, tp_degree: int) -> Profil
         kv=KvModel(
             capacity, 16, shape.kv_bytes_per_token(tp_degree), int(GPU_BYTES[gpu]), MEMORY_UTILIZATION
         ),
-        engine=EngineLimits("vllm", GRID_ENGINE[gpu], EngineMode.CHUNKED, BATCHED_TOKENS[gpu], MAX_SEQS),
+        engine=EngineLimits(
+            *("vllm", GRID_ENGINE[gpu], EngineMode.CHUNKED, BATCHED_TOKENS[gpu], MAX_SEQS),
+            steps_ahead=steps_ahead_of(GRID_ENGINE[gpu]),
+        ),
         residuals=replace(step.residuals, unseen_relative=UNSEEN),
         source=Source(
             "composed",

@@ -11,6 +11,8 @@ Rules that the words leave open, decided here:
   block for every running or taken request. An empty worker admits its first request whatever its size.
 - After a preemption at a boundary the decode step runs; admission is tried again at the next boundary.
 - Chunked: a step that preempted admits nobody. A request that runs alone may outgrow the capacity.
+- An engine that plans ahead gives a request that joins a step all its tokens later, by that step without
+  those that join with it; unless prefill had spent the last step's budget and the request waited since then.
 - Arrivals at the very time of a boundary are in the queue at that boundary.
 - Split: a decode worker admits a handed-over request like a prefill-first worker would, but at no cost in
   time; one that it preempts waits at the head of the queue with its KV parked elsewhere, and is admitted
@@ -48,6 +50,7 @@ class _Request:
     first_token_s: float | None = None
     finish_s: float | None = None
     preemptions: int = 0
+    lag_s: float = 0.0  # the step that was planned before it could join
 
     @property
     def length(self) -> int:
@@ -72,6 +75,8 @@ class _Worker:
     high: list[_Request] = field(default_factory=list)
     normal: list[_Request] = field(default_factory=list)
     running: list[_Request] = field(default_factory=list)  # in order of admission
+    planned_s: float = 0.0  # when the last step was planned,
+    spent: bool = False  # and whether prefill used its budget up
 
     @property
     def capacity_blocks(self) -> int:
@@ -194,7 +199,7 @@ def _requests(arrival_s, prompt_tokens, output_tokens, priority) -> list[_Reques
 
 
 def _results(requests: list[_Request]) -> list[ReferenceResult]:
-    return [ReferenceResult(r.first_token_s, r.finish_s, r.preemptions) for r in requests]
+    return [ReferenceResult(r.first_token_s + r.lag_s, r.finish_s + r.lag_s, r.preemptions) for r in requests]
 
 
 def _run(worker: _Worker, step) -> None:
@@ -283,7 +288,11 @@ def _decode_pool_step(worker: _Worker, now_s: float) -> float:
 
 
 def _chunked_step(worker: _Worker, now_s: float) -> float:
+    before = list(worker.running)
     batch = _chunked_batch(worker)
+    _note_lags(worker, batch, before)
+    worker.planned_s = now_s
+    worker.spent = _prefill_of(batch) > 0 and sum(batch.values()) >= worker.profile.engine.max_batched_tokens
     end_s = now_s + _batch_s(worker, batch)
     _end_chunked(worker, batch, end_s)
     return end_s
@@ -344,6 +353,15 @@ def _chunked_batch(worker: _Worker) -> dict[_Request, int]:
             budget -= tokens
 
     return scheduled
+
+
+def _note_lags(worker: _Worker, batch: dict[_Request, int], before: list[_Request]) -> None:
+    """Those that join now come a step later where this step was planned as the last one began."""
+    alone = {r: tokens for r, tokens in batch.items() if r in before}
+    ahead_s = worker.profile.engine.steps_ahead * (_batch_s(worker, alone) if alone else 0.0)
+    for r in batch:
+        if r not in before and r.first_token_s is None:
+            r.lag_s = 0.0 if worker.spent and r.arrival_s < worker.planned_s else ahead_s
 
 
 def _prefill_of(batch: dict[_Request, int]) -> int:

@@ -8,16 +8,22 @@ from __future__ import annotations
 import logging
 import os
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from made_profiles import made_profile
 from test_gpu_engine import config_of
-from two_steps import BLOCK, BLOCKS, END, STEP_S, Engine, Read, chain
+from two_steps import BLOCK, BLOCKS, END, STEP_S, Engine, Read, chain, next_token
 
-from controlplane.types import WorkerId
+from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.step import StepModel
+from controlplane.types import Slo, WorkerId
+from controlplane.workload import Workload
 from dataplane.live.engine_api.kv_messages import Transfer
 from dataplane.live.engine_api.step_trace import StepTrace
+from dataplane.simulated.simulate import WorkerSpec, simulate
 
 SCHEDULES = int(os.environ.get("TOKENFLEET_SCHEDULES", "300"))
 PLAIN = Transfer()
@@ -290,11 +296,38 @@ def test_the_last_step_before_idle_is_recorded_with_its_own_time(engine):
     assert times == pytest.approx([STEP_S] * len(times))
 
 
-def test_a_new_request_waits_for_the_two_steps_that_are_planned(engine):
-    """Placement and simulator know of one: docs/limits-live.md."""
-    engine.add("busy", prompt_of(1, 6), 14, PLAIN)
-    turns(engine, 2)
-    engine.add("new", prompt_of(0, 6), 14, PLAIN)  # it came while the first step ran, and the core was busy
-    while not engine.clients["new"].tokens:
+def goes_on(prompt: list[int], tokens: int) -> bool:
+    """Whether the model answers a prompt with so many tokens."""
+    known = list(prompt)
+    while len(known) < len(prompt) + tokens:
+        known.append(next_token(chain(known)))
+    return END not in known[len(prompt) :]
+
+
+def test_first_tokens_come_when_the_simulator_says_that_an_engine_of_one_step_ahead_makes_them(engine):
+    """Requests come amid steps that all last alike, to an idle engine, beside others, and several at once."""
+    arrival = (0.5, 2.4, 2.6, 30.0, 31.5, 33.2, 60.2)  # in steps
+    output = 9
+    prompts = [prompt_of(n % 3, length) for length in range(4, 12) for n in range(3)]
+    prompts = [one for one in prompts if goes_on(one, output)][: len(arrival)]
+    assert len(prompts) == len(arrival)
+    came, seen_s = 0, {}
+    while len(seen_s) < len(arrival) or engine.scheduler.has_requests():
+        if not engine.scheduler.has_requests() and not engine._queue:
+            engine.now_s = max(engine.now_s, arrival[came] * STEP_S)
+        while came < len(arrival) and arrival[came] * STEP_S <= engine.now_s + 1e-9:
+            engine.add(f"r{came}", prompts[came], output, PLAIN)
+            came += 1
         engine.turn()
-    assert len(engine.steps) == 3  # the rest of the first, the one that was planned, and its own
+        for number in range(came):
+            if engine.clients[f"r{number}"].tokens:
+                seen_s.setdefault(number, engine.now_s)
+    work = Workload(
+        np.array(arrival) * STEP_S, np.array([len(one) for one in prompts]), np.full(len(arrival), output)
+    )
+    limits = EngineLimits(max_batched_tokens=16, max_seqs=6)
+    worker = made_profile(StepModel(STEP_S, 0.0, 0.0, 0.0), KvModel((BLOCKS - 1) * BLOCK, BLOCK), limits)
+    for ahead, is_right in ((1.0, True), (0.0, False)):
+        spec = WorkerSpec(worker.with_engine(steps_ahead=ahead))
+        said_s = simulate(work, [spec], Slo(1e9, 1e9), "jsq").first_token_s
+        assert np.allclose(said_s, list(seen_s.values())) == is_right, (ahead, said_s, seen_s)

@@ -285,7 +285,7 @@ def calibrate_command(flags: CalibrateFlags) -> None:
     around = _around(flags).with_engine(max_batched_tokens=flags.max_batched_tokens, max_seqs=flags.max_seqs)
     said: list[str] = []
     if flags.log is not None:
-        made, corrections = _by_log(flags.log, around, flags.workers)
+        made, corrections = _by_log(flags.log, around, flags.workers, said)
     else:
         made, corrections = _by_metrics(flags.metrics or [], around, flags.minutes, said)
     write_profile(made, flags.output)
@@ -331,13 +331,16 @@ def _by_metrics(
     return _sourced(made, around, what), corrections
 
 
-def _by_log(path: Path, around: Profile, workers: int) -> tuple[Profile, list[FittedFactor]]:
+def _by_log(path: Path, around: Profile, workers: int, said: list[str]) -> tuple[Profile, list[FittedFactor]]:
+    """Calibrate by a log, and refuse one that step times do not explain."""
     log = read_request_log(path)
     requests = len(log.workload)
     if requests < FEWEST_LOGGED:
         raise BadInput(f"{path}: {requests} requests, at least {FEWEST_LOGGED} are needed")
     known = np.ones(requests, np.bool_)
-    made, corrections = calibrated(log, around, known, workers)
+    made, corrections, fit = calibrated(log, around, known, workers)
+    fit.refuse(str(path))
+    said.append(fit.text)
     what = f"calibrated by the log of {requests} requests, {path.name}, from {around.label}"
     return _sourced(judged(log, made, known, workers), around, what), corrections
 

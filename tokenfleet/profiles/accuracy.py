@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.profile import Profile, steps_ahead_of
 from controlplane.prefixes import Prefixes
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
@@ -44,12 +44,14 @@ TIMES, MORE_S = 2.0, 0.25
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Version = Annotated[str, Field(pattern=r"^\d+\.\d+")]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class EngineSettings(FilePart):
     """What the engines were started with; what is left out is the profile's."""
 
+    version: Version | None = None  # vLLM's: engines of before 0.14 plan no step ahead
     max_batched_tokens: Positive | None = None
     max_seqs: Positive | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -74,6 +76,7 @@ class RunsFile(FilePart):
     gpu: Name
     tp_degree: Positive = 1
     workers: Positive = 1
+    placement: Literal["round-robin", "random", "least-request", "jsq"] = "round-robin"
     engine: EngineSettings = EngineSettings()
     gateway_s: Seconds = 0.0
     slo: RequestTarget | None = None
@@ -103,7 +106,8 @@ class Ladder:
         """The profile with the settings of the runs' engines; the library's by default. Raises BadInput."""
         asked, engine = self.settings, self.settings.engine
         found = profile or find_profiles(asked.model, [asked.gpu], [asked.tp_degree])[0]
-        found = found.with_engine(None, engine.max_batched_tokens, engine.max_seqs)
+        ahead = None if engine.version is None else steps_ahead_of(engine.version)
+        found = found.with_engine(None, engine.max_batched_tokens, engine.max_seqs, ahead)
         found = found.with_kv(engine.gpu_memory_utilization, engine.kv_tokens)
         front = replace(found.frontend, per_request_s=found.frontend.per_request_s + asked.gateway_s)
         return replace(found, frontend=front)
@@ -251,21 +255,22 @@ def accuracy_of(ladder: Ladder, profile: Profile, calibrates: bool) -> dict[str,
 
     Runs that were calibrated on are not judged. Raises BadInput for a ladder with too few to do that.
     """
-    skipped = CALIBRATED_ON if calibrates else 0
+    skipped, fit = CALIBRATED_ON if calibrates else 0, None
     if len(ladder.runs) <= skipped:
         raise BadInput(
             f"{ladder.name}: {len(ladder.runs)} rates; {CALIBRATED_ON} are calibrated on, others judged"
         )
     workers, caches = ladder.settings.workers, ladder.settings.engine.prefix_caching
+    policy = ladder.settings.placement
     if calibrates:
         learn = ladder.runs[:CALIBRATED_ON]
         log = joined([run.log for run in learn])
         known = np.concatenate([run.measured for run in learn])
-        profile, _ = calibrated(log, profile, known, workers, caches)
+        profile, _, fit = calibrated(log, profile, known, workers, caches, policy)
     target = target_of(ladder)
     rows, seen, said = [], [], []
     for run in ladder.runs:
-        outcome = replay(run.log, profile, workers, caches)
+        outcome = replay(run.log, profile, workers, caches, policy)
         m = run.measured
         measured, predicted = _figures(run.log, m), _figures(outcome, m)
         seen.append(_in_time(run.log.ttft_s[m], run.log.tpot_s[m], target))
@@ -292,6 +297,7 @@ def accuracy_of(ladder: Ladder, profile: Profile, calibrates: bool) -> dict[str,
             "rates_apart": expected - held,
         },
         "rates": rows,
+        "fit": None if fit is None else {"misfit": fit.misfit, "refused": fit.is_refused, "says": fit.text},
     }
 
 

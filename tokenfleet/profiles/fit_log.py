@@ -30,6 +30,7 @@ from controlplane.prefixes import Prefixes
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
+from tokenfleet.profiles.goodness import Goodness, goodness_of
 from tokenfleet.profiles.measurements import RequestLog
 
 FLOOR_S = 0.15
@@ -50,10 +51,16 @@ _NO_TARGET = Slo(1e9, 1e9)
 Columns = NDArray[np.float64]
 
 
-def replay(log: RequestLog, profile: Profile, workers: int = 1, prefix_caching: bool = True) -> Outcome:
-    """The log's requests on simulated workers that take them in turn, whatever they hold."""
+def replay(
+    log: RequestLog,
+    profile: Profile,
+    workers: int = 1,
+    prefix_caching: bool = True,
+    policy: str = "round-robin",
+) -> Outcome:
+    """The log's requests on simulated workers, placed as they were: in turn unless said otherwise."""
     specs = [WorkerSpec(profile)] * workers
-    return simulate(log.workload, specs, _NO_TARGET, "round-robin", prefix_caching=prefix_caching)
+    return simulate(log.workload, specs, _NO_TARGET, policy, prefix_caching=prefix_caching)
 
 
 def joined(logs: Sequence[RequestLog]) -> RequestLog:
@@ -125,11 +132,13 @@ def calibrated(
     measured: NDArray[np.bool_],
     workers: int = 1,
     prefix_caching: bool = True,
-) -> tuple[Profile, list[FittedFactor]]:
+    policy: str = "round-robin",
+) -> tuple[Profile, list[FittedFactor], Goodness]:
     """`around` corrected by a short log: decode and prefill so many times as long, the first token's rest.
 
     Three numbers that a few minutes can tell, each drawn to what it was by CALIBRATION_DOUBT: the four
-    coefficients of `fit_log` need a log in which they all matter.
+    coefficients of `fit_log` need a log in which they all matter. What they do not make fit is told, and
+    joins the profile's doubt.
     """
     many = measured & (log.workload.output_tokens > 1)
     if not many.any():
@@ -141,7 +150,7 @@ def calibrated(
         return replace(times, frontend=replace(around.frontend, per_request_s=max(rest_s, 0.0)))
 
     def errors(x: Columns) -> Columns:
-        outcome = replay(log, made(x), workers, prefix_caching)
+        outcome = replay(log, made(x), workers, prefix_caching, policy)
         e2e_s = outcome.finish_s - outcome.arrival_s
         said = _moments(outcome.ttft_s[measured], outcome.tpot_s[many], e2e_s[measured])
         prior = (x - 1.0) / np.array([*CALIBRATION_DOUBT[:2], 1.0]) * CALIBRATION_NOISE
@@ -163,8 +172,10 @@ def calibrated(
         FittedFactor(name, float(factors[k]), float(factors[k] * error[k]), bool(told[k]))
         for k, name in enumerate(("decode", "prefill"))
     ]
-    doubt = max(float(error[:2].max()), CALIBRATION_NOISE)
-    return replace(profile, residuals=replace(profile.residuals, unseen_relative=doubt)), corrections
+    fit = goodness_of(log, replay(log, profile, workers, prefix_caching, policy), measured)
+    doubt = float(np.hypot(max(float(error[:2].max()), CALIBRATION_NOISE), fit.doubt))
+    residuals = replace(profile.residuals, unseen_relative=doubt)
+    return replace(profile, residuals=residuals), corrections, fit
 
 
 def _moments(ttft_s: Columns, tpot_s: Columns, e2e_s: Columns) -> Columns:

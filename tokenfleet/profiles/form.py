@@ -201,6 +201,8 @@ def profile_document(profile: Profile) -> dict[str, Any]:
         "max_batched_tokens": engine.max_batched_tokens,
         "max_seqs": engine.max_seqs,
     }
+    if engine.steps_ahead:
+        content["engine"]["steps_ahead"] = engine.steps_ahead
     residuals = _numbers(profile.residuals, "mean_relative p95_relative max_relative samples")
     for name in ("held_out_mean", "held_out_max", "unseen_relative"):
         value = getattr(profile.residuals, name)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import BadInput, ProfileMissing
+from controlplane.perfmodel.physics import broken_rule
 from controlplane.perfmodel.profile import Frontend, Profile
 from tokenfleet.field_errors import read_text
 from tokenfleet.files import keep_newest, write_files
@@ -70,8 +71,14 @@ _SAME_LAYERS = {
 
 
 def read_profile(path: Path | str) -> Profile:
-    """The profile in a YAML file. Raises BadInput naming the file, the field and the value."""
-    return parse_profile(read_text(Path(path), MAX_FILE_BYTES), str(path))
+    """The profile in a YAML file. Raises BadInput naming the file, the field and the value.
+
+    One whose step times no hardware has is refused, too.
+    """
+    profile = parse_profile(read_text(Path(path), MAX_FILE_BYTES), str(path))
+    if (broken := broken_rule(profile)) is not None:
+        raise BadInput(f"{path}: {broken}; check step, and that kv is what gpu_memory_utilization leaves")
+    return profile
 
 
 def write_profile(profile: Profile, path: Path | str) -> None:

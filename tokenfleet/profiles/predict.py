@@ -37,7 +37,7 @@ from typing import Any
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.fit import fit_prefill, fit_step
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Source, steps_ahead_of
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode
 from tokenfleet.field_errors import nearest
@@ -159,7 +159,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         tp_degree=target.tp_degree,
         step=step.model,
         kv=kv,
-        engine=EngineLimits("vllm", engine_version, EngineMode.CHUNKED, budget, target.max_seqs),
+        engine=_limits(engine_version, budget, target),
         residuals=replace(step.residuals, unseen_relative=math.hypot(*doubts)),
         source=Source(
             "composed",
@@ -176,6 +176,12 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         frontend=FRONTEND,
         ranks=ranks,
     )
+
+
+def _limits(version: str, budget: int, target: PredictedWorker) -> EngineLimits:
+    """The engine's limits; a pipeline is taken to plan no step ahead of its batches."""
+    ahead = steps_ahead_of(version) if target.pipeline_parallel == 1 else 0.0
+    return EngineLimits("vllm", version, EngineMode.CHUNKED, budget, target.max_seqs, ahead)
 
 
 def _ranks(target: PredictedWorker, kernels: Kernels, tokens: int) -> Ranks | None:

@@ -58,6 +58,14 @@ def _of_profile(one: PlannedProfile, name: str) -> Iterator[list[str]]:
     if (constant := frontend.get("per_request_s")) is not None:
         assumed = "assumed" if one.kind == "composed" else origin
         yield [f"HTTP and tokenizer, {name}", duration_text(constant), assumed, source, "`compare`"]
+    if ahead := one.profile.get("engine", {}).get("steps_ahead"):
+        yield [
+            f"Steps planned ahead, {name}",
+            f"{ahead:g}",
+            "assumed",
+            source,
+            "the engine's async scheduling",
+        ]
     if one.kv_link is not None:
         value = f"{one.kv_link.gb_per_s:g} GB/s a GPU"
         yield [f"KV link, {name}", value, "assumed", "data sheets, or --kv-gb-per-s", "a measured copy"]

@@ -172,6 +172,23 @@ def test_power_of_two_breaks_ties_by_tokens_held(draw):
     assert choice(led, Policy.P2C, r, draw=draw) == 1
 
 
+def test_random_placement_draws_each_worker_equally_often():
+    fleet = [At(PROFILE, [Held(1, 1)] * w) for w in range(4)]
+    led, r = ledger_of(fleet, Held(1, 1), NOW_S, TTFT_S)
+    draws = [((i + 0.5) / 8, 0.0) for i in range(8)]
+    assert Counter(choice(led, Policy.RANDOM, r, draw=d) for d in draws) == dict.fromkeys(range(4), 2)
+
+
+def test_least_request_takes_the_less_loaded_of_two_drawn_alike_and_the_first_at_a_tie():
+    count = 4
+    fleet = [At(PROFILE, [Held(1, 1)] * (w // 2)) for w in range(count)]  # two pairs of equals
+    led, r = ledger_of(fleet, Held(1, 1), NOW_S, TTFT_S)
+    grid = [(i, j) for i in range(count) for j in range(count)]
+    for i, j in grid:
+        drawn = (i + 0.5) / count, (j + 0.5) / count
+        assert choice(led, Policy.LEAST_REQUEST, r, draw=drawn) == (j if j // 2 < i // 2 else i)
+
+
 def test_power_of_two_gives_equal_workers_equal_shares():
     led, r = ledger_of(idle_fleet(4), Held(1, 1), NOW_S, TTFT_S)
     grid = [((i + 0.5) / 4, (j + 0.5) / 3) for i in range(4) for j in range(3)]
@@ -184,6 +201,8 @@ def test_power_of_two_with_one_worker_takes_it_and_with_none_holds():
     one.workers["status"] = 0
     assert choice(one, Policy.P2C, r, draw=(0.99, 0.99)) == NONE
     assert choice(one, Policy.ROUND_ROBIN, r) == NONE
+    assert choice(one, Policy.RANDOM, r, draw=(0.99, 0.99)) == NONE
+    assert choice(one, Policy.LEAST_REQUEST, r, draw=(0.99, 0.99)) == NONE
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,27 @@ def test_every_time_is_that_of_going_step_by_step(mode):
     assert preempted > CASES  # or the cases would not test preemption
 
 
+def test_an_engine_that_plans_ahead_gives_first_tokens_a_step_later():
+    late = waited = 0
+    for case in range(CASES):
+        rng = np.random.default_rng([case, 9])
+        profile, workload = random_profile(rng, EngineMode.CHUNKED), random_workload(rng)
+        ahead = profile.with_engine(steps_ahead=float(rng.choice([1.0, 1.7])))
+        plain, seen = (simulate(workload, [WorkerSpec(p)], NEVER_MET, "jsq") for p in (profile, ahead))
+        expected = simulate_worker(
+            ahead, workload.arrival_s, workload.prompt_tokens, workload.output_tokens, workload.priority
+        )
+        first = np.array([r.first_token_s for r in expected])
+        finish = np.array([r.finish_s for r in expected])
+        np.testing.assert_allclose(seen.first_token_s, first, rtol=0, atol=1e-9, err_msg=f"case {case}")
+        np.testing.assert_allclose(seen.finish_s, finish, rtol=0, atol=1e-9, err_msg=f"case {case}")
+        np.testing.assert_allclose(seen.tpot_s, plain.tpot_s, rtol=1e-9, atol=1e-12)
+        late += int((seen.ttft_s > plain.ttft_s).sum())
+        waited += int((seen.ttft_s == plain.ttft_s).sum())
+    assert late > CASES
+    assert waited > CASES  # on idle engines, and behind a spent budget
+
+
 def test_split_phases_hand_over_as_the_reference_does():
     for case in range(CASES):
         rng = np.random.default_rng([case, 8])
