@@ -247,9 +247,10 @@ def as_tables(checkup: Checkup, kv_tokens: Mapping[str, int], verbose: bool = Fa
     parts: list[RenderableType] = [
         Text(verdict(checkup), style="bold yellow" if checkup.warnings else "bold green")
     ]
-    parts += [lines, *([_findings_table(checkup.findings)] if verbose else ())]
+    parts.append(lines)
     if len(checkup.phases) > 1:
         parts.append(phases_table(checkup.phases))
+    parts += [_findings_table(checkup.findings)] if verbose else []
     if checkup.reuse is not None and (verbose or kv_tokens):
         parts += _reuse_tables(checkup.reuse, kv_tokens)
     return parts
