@@ -3,14 +3,17 @@
 Of a Markdown page only prose counts: code, tables, headings, pictures and comments are left out. An item of a
 list is a paragraph of its own. A link counts as its text, and code within a sentence as its words.
 
+Of code, literals with a space count: what a program may print. Docstrings and keys of mappings are left out.
+
 python -m harness.prose              prints the figures of every document, and of each class
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +32,7 @@ OLD_WORDS = re.compile(
 )
 
 _LEFT_OUT = re.compile(r"<!--.*?-->|^```.*?^```", re.DOTALL | re.MULTILINE)
+_COMMENT = re.compile(r"/\*.*?\*/|<!--.*?-->|(?:(?<=\s)|^)//[^\n]*", re.DOTALL | re.MULTILINE)
 _PICTURE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
@@ -94,6 +98,35 @@ def markdown_prose(text: str) -> Prose:
         if line.strip() and not is_code and not line.startswith(("#", "|")):
             lines.append(_ITEM.sub("", line, count=1) if is_item else line)
     return prose_of(_LINK.sub(r"\1", _PICTURE.sub("", p)).replace("> ", "") for p in paragraphs)
+
+
+def printed_texts(source: str) -> Iterator[tuple[int, str]]:
+    """Texts with a space in a Python module, each with its line: no docstring, and no key of a mapping."""
+    tree = ast.parse(source)
+    left_out: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            left_out.add(node.value)
+        elif isinstance(node, ast.Dict):
+            left_out.update(key for key in node.keys if key is not None)
+        elif isinstance(node, ast.Subscript):
+            left_out.add(node.slice)
+        elif isinstance(node, ast.JoinedStr):
+            left_out.update(node.values)
+    for node in ast.walk(tree):
+        text = ""
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in left_out:
+            text = node.value
+        if isinstance(node, ast.expr) and " " in text.strip():
+            yield node.lineno, text
+
+
+def shown_texts(source: str) -> Iterator[tuple[int, str]]:
+    """Lines of a page's script or markup, each with its number; comments left out, templates as texts."""
+    without = _COMMENT.sub(lambda found: "\n" * found.group().count("\n"), source.replace("`", "'"))
+    yield from ((i, line) for i, line in enumerate(without.split("\n"), 1) if line.strip())
 
 
 def words_of(text: str) -> int:

@@ -20,7 +20,9 @@ from harness.prose import (
     documents,
     markdown_prose,
     missed,
+    printed_texts,
     prose_of,
+    shown_texts,
 )
 from harness.site import navigation
 from tokenfleet.cli.main import VERBS, command_of
@@ -107,6 +109,44 @@ def test_help_texts_are_short_and_plain() -> None:
     prose = prose_of(dict.fromkeys(help_texts()))
     assert len(prose.paragraphs) > 200
     reads_plainly(prose, sentence=11, paragraph=45)
+
+
+SHOWN = sorted(
+    path
+    for end in ("js", "html")
+    for path in (ROOT / "tokenfleet").rglob(f"*.{end}")
+    if "vendor" not in path.parts
+)
+
+
+@pytest.mark.parametrize("path", [*PRODUCT, *SHOWN], ids=lambda path: str(path.relative_to(ROOT)))
+def test_texts_that_people_are_shown_are_plain(path: Path) -> None:
+    """Answers, errors, events, logs, help of metrics, and the console's and the report's texts."""
+    texts = printed_texts if path.suffix == ".py" else shown_texts
+    assert turned(texts(path.read_text(encoding="utf-8"))) == []
+
+
+def turned(texts: Iterator[tuple[int, str]]) -> list[str]:
+    """Texts with a banned turn or a word given up, code within them left out."""
+    return [
+        f"line {line}: {text}"
+        for line, text in texts
+        if any(prose_of([text]).matches(pattern) for pattern in (BANNED_TURNS, OLD_WORDS))
+    ]
+
+
+def test_texts_are_found_in_code_and_in_scripts() -> None:
+    python = '''
+"""What of it."""
+key = {"as it is": f"by {'turns'}, {1} of which {2} `so many`"}["as it is"]
+raise ValueError("computed anew: " f"{key}")
+'''
+    assert sorted(turned(printed_texts(python))) == [
+        "line 3: by …, … of which … `so many`",
+        "line 4: computed anew: …",
+    ]
+    script = "/** by turns\n so many */\nconst a = 'https://a'; // anew\nconst b = `is told ${a}`;\n"
+    assert turned(shown_texts(script)) == ["line 4: const b = 'is told ${a}';"]
 
 
 def reads_plainly(prose: Prose, sentence: float, paragraph: float) -> None:

@@ -98,7 +98,7 @@ def parse_slo_class(text: str, attainment: float) -> SloClass:
     for part in plain:
         key, _, value = part.partition("=")
         if _SLO_NAMES.get(key.strip().lower()) != "tpot":
-            raise BadInput(f"{where}: a deadline stands alone or beside tpot and attainment, got {part!r}")
+            raise BadInput(f"{where}: a deadline stands alone or with tpot and attainment, got {part!r}")
         tpot_s = parse_duration_s(value, f"{where}: tpot")
     return SloClass(name, Slo(deadline_s, tpot_s), attainment, deadline_s)
 
@@ -198,7 +198,7 @@ def parse_speculation(text: str) -> Speculation | None:
         return Speculation(
             acceptance,
             parse_duration_s(draft, "--speculate: a draft"),
-            parse_duration_s(beside, "--speculate: a step beside its drafts") if plus else 0.0,
+            parse_duration_s(beside, "--speculate: overhead of a step") if plus else 0.0,
         )
     except BadInput as error:
         raise BadInput(f"--speculate: {error}" if "--speculate" not in str(error) else str(error)) from None

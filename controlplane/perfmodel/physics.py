@@ -60,7 +60,7 @@ def broken_rule(profile: Profile) -> str | None:
     one_s, most_s = float(step.step_s(0, 1, 0)), MOST * weights / bandwidth + HOST_S
     if one_s > most_s:
         return (
-            f"a decode step of one sequence takes {one_s * 1e3:.1f} ms, more than {MOST:g} times what its"
-            f" weights take to read and {HOST_S * 1e3:.0f} ms beside"
+            f"a decode step of one sequence takes {one_s * 1e3:.1f} ms, more than {MOST:g} times the time"
+            f" to read its weights plus {HOST_S * 1e3:.0f} ms"
         )
     return None

@@ -122,7 +122,7 @@ def forecast(
     if lead < 1:
         raise BadInput(f"forecast: lead: must be at least 1 bin, got {lead}")
     if len(regimes) != len(counts):
-        raise BadInput(f"forecast: {len(counts)} bins and {len(regimes)} regimes; need one of each")
+        raise BadInput(f"forecast: {len(counts)} bins and {len(regimes)} traffic phases; need one of each")
     rates = _filled(counts) / settings.bin_s
     n = len(rates)
     if n == 0:

@@ -158,7 +158,7 @@ def _outlook(settings: ForecastSettings, kept: Mapping[str, Any], since_s: float
     counts = [None if c is None else int(c) for c in kept["counts"]]
     levels = [float(rate) for rate in kept["regimes_rps"]]
     if len(counts) != len(levels):
-        raise ValueError(f"{len(counts)} bins and {len(levels)} regimes")
+        raise ValueError(f"{len(counts)} bins and {len(levels)} traffic phases")
     if kept["bin_s"] != settings.bin_s or not counts:
         return Outlook()
     at = int(now_s // settings.bin_s)

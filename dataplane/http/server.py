@@ -99,7 +99,7 @@ async def follow(
         last, before = _state_of(files), last
         if last != known and last == before:
             known = last
-            _try(reload, say, f"{' and '.join(map(str, files))}: read anew, in force from now on")
+            _try(reload, say, f"{' and '.join(map(str, files))}: reloaded, in force from now on")
 
 
 def _try(reload: Callable[[], None], say: Callable[[str], None], done: str) -> None:

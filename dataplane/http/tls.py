@@ -53,7 +53,7 @@ def certificate_of(
     """What to serve HTTPS with; `hosts` by flag. Raises BadInput where others would be served without."""
     if (certificate is None) != (key is None):
         given, missing = ("--tls-cert", "--tls-key") if key is None else ("--tls-key", "--tls-cert")
-        raise BadInput(f"{given}: needs {missing} beside it")
+        raise BadInput(f"{given}: needs {missing} too")
     if certificate is not None and key is not None:
         if insecure:
             raise BadInput("--insecure: serves in the clear; leave it out with --tls-cert")

@@ -121,7 +121,7 @@ def prepare(
     caches = _caches(workload, profiles, variant) if options.get("prefix_caching", True) else None
     tier, host = records.new_tier(caches, workload.prefixes, profiles, variant)
     if tier is not None and migrates:
-        raise BadInput("--host-kv: not simulated beside moves; plan with a policy without +migrate")
+        raise BadInput("--host-kv: not simulated with moves; plan with a policy without +migrate")
     ledger = new_ledger(
         np.stack([coefficient_row(p) for p in profiles]),
         variant,

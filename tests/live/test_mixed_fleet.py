@@ -93,6 +93,6 @@ def test_real_workers_of_two_tp_degrees_hand_requests_to_each_other(model_folder
         assert [(s.text, s.tokens, s.is_done) for s in moved] == [(alone.text, 300, True)] * 2
         fleet.until(lambda: kinds_of(fleet) == [kind for kind in ("TP1", "TP2") if kind != left])
         said = [d["reason"] for d in fleet.ask("GET", "/v1/fleet")["decisions"] if d["kind"] == "migrate"]
-        assert any("done" in why and "computed anew" in why for why in said)
+        assert any("done" in why and "recomputed" in why for why in said)
     finally:
         fleet.stop()

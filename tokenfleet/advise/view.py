@@ -62,7 +62,7 @@ def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tu
         binds = bottleneck(profile, slo, *advice.lengths)
         yield (
             "Bottleneck",
-            f"{binds.name}; 25 % more of it would spare {percent(binds.spares)} of the replicas",
+            f"{binds.name}; 25 % more of it would save {percent(binds.spares)} of the replicas",
         )
         if why := hopeless(profile, slo, *advice.lengths):
             yield "Beware", f"no number of replicas meets the target: {why}"

@@ -263,11 +263,11 @@ def _findings(
 ) -> Iterator[HostFinding]:
     steps = [w["telemetry"]["step_s"] for w in workers if w.get("telemetry")]
     hosts = " and ".join(dict.fromkeys(str(w.get("host")) for w in workers))
-    step = f", a step of {duration_text(max(steps))}" if steps else ""
-    yield HostFinding("engines", "fine", f"two at {hosts}{step}")
+    step = f", step time {duration_text(max(steps))}" if steps else ""
+    yield HostFinding("engines", "fine", f"2 started on {hosts}{step}")
     done = [move for move in moves if move["outcome"] == "done"]
     if len(done) < max(len(moves), 1):
-        why = next((m["reason"] or m["outcome"] for m in moves if m not in done), "it ended too soon")
+        why = next((m["reason"] or m["outcome"] for m in moves if m not in done), "it ended first")
         yield HostFinding("moves", "stops", f"{len(done)} of {len(moves)} done: {why}")
     if done:
         pauses = sorted(move["downtime_s"] for move in done)
@@ -281,13 +281,13 @@ def _findings(
 def _compared(plain: _Stream, moved: _Stream) -> HostFinding:
     """Whether a moved request's tokens are those of the one that stayed."""
     if plain.tokens == moved.tokens and not moved.fault:
-        return HostFinding("tokens", "fine", f"all {len(plain.tokens)} as without moves")
+        return HostFinding("tokens", "fine", f"all {len(plain.tokens)} equal those without a move")
     alike = 0
     for one, other in zip(plain.tokens, moved.tokens, strict=False):
         if one != other:
             break
         alike += 1
-    why = moved.fault or f"token {alike} of {len(plain.tokens)} is another than without moves"
+    why = moved.fault or f"token {alike} of {len(plain.tokens)} differs from that without a move"
     return HostFinding("tokens", "stops", why)
 
 
@@ -330,4 +330,4 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")

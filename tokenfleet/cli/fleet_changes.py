@@ -48,7 +48,7 @@ def evacuate(
     where = f"/v1/nodes/{node}" if node else f"/v1/workers/{worker}"
     reply = client.ask("POST", f"{where}/evacuate", {"deadline_s": seconds})
     plan, left = reply["plan"], set(reply.get("workers", [worker]))
-    said = f"{plan['move']} requests to move, {plan['replay']} to compute anew, {plan['stay']} stay"
+    said = f"{plan['move']} requests to move, {plan['replay']} to recompute, {plan['stay']} stay"
     _tell(format, f"{worker or node}: {said if left else 'no worker runs there'}", reply)
     is_late = False
     for event in _events(client, after) if left else ():

@@ -90,7 +90,7 @@ def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfle
     parts = ", ".join(f"{workers} workers of {t.gpus} x {t.gpu}" for workers, t in types)
     gpus = sum(group.gpus for group in fleet.groups)
     return f"""\
-# {parts}: this machine needs {gpus} GPUs, and the plan beside this file as /etc/tokenfleet/{PLAN}.
+# {parts}: this machine needs {gpus} GPUs, and the exported plan as /etc/tokenfleet/{PLAN}.
 [Unit]
 Description=Tokenfleet: {fleet.weights} within {fleet.slo_text}
 After=network-online.target nvidia-persistenced.service

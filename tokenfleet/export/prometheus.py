@@ -110,7 +110,7 @@ def _fleet_alerts() -> list[dict[str, Any]]:
             "5m",
             "ticket",
             "Requests are turned away for want of room",
-            "The fleet is too small for what arrives: `tokenfleet fleet scale N`, or plan anew.",
+            "The fleet is too small for what arrives: `tokenfleet fleet scale N`, or plan again.",
         ),
         _alert(
             "TokenfleetLosesWorkers",
@@ -127,7 +127,7 @@ def _fleet_alerts() -> list[dict[str, Any]]:
             None,
             "ticket",
             "A worker was not evacuated whole by its deadline",
-            "`tokenfleet fleet status` says how many streams moved, were computed anew and ended in errors.",
+            "`tokenfleet fleet status` shows how many streams moved, were recomputed and ended in errors.",
         ),
         _alert(
             "TokenfleetRolledBack",

@@ -143,8 +143,8 @@ def without_work(workload: Workload, request: PlanRequest) -> list[str]:
     sessions = 0 if workload.sessions is None else int(workload.sessions.session.max(initial=-1)) + 1
     if request.agents is None or request.agents <= sessions:
         return []
-    most = f"{sessions:,} at most run at once: so many sessions are there"
-    return [f"--agents: {request.agents:,}, of whom {most}"]
+    most = f"{sessions:,} at most run at once: the trace has no more sessions"
+    return [f"--agents: {request.agents:,}; {most}"]
 
 
 def refuse_without_prefixes(workload: Workload, request: PlanRequest) -> None:

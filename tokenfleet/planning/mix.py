@@ -197,8 +197,8 @@ def no_spares_do(plan: Plan, question: PlanRequest) -> Plan:
     """`plan` as infeasible: reclaims cost more than any number of spares mends, or than is allowed."""
     without = plan.best.fleet.label if plan.best else "-"
     reason = (
-        f"on spot workers reclaimed {question.reclaims_per_h:g} times an hour no number of spares within the"
-        f" limits keeps {question.attainment:g} (without reclaims: {without})"
+        f"on spot workers reclaimed {question.reclaims_per_h:g} times an hour no number of standby workers"
+        f" within the limits keeps {question.attainment:g} (without reclaims: {without})"
     )
     return replace(plan, question=question, best=None, reason=reason, schedule=None, one_fewer=None)
 
@@ -212,7 +212,7 @@ def _is_allowed(usd_per_h: float | None, gpus: int, question: PlanRequest) -> bo
 
 
 def _noted(note: str) -> str:
-    return f"{note}; without spares" if note else "without spares"
+    return f"{note}; without standby workers" if note else "without standby workers"
 
 
 def _one_fewer(plan: Plan, spares: StandbyWorkers) -> SmallerFleet | None:
@@ -222,9 +222,7 @@ def _one_fewer(plan: Plan, spares: StandbyWorkers) -> SmallerFleet | None:
         return fewer
     share = spares.one_fewer * spares.untouched
     estimate = replace(best.estimate, low=best.estimate.low * share, expected=best.estimate.expected * share)
-    reason = (
-        f"enough workers stand only {spares.one_fewer:.3%} of the time, which its lower bound cannot spare"
-    )
+    reason = f"enough workers serve only {spares.one_fewer:.3%} of the time, too little for its lower bound"
     return SmallerFleet(spares.bought.workers - 1, best.on_trace, estimate, reason)
 
 

@@ -558,7 +558,7 @@ class PlanFile(PlanBrief):
 
         if self.policy not in policy_names(served=True):
             names = ", ".join(policy_names(served=True))
-            return f"policy: no fleet runs {self.policy!r}; plan anew with one of {names}"
+            return f"policy: no fleet runs {self.policy!r}; plan again with one of {names}"
         roles = {part.role for part in self.fleet}
         if roles not in ({"any"}, {"prefill", "decode"}):
             return f"fleet: prefill and decode workers need each other, got {', '.join(sorted(roles))}"

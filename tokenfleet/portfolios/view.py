@@ -17,7 +17,7 @@ from tokenfleet.version import VERSION
 
 SCHEMA = "tokenfleet.portfolio-plan/1"
 _MODELS = ("model", "fleet", "constant", "on schedule", "lower bound", "on other GPUs")
-_LIMITS = ("limit", "maximum", "peak use", "value of more")
+_LIMITS = ("limit", "maximum", "peak use", "gain if raised")
 
 
 def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:

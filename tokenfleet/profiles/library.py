@@ -264,7 +264,7 @@ class LearnedProfiles:
         try:
             return _read_learned(path, key)
         except BadInput as error:
-            log.warning("%s; the engine is measured anew", error)
+            log.warning("%s; the engine is measured again", error)
             return None
 
     def keep(self, key: Mapping[str, Any], profile: Profile) -> None:

@@ -152,7 +152,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     doubts = (unseen, mixed, FILLED if stages > 1 else 0.0, 0.0 if windows is None else WINDOWED)
     precision = "".join(f", {value} {of}" for value, of in asked if value)
     if windows is not None:
-        precision += f"; windows of {windows.tokens} tokens, of which there are none, from attention to all"
+        precision += f"; windows of {windows.tokens} tokens, derived from full attention (no measurements)"
     return Profile(
         model=name,
         gpu=canonical_gpus(system)[0],

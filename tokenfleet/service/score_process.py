@@ -57,7 +57,7 @@ class LastGap:
         """`gap` of `GET /v1/fleet`: the `day`, None where none is known; `line` tells it, or why not."""
         from tokenfleet.service.gap import gap_line
 
-        told = f"not known: {self._missing}"
+        told = f"unknown: {self._missing}"
         if self.known is not None:
             told = "; ".join(filter(None, [gap_line(self.known), self._missing]))
         return {"line": told, "day": self.known}
@@ -69,7 +69,7 @@ class LastGap:
                 await self.look(time.time())
             except BadInput as why:
                 self._missing = str(why)
-                log.warning("clairvoyant gap: %s", why)
+                log.warning("cost over the hindsight optimum: %s", why)
             await asyncio.sleep(GAP_EVERY_S)
 
     async def look(self, now_s: float) -> None:

@@ -142,7 +142,7 @@ def changed(request: PlanRequest, changes: Changes) -> PlanRequest:
     if after.spot and "spot" in changes and after.reclaims_per_h is None:
         raise BadInput(
             "spot: how often are workers reclaimed? Give --reclaims-per-h, or vary reclaims: a spot fleet"
-            " without spares does not hold the target"
+            " without standby workers does not hold the target"
         )
     return after
 

@@ -87,7 +87,7 @@ class KindTimes:
             time.time(),
             "drift",
             f"{self.variant}: steps have become {way}, {drift.ratio:.2f} times what was predicted;"
-            f" now {self.refit.slowdown:.2f} times the profile, and placement goes by that",
+            f" placement now uses {self.refit.slowdown:.2f} times the profile",
             variant=self.variant,
             ratio=round(drift.ratio, 4),
             slowdown=round(self.refit.slowdown, 4),
@@ -200,7 +200,7 @@ class StepTimes(Collector):
         here = self._here()
         factor = GaugeMetricFamily(
             "tokenfleet_step_profile_ratio",
-            "How many times as long as the profile says steps take, all in all",
+            "Time of all workers' steps over the profile's",
             labels=["variant"],
         )
         errors = GaugeMetricFamily(
@@ -209,11 +209,11 @@ class StepTimes(Collector):
             labels=["variant", "model"],
         )
         drifts = CounterMetricFamily(
-            "tokenfleet_step_drifts", "Sudden changes of step times that were noticed", labels=["variant"]
+            "tokenfleet_step_drifts", "Sudden changes of step times", labels=["variant"]
         )
         workers = GaugeMetricFamily(
             "tokenfleet_worker_step_profile_ratio",
-            "How many times as long as the profile says a worker's own steps take",
+            "Time of a worker's own steps over the profile's",
             labels=["worker"],
         )
         for times in self.kinds.values():

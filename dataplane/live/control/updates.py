@@ -34,7 +34,7 @@ class Updates:
         now = self._pool.revision
         model, flags = model or now.model, now.flags if flags is None else tuple(flags)
         if (model, flags) == (now.model, now.flags):
-            raise BadInput("update: that is what the fleet runs already; a restart starts a worker anew")
+            raise BadInput("update: the fleet runs this already; to replace a worker, restart it")
         settings = await asyncio.to_thread(self._revised, model, flags)
         self._check_no_rollout()
         self._number = max(self._number, now.number) + 1

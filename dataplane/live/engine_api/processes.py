@@ -142,7 +142,7 @@ class Record:
         if name not in self.found:
             return None
         if (version := self.found.get("version", 1)) != RECORD_VERSION:
-            expected = f"expected {RECORD_VERSION}, got {version}; start the fleet anew"
+            expected = f"expected {RECORD_VERSION}, got {version}; start the fleet again"
             raise BadInput(f"{self._path}: version: {expected}")
         return msgspec.convert(self.found[name], kind)
 

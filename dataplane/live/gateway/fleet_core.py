@@ -280,7 +280,7 @@ class FleetCore(FrontEndClient):
     def _suspect(self, at: Attached, is_silent: bool) -> None:
         at.is_silent = is_silent
         self.placement.suspect(at.worker, is_silent)
-        why = "nothing is heard of it: others get new requests" if is_silent else "it is heard of again"
+        why = "unresponsive: others get new requests" if is_silent else "reachable again"
         self.events.record(time.time(), "silent" if is_silent else "heard", why, worker=at.worker)
         self.admission.look()
 

@@ -100,7 +100,7 @@ class Metrics:
         self.moved_bytes = counter("tokenfleet_migration_bytes", "KV bytes copied by moves")
         self.replays = counter(
             "tokenfleet_replays",
-            "Segments begun anew from prompt and tokens, because a worker was lost or refused them",
+            "Segments restarted from prompt and tokens, because a worker was lost or refused them",
         )
         self.rollouts = counter(
             "tokenfleet_rollouts",

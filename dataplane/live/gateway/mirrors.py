@@ -267,7 +267,7 @@ class Mirrors:
             self._learn(led, w, change)
         elif change.number > last:
             self._asked[w] = change.number
-            return f"it was told up to change {last} of its cache, and then of change {change.number}"
+            return f"after change {last} of its cache came change {change.number}"
         return ""
 
     def _learn(self, led: Ledger, w: int, change: CacheChange) -> None:

@@ -194,7 +194,7 @@ class Migrations:
             return
         if layout(self.engines.info(running.worker)) != layout(self.engines.info(move.target)):
             move.mode = "recompute"
-            move.reason = f"{running.worker} and {move.target} lay KV out differently, so it is computed anew"
+            move.reason = f"{running.worker} and {move.target} lay KV out differently, so it is recomputed"
         elif move.mode == "live" and not self.engines.info(move.target).caches_prefixes:
             move.mode = "stop-and-copy"
             move.reason = f"{move.target} caches no prefixes, so nothing can be copied ahead"

@@ -293,9 +293,9 @@ class FleetTypes:
         if asked is None and not any(planned.values()):
             return
         if any(t.role != "any" for t in self):
-            raise BadInput("--host-kv: not beside prefill and decode workers")
+            raise BadInput("--host-kv: not with prefill and decode workers")
         if arguments.speculative_config:
-            raise BadInput("--host-kv: not beside --speculative-config")
+            raise BadInput("--host-kv: not with --speculative-config")
         if arguments.enable_prefix_caching is False:
             raise BadInput("--host-kv: what leaves KV is found by prefixes, which are not cached")
 

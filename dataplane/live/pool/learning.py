@@ -6,7 +6,7 @@ there are and whenever each is ready, the same batches are measured, by all of t
 leaves its burst to the others. After MEASURE_S at most what was measured is fitted; the last worker to end
 does it, and all of them serve by the result. Workers of that kind that start later are not measured.
 
-A kind that cannot be measured has a `reason`, placement goes by load alone, and the next worker of the kind
+A kind that cannot be measured has a `reason`, placement uses load alone, and the next worker of the kind
 that starts is measured again.
 """
 
@@ -172,7 +172,7 @@ class Learning:
             if not isinstance(error, BadInput):
                 log.exception("the fit of %s broke", kind)
             self.reasons[kind] = str(error)
-            why = f"{kind}: step times could not be measured ({error}); placement goes by load"
+            why = f"{kind}: step times could not be measured ({error}); placement uses load alone"
             self._events.record(time.time(), "unmeasured", why, worker_kind=kind)
             return
         if self._kept is not None:

@@ -55,8 +55,8 @@ class Evacuated:
     def __str__(self) -> str:
         late = "" if self.in_time else ", too late"
         return (
-            f"empty after {self.seconds:.1f} s{late}: {self.moved} requests moved, {self.replayed} computed"
-            f" anew, {self.ended} ended by themselves, {self.failed} could not be continued"
+            f"empty after {self.seconds:.1f} s{late}: {self.moved} requests moved, {self.replayed}"
+            f" recomputed, {self.ended} ended by themselves, {self.failed} could not be continued"
         )
 
 
@@ -180,7 +180,7 @@ class Exit:
         finally:
             await cancel_all(self._under.moves.values())
             self._reap()
-        await self._replay_all(f"{why}; its time has come")
+        await self._replay_all(f"{why}; its deadline is near")
         self._under.replays.clear()
         while self._here() and time.monotonic() < deadline_s - LOOK_S:
             await asyncio.sleep(LOOK_S)  # what cannot go on elsewhere may still end by itself
@@ -225,7 +225,7 @@ class Exit:
     async def _replay(self, tracked: Tracked, target: WorkerId, why: str) -> None:
         self._done.replayed += 1
         self._done.replayed_tokens += tracked.context_tokens if tracked.output_token_ids else 0
-        reason = f"{why}; computed anew on {target}"
+        reason = f"{why}; recomputed on {target}"
         self._under.replays[target] = await self._core.segments.replay_on(tracked, target, reason)
 
     async def _replay_all(self, why: str) -> None:
@@ -347,12 +347,12 @@ async def _bring(core: FleetCore, copies: Sequence[Bring], why: str, until_s: fl
             text = copy.text.of.as_request()
             sent += await core.migrations.bring(text, copy.tokens, copy.source, copy.target)
         except CopyFailed as failure:
-            log.info("a text stays where it is: %s", failure)
+            log.info("a cached prefix is not copied: %s", failure)
             continue
         core.placement.brought(copy.target, copy.text.of.ids[: copy.tokens // copy.text.block_tokens])
         made, tokens = made + 1, tokens + copy.tokens
     if made:
-        said = f"{why}: {made} cached texts of {tokens} tokens copied to where their next turns go"
+        said = f"{why}: {made} cached prefixes ({tokens} tokens) copied to where their next turns run"
         core.events.record(time.time(), "bring", said, texts=made, tokens=tokens, sent_tokens=sent)
 
 

@@ -260,7 +260,7 @@ class Lives:
 
     async def _evacuate(self, member: Member, way_out: Exit, deadline_s: float, reason: str) -> None:
         done = await way_out.evacuate(deadline_s, f"{member.worker} is evacuated: {reason}")
-        await self._part(member, f"{member.worker} had to be gone: {reason}")
+        await self._part(member, f"{member.worker} reached its deadline: {reason}")
         self._core.metrics.count_evacuation(done.in_time, asdict(done))
         self._roster.tell("evacuated", str(done), worker=member.worker, **asdict(done))
         self.settle(member.kind, f"in place of {member.worker}, which was evacuated")

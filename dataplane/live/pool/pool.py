@@ -237,7 +237,7 @@ class WorkerPool(Roster):
         if len(members) >= self.max_workers:
             return f"--max-workers {self.max_workers} leaves no room for another"
         if limit is not None and sum(m.kind == kind for m in members) >= limit:
-            return f"no more than {limit} of {kind} can be had"
+            return f"no more than {limit} of {kind} are available"
         if not self.has_room:
             return f"its share of the portfolio, {self.share} workers, leaves no room for another"
         return self.host.room(kind)

@@ -128,7 +128,7 @@ class Broker:
                 if reply.status == 200:
                     found: dict[str, Any] = await reply.json()
                     return found
-                log.warning("%s: its share was not told: %s", model, await reply.text())
+                log.warning("%s: its share was not sent: %s", model, await reply.text())
         except (aiohttp.ClientError, TimeoutError):
             pass
         return None

@@ -146,7 +146,7 @@ class GatewayPeers:
                     self._socket.send_multipart([peer.name, wire.LOST, wire.pack(reason)]), 0.5
                 )
             except (ZMQError, TimeoutError):
-                log.info("gateway %s could not be told: %s", peer.name.hex(), reason)
+                log.info("gateway %s could not be notified: %s", peer.name.hex(), reason)
 
     async def dismiss_all(self, reason: str) -> None:
         """Disconnect every gateway."""

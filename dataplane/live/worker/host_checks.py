@@ -276,7 +276,7 @@ def _memory() -> HostFinding:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) << 10
     enough = free >= LEAST_MEMORY_BYTES
-    says = f"{free / 1e9:.1f} GB to be had" + ("" if enough else "; an engine may not find room")
+    says = f"{free / 1e9:.1f} GB available" + ("" if enough else "; an engine may not find room")
     return HostFinding("memory", "fine" if enough else "warns", says)
 
 
@@ -292,7 +292,7 @@ def _nixl() -> HostFinding:
     package = nixl_package()
     if not package:
         return HostFinding(
-            "NIXL", "fine", "not installed; KV goes by memory on a host, by sockets between hosts"
+            "NIXL", "fine", "not installed; KV moves through memory on a host, through sockets between hosts"
         )
     version = _version(package.replace("_", "-"))
     try:

@@ -59,7 +59,7 @@ def test_a_model_with_more_to_read_takes_no_less_time_alone() -> None:
     ("change", "says"),
     [
         ({"base_s": 1e-4, "per_context_token_s": 0.0, "per_sequence_s": 0.0, "hinges": ()}, "at 3.35 TB/s"),
-        ({"base_s": 0.4}, "more than 20 times what its weights take to read and 100 ms"),
+        ({"base_s": 0.4}, "more than 20 times the time to read its weights plus 100 ms"),
     ],
 )
 def test_a_users_profile_that_breaks_it_is_refused_in_one_line(

@@ -182,7 +182,7 @@ def test_a_request_that_waits_to_be_prefilled_anew_is_stored_where_it_goes_on(wh
 
 def test_a_run_with_moves_is_refused_and_so_are_engines_that_are_not_simulated_with_it():
     workload, workers = fleet_case(2)
-    with pytest.raises(BadInput, match="--host-kv: not simulated beside moves"):
+    with pytest.raises(BadInput, match="--host-kv: not simulated with moves"):
         simulate(workload, workers, NEVER_MET, "spread+migrate")
     with pytest.raises(BadInput, match="only chunked engines"):
         workers[0].profile.with_engine(mode=EngineMode.SPLIT)

@@ -16,16 +16,16 @@ def states(moved, moves):
 
 def test_equal_tokens_after_moves_are_fine_with_their_figures():
     found = states(_Stream([5, 6, 7]), [MOVE, MOVE | {"downtime_s": 0.03}])
-    assert found["engines"] == ("fine", "two at 10.0.0.1 and 10.0.0.2, a step of 4 ms")
+    assert found["engines"] == ("fine", "2 started on 10.0.0.1 and 10.0.0.2, step time 4 ms")
     assert found["moves"] == ("fine", "2, downtime 30 ms, at most 30 ms; 3.0 MB each")
-    assert found["tokens"] == ("fine", "all 3 as without moves")
+    assert found["tokens"] == ("fine", "all 3 equal those without a move")
 
 
 @pytest.mark.parametrize(
     ("moved", "says"),
     [
-        (_Stream([5, 9, 7]), "token 1 of 3 is another than without moves"),
-        (_Stream([5, 6]), "token 2 of 3 is another than without moves"),
+        (_Stream([5, 9, 7]), "token 1 of 3 differs from that without a move"),
+        (_Stream([5, 6]), "token 2 of 3 differs from that without a move"),
         (_Stream([5], "the worker is lost"), "the worker is lost"),
     ],
 )
@@ -40,7 +40,7 @@ def test_moves_that_fail_stop_a_fleet_with_their_reason():
         ("stops", "1 of 2 done: the target has no room"),
         ("fine", "1, downtime 10 ms, at most 10 ms; 3.0 MB each"),
     ]
-    assert states(_Stream([5, 6, 7]), [])["moves"] == ("stops", "0 of 0 done: it ended too soon")
+    assert states(_Stream([5, 6, 7]), [])["moves"] == ("stops", "0 of 0 done: it ended first")
 
 
 def test_the_way_that_kv_took_is_named_with_its_pace():

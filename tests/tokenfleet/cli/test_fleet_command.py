@@ -40,7 +40,7 @@ FLEET = {
     },
     "placement": {"policy": "spread+migrate", "by": "load", "step_times_known": False, "unmeasured": {}},
     "step_times": [],
-    "gap": {"line": "not known: 2026-06-01: [/data] cannot be read", "day": None},
+    "gap": {"line": "unknown: 2026-06-01: [/data] cannot be read", "day": None},
 }  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_status_says_what_the_last_day_cost_over_the_cheapest_or_why_that_is_not
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["fleet", "--control", control, "status"]) == 0
-    told = "Cost over the hindsight optimum: not known: 2026-06-01: [/data] cannot be read\n"
+    told = "Cost over the hindsight optimum: unknown: 2026-06-01: [/data] cannot be read\n"
     assert told in capsys.readouterr().out
     share = {"gpus_per_worker": 1, "gpu": "h100", "held": 1, "share": 1, "right": 1, "asked": 1, "needed": 1}
     shown = {name: FLEET[name] for name in ("requests", "lately", "attainment_target", "gap")}

@@ -258,7 +258,7 @@ def test_agents_without_sessions_to_run_are_said(talks: Path, capsys: pytest.Cap
     assert simulated(talks, "--agents", "10") == 0
     assert "--agents" not in capsys.readouterr().err
     assert simulated(talks, "--agents", "2000") == 0
-    assert "warning: --agents: 2,000, of whom 10 at most run at once" in capsys.readouterr().err
+    assert "warning: --agents: 2,000; 10 at most run at once" in capsys.readouterr().err
 
 
 def test_the_most_agents_hold_the_target_with_confidence_and_are_no_more_than_on_the_trace(

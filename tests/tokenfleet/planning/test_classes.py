@@ -276,7 +276,7 @@ def test_a_class_is_what_a_rule_says_else_the_column_else_the_plain_targets() ->
         ((CHAT, CHAT), (), "--slo: chat: given twice"),
         (("ttft=1s,tpot=30ms", "ttft=2s,tpot=30ms"), (), "--slo: several targets need names"),
         ((CHAT, "batch:deadline=3s"), (), "batch: deadline: 3 s is shorter than the longest answer takes"),
-        ((CHAT, "batch:deadline=1h,ttft=3s"), (), "a deadline stands alone or beside tpot and attainment"),
+        ((CHAT, "batch:deadline=1h,ttft=3s"), (), "a deadline stands alone or with tpot and attainment"),
         ((CHAT, "batch:ttft=3s,tpot=1s,attainment=1"), (), "batch: attainment: must be above 0 and below 1"),
         ((CHAT, "a b:ttft=3s,tpot=1s"), (), "--slo: a class is named by letters"),
         ((CHAT, BATCH), ("--class", "batch"), "--class: expected NAME=tenant:WHO"),

@@ -397,7 +397,7 @@ def test_sessions_are_asked_for_only_of_traces_that_have_some(asked: dict[str, f
     assert sessions is not None
     many = len(np.unique(sessions.session)) + 1
     said = gather(talked, replace(request, agents=many)).inputs.warnings
-    assert f"--agents: {many}, of whom {many - 1} at most run at once: so many sessions are there" in said
+    assert f"--agents: {many}; {many - 1} at most run at once: the trace has no more sessions" in said
     assert not gather(talked, replace(request, agents=many - 1)).inputs.warnings
 
 

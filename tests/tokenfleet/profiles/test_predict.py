@@ -232,7 +232,7 @@ def test_windows_without_tables_are_counted_and_said(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "sliding_window": 1024}
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma3_text"} | sizes | heads))
     profile = predicted_profile(PredictedWorker(str(folder), "h100", 4, 0.001), date(2026, 1, 1))
-    assert "windows of 1024 tokens, of which there are none, from attention to all" in profile.source.what
+    assert "windows of 1024 tokens, derived from full attention (no measurements)" in profile.source.what
     assert (profile.kv.window_tokens, profile.kv.bytes_per_token) == (1024, 10 * 16 * 128 * 2 * 2)
     # Ten of 62 layers attend to all 131,072 tokens: memory's rate asks for 3 ms a GPU, all 62 for 20.
     far_s, near_s = (float(profile.step.step_s(0, 4, 4 * n)) for n in (131_072, 1024))

@@ -351,10 +351,10 @@ def test_what_a_fleet_tells_of_its_last_day_is_made_once_and_else_says_why_it_is
         return last.view()
 
     last = LastGap(tmp_path)
-    assert look() == {"line": "not known: no full day (UTC) is logged yet", "day": None}
+    assert look() == {"line": "unknown: no full day (UTC) is logged yet", "day": None}
     logged(tmp_path / "history", minutes([3, 3]))
     written(tmp_path / "history", requests([6.0] * 2))
-    assert look(NOON_S)["line"] == "not known: no full day (UTC) is logged yet"
+    assert look(NOON_S)["line"] == "unknown: no full day (UTC) is logged yet"
     assert asked_for == []
     said["error"] = "history: cannot be read"
     with pytest.raises(BadInput, match=rf"{DAY}: history: cannot be read"):
@@ -396,7 +396,7 @@ def test_an_older_day_is_told_while_the_next_one_is_made_or_cannot_be(tmp_path, 
 
 
 def test_a_fleet_without_a_history_or_a_folder_says_so(tmp_path):
-    none = {"line": "not known: this fleet keeps no history", "day": None}
+    none = {"line": "unknown: this fleet keeps no history", "day": None}
     assert LastGap(tmp_path, has_history=False).view() == none
     assert fleet_extension(None, None, True).fleet["gap"]() == none
 

@@ -247,8 +247,8 @@ def _kv_transport(flags: ServeFlags) -> Transport:
         check_installed(asked)
     elif asked == "nixl" and not flags.insecure:
         raise BadInput(
-            "--kv-transport nixl: KV would go between hosts in the clear, and who reaches UCX's ports can"
-            " write it; on a network of the fleet's own, add --insecure"
+            "--kv-transport nixl: KV would go between hosts in the clear, and anyone who reaches UCX's ports"
+            " can write it; on a network of the fleet's own, add --insecure"
         )
     return asked
 

@@ -104,9 +104,9 @@ def _check_of_all(flags: ServeFlags) -> None:
     for name in OF_ONE_FLEET:
         if getattr(flags, name):
             flag = f"--{name.replace('_', '-')}"
-            raise BadInput(f"{flag}: is of one fleet; --portfolio runs each model's by its own plan")
+            raise BadInput(f"{flag}: is for one fleet; --portfolio runs each model by its own plan")
     if of_one := next((flag for flag in OF_ONE_MODEL if flag in engine_flag_names(flags)), None):
-        raise BadInput(f"{of_one}: is of one model; a portfolio's go by the names that its plan gives them")
+        raise BadInput(f"{of_one}: is for one model; in a portfolio the plan names each model")
     if flags.autoscale is not None and bounds_of(flags.autoscale)[0] == 0:
         raise BadInput(f"--autoscale: each model of a portfolio keeps a worker, got {flags.autoscale}")
 

@@ -108,7 +108,7 @@ def test_what_cannot_be_continued_ends_in_an_explicit_error_and_the_others_go_on
         await until(lambda: evacuated(front))
         assert evacuated(front).facts["failed"] == len(fixed) > 0
         assert [front.finish.get(name) for name in fixed] == ["ERROR"] * len(fixed)
-        assert "had to be gone" in next(e.reason for e in front.events if e.kind == "failed")
+        assert "reached its deadline" in next(e.reason for e in front.events if e.kind == "failed")
         await front.ended(*prompts)
         assert whole(front, prompts, 3000)
 

@@ -95,7 +95,7 @@ def test_the_last_of_a_kind_drains_by_computing_its_requests_anew_elsewhere(play
         moves = [move for move in front.core.migrations.closed if move.request in held and move.moved]
         assert moves
         assert {move.mode for move in moves} == {"recompute"}
-        assert all("computed anew" in move.reason for move in moves)
+        assert all("recomputed" in move.reason for move in moves)
 
     play(story)
 

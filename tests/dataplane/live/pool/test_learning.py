@@ -199,7 +199,9 @@ def test_a_fleet_that_cannot_measure_says_so_and_places_by_load(play, monkeypatc
         assert not learning.learnt
         assert not front.core.placement.goes_by_targets
         said = {event.reason for event in events_of(front, "unmeasured")}
-        assert said == {f"{KIND}: step times could not be measured ({learning.why}); placement goes by load"}
+        assert said == {
+            f"{KIND}: step times could not be measured ({learning.why}); placement uses load alone"
+        }
         await front.send("r", [1] * 30, max_tokens=20)
         await front.ended("r")
         assert front.finish["r"] == "LENGTH"

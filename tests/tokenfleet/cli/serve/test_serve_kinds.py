@@ -302,7 +302,7 @@ def test_a_plans_host_memory_is_its_workers_whatever_profile_stands_in(tmp_path)
         with pytest.raises(BadInput, match="planned with 64 GiB, not with 32 GiB; --as-is"):
             types.check_host_memory(asked(32.0))
         for more, says in (
-            ({"speculative_config": {"method": "ngram"}}, "not beside --speculative-config"),
+            ({"speculative_config": {"method": "ngram"}}, "not with --speculative-config"),
             ({"enable_prefix_caching": False}, "prefixes, which are not cached"),
         ):
             with pytest.raises(BadInput, match=says):
@@ -312,7 +312,7 @@ def test_a_plans_host_memory_is_its_workers_whatever_profile_stands_in(tmp_path)
     there.check_host_memory(asked(32.0))
     split = FleetTypes([WorkerGroup(WorkerType(None, 1, role=role), 1) for role in ("prefill", "decode")])
     split.check_host_memory(asked(None))
-    with pytest.raises(BadInput, match="not beside prefill and decode workers"):
+    with pytest.raises(BadInput, match="not with prefill and decode workers"):
         split.check_host_memory(asked(1.0))
     with pytest.raises(BadInput, match=r"^export: host_kv: pods are given no memory for it"):
         serve_words(deployment(plan, "weights"), "plan.json", ())

@@ -273,13 +273,13 @@ def test_what_is_no_plan_of_a_portfolio_is_refused_in_one_line(file, capsys, doc
         (["--model", "chat=a"], "where is code? give --model code=FOLDER"),
         (["--model", "chat=a", "--model", "chat=b"], "once for each of chat, code, got 'chat=b'"),
         (["--model", "mail=a"], "once for each of chat, code, got 'mail=a'"),
-        (["--workers", "2"], "--workers: is of one fleet"),
-        (["--slo", "ttft=1s,tpot=50ms"], "--slo: is of one fleet"),
-        (["--advisory"], "--advisory: is of one fleet"),
+        (["--workers", "2"], "--workers: is for one fleet"),
+        (["--slo", "ttft=1s,tpot=50ms"], "--slo: is for one fleet"),
+        (["--advisory"], "--advisory: is for one fleet"),
         (["--reclaim-notice", "/x"], "--reclaim-notice: expected"),
         (["--autoscale", "0..4"], "--autoscale: each model of a portfolio keeps a worker, got 0..4"),
-        (["--", "--lora-modules", "a=b"], "--lora-modules: is of one model"),
-        (["--", "--served-model-name=a"], "--served-model-name: is of one model"),
+        (["--", "--lora-modules", "a=b"], "--lora-modules: is for one model"),
+        (["--", "--served-model-name=a"], "--served-model-name: is for one model"),
     ],
 )
 def test_flags_of_one_fleet_are_refused_in_one_line(file, capsys, words, says):
