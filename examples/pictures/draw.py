@@ -2,8 +2,8 @@
 
 They lie in docs/pictures/. architecture.svg has no data. planned-needed.svg shows six_plans.csv: figures of
 experiments/planning/six_cases.py. move-timeline.svg shows move.json, which take.py has recorded from two vLLM
-engines. The same data give the same bytes. Each drawing has a ground of its own: it can be read on a white
-page and on a dark one.
+engines. The guides' small drawings are of guides.py. The same data give the same bytes. Each drawing has a
+ground of its own: it can be read on a white page and on a dark one.
 """
 
 from __future__ import annotations
@@ -304,6 +304,8 @@ def drawings() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for name, content in drawings().items():
+    from guides import GUIDES
+
+    for name, content in (drawings() | {name: drawn() for name, drawn in GUIDES.items()}).items():
         (FOLDER / name).write_text(content)
         print(FOLDER / name)
