@@ -51,7 +51,7 @@ serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU
 	$(BIN)/tokenfleet serve --model tokenfleet-out/tiny-llama --workers 2
 
 # It is for a host with GPUs and the packages of `tokenfleet[live-gpu]`: PYTHON=… names its Python.
-gpu-day:  ## on a host with GPUs: measure what docs/limits-live.md lacks, one to two hours; MODEL=folder for a model's own
+gpu-day:  ## on a host with GPUs: measure what docs/limits-hardware.md lacks, one to two hours; MODEL=folder for a model's own
 	@$(PYTHON) -m experiments.gpu.host_day $(if $(MODEL),--model $(MODEL))
 
 wheel: .venv/wheel  ## dist/: a wheel with compiled kernels, for this Python and architecture

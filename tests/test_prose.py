@@ -111,6 +111,7 @@ def test_help_texts_are_short_and_plain() -> None:
     reads_plainly(prose, sentence=11, paragraph=45)
 
 
+GENERATED = ("docs/reference/", "CHANGELOG.md")  # pages that are looked up, not read
 SHOWN = sorted(
     path
     for end in ("js", "html")
@@ -165,8 +166,8 @@ def test_a_document_reads_within_the_bars_of_its_class(name: str) -> None:
     assert over == [], [*prose.long_sentences, *prose.matches(BANNED_TURNS), *prose.matches(OLD_WORDS)]
 
 
-@pytest.mark.parametrize("name", [name for name in documents() if name.startswith("docs/guides/")])
-def test_a_guide_has_at_most_1500_words(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in documents() if not name.startswith(GENERATED)])
+def test_a_page_has_at_most_1500_words(name: str) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").split()) <= 1500
 
 

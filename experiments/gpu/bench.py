@@ -43,7 +43,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one part found. `turns`: the row of docs/limits-live.md that it replaces by a figure."""
+    """What one part found. `turns`: the row of docs/limits-hardware.md that it replaces by a figure."""
 
     turns: str
     rows: Sequence[Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""The GPU day on a user's host: part A, then part B with vLLM, and a report by rows of docs/limits-live.md.
+"""The GPU day on a user's host: part A, then part B with vLLM, a report by rows of docs/limits-hardware.md.
 
     make gpu-day [MODEL=/models/llama-3.1-8b]
     python -m experiments.gpu.host_day [--model MODEL] [--output FOLDER] [--dry]
@@ -32,7 +32,7 @@ SHOWN = 12  # lines of a step's output in the report
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command of the day; `turns`: the row of docs/limits-live.md that it replaces by a figure."""
+    """A command of the day; `turns`: the row of docs/limits-hardware.md that it replaces by a figure."""
 
     name: str
     turns: str
@@ -110,13 +110,19 @@ def run(step: Step) -> Outcome:
 
 
 def report(outcomes: Sequence[Outcome], calls: Sequence[Mapping[str, Any]], gpu: str) -> str:
-    """The day as Markdown: which row of docs/limits-live.md each step turns into a figure."""
+    """The day as Markdown: which row of docs/limits-hardware.md each step turns into a figure."""
     lines = [f"# GPU day on {gpu or 'a CPU (nothing here was measured on a GPU)'}", ""]
-    lines += ["| step | row of docs/limits-live.md | ended | minutes |", "|---|---|---|---|"]
+    lines += ["| step | row of docs/limits-hardware.md | ended | minutes |", "|---|---|---|---|"]
     for one in outcomes:
         ended = "past its limit" if one.code is None else "well" if one.code == 0 else f"with code {one.code}"
         lines.append(f"| {one.name} | {one.turns} | {ended} | {one.took_s / 60:.1f} |")
-    lines += ["", "## Part A", "", "| part | row of limits-live.md | check | verdict |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "## Part A",
+        "",
+        "| part | row of limits-hardware.md | check | verdict |",
+        "|---|---|---|---|",
+    ]
     for call in calls:
         for name, part in call["parts"].items():
             checks = part["checks"] or {"–": "measured"}

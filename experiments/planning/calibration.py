@@ -11,7 +11,7 @@ of `held_out_windows.py`.
 
 The planner's bound, its drift and what it takes for steady were chosen on seeds from 100 on of the made ones
 and on m-mid's first week, which are not judged; Azure's hour, the only one of its kind, was in sight. Sixteen
-spans of drift were judged before the twenty-four of now (docs/figures.md has both).
+spans of drift were judged before the twenty-four of now (docs/figures/plans.md has both).
 
 `steady` is the share of windows whose traffic the plan took to stay what it is, `dearer` what its fleets at
 0.9 cost over those of plans that take all traffic so.

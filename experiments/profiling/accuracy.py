@@ -1,4 +1,4 @@
-"""Predictions beside measured runs of vLLM, and docs/accuracy.md's table of them.
+"""Predictions beside measured runs of vLLM, and docs/accuracy-sweeps.md's table of them.
 
     python experiments/profiling/accuracy.py [--only NAME] [--write] [--data DIR] [--format table|json]
 
@@ -6,7 +6,7 @@ LMBench's ladders of rates (docs/data.md): ShareGPT (each conversation's turns o
 (21,000 tokens, of which 1,041 are everybody's) and `short`. Each is simulated as `scorecard accuracy` does
 it, with the library's profile, and with one calibrated on its three lowest rates. DEVELOPMENT ladders were
 looked at while terms and defaults were chosen, JUDGED ones only for the table. `--write` puts the table into
-docs/accuracy.md.
+docs/accuracy-sweeps.md.
 
 Not replayed: LMCache (KV kept in the host's memory), long prompts on two replicas (picked by chance), an
 engine whose GPU is not known (`l8-k8s`). A mixture of experts (Llama 4 Scout) is replayed by `--only` alone.
@@ -70,7 +70,7 @@ def row_of(found: dict[str, Any]) -> dict[str, str]:
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """The table for docs/accuracy.md."""
+    """The table for docs/accuracy-sweeps.md."""
     lines = ["| " + " | ".join(ACCURACY_COLUMNS) + " |", "|" + "---|" * len(ACCURACY_COLUMNS)]
     return "\n".join([*lines, *("| " + " | ".join(row.values()) + " |" for row in rows)]) + "\n"
 
@@ -112,7 +112,7 @@ def main() -> int:
     parser = flags(__doc__, LMBENCH, resumes=True)
     parser.add_argument("--only", choices=(*DEVELOPMENT, *JUDGED, *MIXTURES), help="this ladder")
     parser.add_argument("--development", action="store_true", help="only those of development")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/accuracy.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/accuracy-sweeps.md")
     asked = parser.parse_args()
     names = DEVELOPMENT if asked.development else (*DEVELOPMENT, *JUDGED)
     rows, bars = [], {}
@@ -126,7 +126,7 @@ def main() -> int:
         if not calibrates:
             bars |= hits_of(found)
     if asked.write:
-        path = ROOT / "docs" / "accuracy.md"
+        path = ROOT / "docs" / "accuracy-sweeps.md"
         before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
         path.write_text(before + BEGIN + markdown(rows) + END + rest.partition(END)[2], encoding="utf-8")
     return show("accuracy", rows, bars, asked)

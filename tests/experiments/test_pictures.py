@@ -120,5 +120,7 @@ def test_the_planned_and_needed_gpus_are_those_of_the_experiment() -> None:
         rows = list(csv.DictReader(file))
     figures = [(int(r["planned_gpus"]), float(r["planned_attained"]), int(r["needed_gpus"])) for r in rows]
     assert sorted(figures) == sorted((c.their_gpus, c.their_attainment, c.needed_there) for c in CASES)
-    (total,) = re.findall(r"six plans\]\(#six-plans\).*?\| (\d+) \|", (ROOT / "docs/figures.md").read_text())
+    (total,) = re.findall(
+        r"six plans\]\(#six-plans\).*?\| (\d+) \|", (ROOT / "docs/figures/plans.md").read_text()
+    )
     assert sum(int(r["sure_gpus"]) for r in rows) == int(total)

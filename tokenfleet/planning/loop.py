@@ -81,7 +81,7 @@ def expected_loop(plan: PlanFile) -> ExpectedLoop | None:
     """The loop that serves the plan, and its expected cost over the trace; None where there is no schedule.
 
     It is the schedule's cost, which knows the trace. A loop that sees arrivals alone takes some per cent more
-    (docs/figures.md has them). Hours that the trace does not cover cost what their demand asks for.
+    (docs/figures/scaling.md). Hours that the trace does not cover cost what their demand asks for.
     """
     seconds = sum(s.end_s - s.start_s for s in plan.schedule)
     if seconds <= 0 or plan.workers == 0:

@@ -22,7 +22,9 @@ from tokenfleet.report.page import plan_figures, plan_report
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.report.tables import gpu_text
 
-GUIDE = (ROOT / "docs/read-your-plan.md").read_text(encoding="utf-8")
+GUIDE = "".join(
+    (ROOT / f"docs/read-{name}.md").read_text(encoding="utf-8") for name in ("your-plan", "the-plots")
+)
 WORKLOAD = poisson(rate_rps=22.0, requests=1500)
 
 
