@@ -221,7 +221,7 @@ def take_operate() -> None:
     """An order to a running fleet, and its reasons."""
     record(
         "terminal-operate",
-        "fleet drain empties a worker; fleet explain states why the fleet has its size",
+        "fleet restart replaces a worker; fleet status and fleet explain show the fleet",
         Step(f"tokenfleet serve --plan tokenfleet-out/demo/plan.json --engine emulated {TINY}", READY),
         Step("", terminal=1),
         Step("tokenfleet fleet restart w0", terminal=1),
