@@ -162,6 +162,18 @@ def take_trace_check() -> None:
     )
 
 
+def take_users() -> None:
+    """A plan from users and a shape of use."""
+    record(
+        "terminal-users",
+        "tokenfleet plan --users prints what it assumes, and the range of workers",
+        Step(
+            "tokenfleet plan --users 2000 --shape chat --model llama-3.1-8b --gpu h100 \\\n"
+            "    --slo ttft=400ms,tpot=30ms --output-dir tokenfleet-out/users"
+        ),
+    )
+
+
 def take_python() -> None:
     """The lesson's plan in Python."""
     record(
@@ -283,6 +295,7 @@ TAKES = {
     "plan": take_plan,
     "whatif": take_whatif,
     "trace-check": take_trace_check,
+    "users": take_users,
     "python": take_python,
     "advise": take_advise,
     "portfolio": take_portfolio,
