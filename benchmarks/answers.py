@@ -24,7 +24,7 @@ TRACE = "examples/sample_trace.csv"
 TARGETS = ["--slo", "ttft=1.6s,tpot=75ms"]
 SESSIONS = [
     *("trace", "synth", "--arrivals", "poisson:0.4", "--turns", "lognormal:5:1", "--requests", "1500"),
-    *("--lengths", "lognormal:800:1-lognormal:200:1", "--system-tokens", "1000", "--out"),
+    *("--lengths", "lognormal:800:1-lognormal:200:1", "--system-tokens", "1000", "--output"),
 ]
 CASES: dict[str, list[str]] = {
     "demo": [

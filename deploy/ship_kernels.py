@@ -26,7 +26,7 @@ PLAN = ["plan", "--trace", str(SAMPLE), *TARGETS, "--window", "20m..25m"]
 SIMULATE = ["simulate", *TARGETS, "--workers", "2", "--trace"]
 SYNTH = [
     *("trace", "synth", "--arrivals", "poisson:1", "--turns", "fixed:3", "--lengths", "fixed:200:50"),
-    *("--system-tokens", "500", "--requests", "300", "--out"),
+    *("--system-tokens", "500", "--requests", "300", "--output"),
 ]
 
 

@@ -72,7 +72,7 @@ def served(minutes: Sequence[float], window_s: float, seed: int) -> dict[str, An
             calibrations = [
                 [
                     sys.executable, "-m", "tokenfleet", "calibrate", "--metrics", f"{server.gateway}/metrics",
-                    "--profile", str(there / "prior.yaml"), "--minutes", str(some), "--max-seqs", "256",
+                    "--profile", str(there / "prior.yaml"), "--minutes", str(some), "--max-num-seqs", "256",
                     "--output", str(there / f"made-{some:g}.yaml"), "--format", "json",
                 ] for some in minutes
             ]  # fmt: skip

@@ -54,7 +54,7 @@ def measured(out: Path, budget: str, quick: bool, clock: str) -> None:
         "profile",
     ]
     with tiny_model() as model:
-        command = [*run, "--model", str(model), "--out", str(out), "--clock", clock, "--cores", "0"]
+        command = [*run, "--model", str(model), "--output", str(out), "--clock", clock, "--cores", "0"]
         command += ["--budget", budget]
         command += ["--points", "18", "--repeats", "2"] if quick else ["--repeats", str(VISITS)]
         command += ["--", *ENGINE, "--kv-cache-memory-bytes", str(256 << 20)]

@@ -102,8 +102,8 @@ def fitted(steps: Path, out: Path, emulated: bool) -> Profile:
     if emulated:
         made = read_profile(MADE)
         kv, block, budget = made.kv.capacity_tokens, made.kv.block_tokens, made.engine.max_batched_tokens
-    words += ["--kv-tokens", str(kv), "--block-tokens", str(block), "--max-seqs", "256"]
-    tokenfleet(*words, "--max-batched-tokens", str(budget), "--out", str(out), "--format", "json")
+    words += ["--kv-tokens", str(kv), "--block-tokens", str(block), "--max-num-seqs", "256"]
+    tokenfleet(*words, "--max-num-batched-tokens", str(budget), "--output", str(out), "--format", "json")
     return read_profile(out)
 
 

@@ -31,7 +31,7 @@ def test_an_engine_that_is_killed_mid_grid_costs_only_the_point_it_was_at(
         "profile",
         "--model",
         str(model_folder),
-        "--out",
+        "--output",
         str(out),
         "--repeats",
         "1",

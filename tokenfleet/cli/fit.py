@@ -49,7 +49,7 @@ class FitFlags:
     ]
     model: Annotated[str, typer.Option(help="the model measured, e.g. llama-3.1-8b")]
     gpu: Annotated[str, typer.Option(help="the GPU measured, e.g. h100-sxm")]
-    out: Annotated[Path, typer.Option(help="the profile to write")]
+    out: Annotated[Path, typer.Option("--output", help="the profile to write")]
     tp: Annotated[int, typer.Option(min=1, help="GPUs of the engine (tensor parallel)")] = 1
     kv_tokens: Annotated[
         int | None,
@@ -63,8 +63,10 @@ class FitFlags:
     ] = 0
     engine: Annotated[EngineMode, typer.Option(help="how the engine forms its batches")] = EngineMode.CHUNKED
     engine_version: Annotated[str, typer.Option(help="e.g. 0.19.0")] = ""
-    max_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's setting of that name")] = 2048
-    max_seqs: Annotated[int, typer.Option(min=1, help="vLLM's max-num-seqs")] = 256
+    max_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", min=1, help="vLLM's setting of that name")
+    ] = 2048
+    max_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="vLLM's setting of that name")] = 256
     robust: Annotated[bool, typer.Option("--robust", help="give outliers less weight")] = False
     as_measured: Annotated[
         bool,
@@ -101,7 +103,7 @@ class FitFlags:
 def fit_command(flags: FitFlags) -> None:
     """Fit a profile to an engine's measured step times.
 
-    tokenfleet fit --measurements steps.csv --model llama-3.1-8b --gpu h100-sxm --tp 1 --out my.yaml
+    tokenfleet fit --measurements steps.csv --model llama-3.1-8b --gpu h100-sxm --tp 1 --output my.yaml
     """
     _day(flags.measured_on)
     speeds: list[HostSpeed] = []
@@ -257,10 +259,10 @@ class CalibrateFlags:
         int, typer.Option(min=1, help="with --log: engines that served the requests round-robin")
     ] = 1
     max_seqs: Annotated[
-        int | None, typer.Option(min=1, help="the engine's --max-num-seqs, if not the profile's")
+        int | None, typer.Option("--max-num-seqs", min=1, help="the engine's, if not the profile's")
     ] = None
     max_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="the engine's --max-num-batched-tokens, if not the profile's")
+        int | None, typer.Option("--max-num-batched-tokens", min=1, help="the engine's, if not the profile's")
     ] = None
     output_format: Format = OutputFormat.TABLE
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
@@ -79,6 +80,12 @@ class TraceSource:
 
 
 Flags = TypeVar("Flags")
+# Options by their old names, which still work, and by their new ones: vLLM's, and one for one thing.
+RENAMED = {
+    "--max-seqs": "--max-num-seqs",
+    "--max-batched-tokens": "--max-num-batched-tokens",
+    "--out": "--output",
+}
 
 
 def takes(record: type[Flags]) -> Callable[[Callable[[Flags], Any]], Callable[..., Any]]:
@@ -195,6 +202,25 @@ def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[s
     return value, rest
 
 
+def with_new_names(command: Any, arguments: Sequence[str]) -> list[str]:
+    """`arguments` with the names that options have now, for a version; stderr names the new ones.
+
+    `command` is a Typer command, or a group whose sub-commands may have the options.
+    """
+    under = (command, *getattr(command, "commands", {}).values())
+    known = {name for one in under for param in one.params for name in param.opts}
+    words = list(arguments)
+    for i, word in enumerate(words):
+        if word == "--":
+            break
+        old, equals, value = word.partition("=")
+        new = RENAMED.get(old)
+        if new is not None and new in known and old not in known:
+            print(f"note: {old} is now {new}", file=sys.stderr)
+            words[i] = f"{new}{equals}{value}"
+    return words
+
+
 def with_config(command: Any, path: str, arguments: Sequence[str]) -> list[str]:
     """`arguments` with the flags of the file at `path` put in, for what the line itself does not set.
 
@@ -216,6 +242,8 @@ def with_config(command: Any, path: str, arguments: Sequence[str]) -> list[str]:
     taken = {word.partition("=")[0] for word in arguments if word.startswith("-")}
     for key, value in settings.items():
         flag = str(key).replace("_", "-")
+        if flag not in flags:
+            flag = RENAMED.get(f"--{flag}", flag).removeprefix("--")
         if flag not in flags:
             raise BadInput(f"{path}: {key}: no such setting{nearest(flag, flags)}")
         if not taken.intersection((*flags[flag].opts, *flags[flag].secondary_opts)):

@@ -30,18 +30,37 @@ GROUPS = {
         ),
         *("--as-is", "--vary"),
     ),
+    "Replicas": ("--replicas", "--every", "--listen", "--scaler", "--replay", "--once"),
     "Engine and placement": (
         *("--engine", "--policy", "--priority-headroom", "--no-prefix-cache", "--gpu-memory-utilization"),
-        *("--kv-tokens", "--max-batched-tokens", "--max-seqs", "--speculate", "--host-kv", "--kv-gb-per-s"),
+        *("--kv-tokens", "--max-num-batched-tokens", "--max-num-seqs", "--speculate", "--host-kv"),
+        *("--kv-gb-per-s", "--block-tokens", "--context-limit", "--engine-version"),
         *("--kv-latency", "--kv-transport", "--move-bandwidth", "--move-share"),
     ),
+    "Measurements": (
+        *("--measurements", "--robust", "--as-measured", "--measured-on", "--licence"),
+        *(
+            "--budget",
+            "--repeats",
+            "--points",
+            "--max-context",
+            "--clock",
+            "--cores",
+            "--steps",
+            "--overhead",
+        ),
+    ),
+    "Prediction": (
+        *("--predict", "--kv-precision", "--expert-parallel", "--data-parallel", "--pipeline-parallel"),
+    ),
     "Endpoint": (
+        *("--endpoint", "--control", "--servers", "--prometheus", "--selector", "--tls-ca"),
         *("--host", "--port", "--gateways", "--api-key", "--api-keys", "--control-host", "--control-port"),
         *("--control-key", "--control-keys", "--tls-cert", "--tls-key", "--insecure"),
     ),
     "Waiting": ("--queue", "--queue-wait", "--nodes-wait", "--shutdown-wait", "--reclaim-notice"),
     "History": ("--history", "--history-prefixes", "--history-days", "--history-mb"),
-    "Output": ("--output-dir", "--all", "--per-request", "--verbose", "--format"),
+    "Output": ("--output", "--output-dir", "--all", "--per-request", "--verbose", "--format"),
 }
 OTHER = "Other"
 FIRST = {
@@ -60,6 +79,22 @@ FIRST = {
     "serve": (
         *("--model", "--plan", "--workers", "--tp", "--slo", "--autoscale", "--fixed", "--max-workers"),
         *("--engine", "--port", "--api-key", "--control-key", "--data", "--history", "--verbose"),
+    ),
+    "fit": (
+        *("--measurements", "--model", "--gpu", "--tp", "--output", "--kv-tokens"),
+        *("--max-num-seqs", "--max-num-batched-tokens", "--robust", "--as-measured", "--format"),
+    ),
+    "profile": (
+        *("--model", "--output", "--budget", "--points", "--predict", "--gpu", "--tp", "--precision"),
+        *("--data-parallel", "--pipeline-parallel", "--format"),
+    ),
+    "compare": (
+        *("--trace", "--endpoint", "--profile", "--slo", "--control", "--workers", "--policy"),
+        *("--rate-scale", "--window", "--per-request", "--format"),
+    ),
+    "advise": (
+        *("--slo", "--servers", "--prometheus", "--model", "--gpu", "--tp", "--profile", "--attainment"),
+        *("--replicas", "--cold-start", "--listen", "--scaler", "--replay", "--once", "--format"),
     ),
 }
 
@@ -82,7 +117,7 @@ class GroupedCommand(typer.core.TyperCommand):
             record = one.get_help_record(ctx)
             if record is None or one.name == "help":
                 continue
-            if one.opts[0] in first:
+            if one.opts[0] in first or not one.opts[0].startswith("-"):
                 shown[group_of.get(one.opts[0], OTHER)].append(record)
             else:
                 hidden += 1

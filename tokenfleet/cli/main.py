@@ -137,12 +137,13 @@ def _run(arguments: list[str]) -> int:
 
         return _fail(BAD_INPUT, f"{name}: no such verb{nearest(name, VERBS)}; `tokenfleet --help` lists them")
     from dataplane.startup import use_kernel_cache
-    from tokenfleet.cli.flags import take_option, with_config
+    from tokenfleet.cli.flags import take_option, with_config, with_new_names
 
     use_kernel_cache()
     command = command_of(VERBS[name])
     if "--help-all" in rest[: _end_of_flags(rest)]:
         command.is_whole, rest = True, ["--help" if word == "--help-all" else word for word in rest]
+    rest = with_new_names(command, rest)
     config, rest = take_option(rest, "--config")
     if config is not None:
         rest = with_config(command, config, rest)

@@ -44,7 +44,9 @@ class ProfileFlags:
     """What `tokenfleet profile` is asked."""
 
     model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")]
-    out: Annotated[Path, typer.Option(help="CSV of the measurements; an unfinished file is continued")]
+    out: Annotated[
+        Path, typer.Option("--output", help="CSV of the measurements; an unfinished file is continued")
+    ]
     budget: Annotated[str, typer.Option(help="stop after this long; run again to go on")] = "30m"
     repeats: Annotated[
         int, typer.Option(min=1, max=50, help="measurements of every grid point, after one to warm up")
@@ -97,12 +99,12 @@ def profile_command(flags: ProfileFlags) -> None:
     On a noisy host give more --repeats. Points are measured in rounds. From three rounds on, `fit` finds
     the host's slow and fast periods and removes them.
 
-    tokenfleet profile --model ./llama --out steps.csv -- --max-num-seqs 64
-    tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --out my.yaml
-    tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --out my.yaml
-    tokenfleet profile --predict --model ./Qwen3-30B-A3B --gpu b200 --precision fp8 --out moe.yaml
-    tokenfleet profile --predict --model deepseek-v3 --gpu h200 --data-parallel 8 --out dp.yaml
-    tokenfleet profile --predict --model llama-3.1-70b --gpu l40s --tp 2 --pipeline-parallel 4 --out pp.yaml
+    tokenfleet profile --model ./llama --output steps.csv -- --max-num-seqs 64
+    tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --output my.yaml
+    tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --output my.yaml
+    tokenfleet profile --predict --model ./Qwen3-30B-A3B --gpu b200 --precision fp8 --output moe.yaml
+    tokenfleet profile --predict --model deepseek-v3 --gpu h200 --data-parallel 8 --output dp.yaml
+    tokenfleet profile --predict --model llama-3.1-70b --gpu l40s --tp 2 --pipeline-parallel 4 --output p.yaml
     """
     if flags.predict:
         _predict(flags)
@@ -116,7 +118,7 @@ def profile_command(flags: ProfileFlags) -> None:
     budget_s = parse_duration_s(flags.budget, "--budget")
     name = model_at(flags.model)
     if flags.out.is_dir():
-        raise BadInput(f"--out: {flags.out}: is a folder, expected a file")
+        raise BadInput(f"--output: {flags.out}: is a folder, expected a file")
     if importlib.util.find_spec("vllm") is None:
         raise BadInput("profile: vllm not installed; pip install -r requirements/live-cpu.txt")
     _prepare_process(flags.cores)
@@ -295,8 +297,8 @@ def _say(summary: dict[str, Any], out: Path, output_format: OutputFormat) -> Non
         f"tokenfleet fit --measurements {out} --robust --model {environment['model']} --gpu GPU"
         f" --tp {environment['tp_degree']} --kv-tokens {environment['kv_tokens']}"
         f" --block-tokens {environment['block_tokens']} --engine-version {environment['vllm']}"
-        f" --max-batched-tokens {environment['max_batched_tokens']} --max-seqs {environment['max_seqs']}"
-        " --out PROFILE.yaml"
+        f" --max-num-batched-tokens {environment['max_batched_tokens']}"
+        f" --max-num-seqs {environment['max_seqs']} --output PROFILE.yaml"
     )
     if output_format == OutputFormat.JSON:
         print(json.dumps({"schema": SCHEMA, "measurements": str(out), **summary, "fit": fit}))

@@ -46,10 +46,12 @@ class OneWorker:
     ] = None
     max_batched_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="the engine's token budget for a step (vLLM's --max-num-batched-tokens)"),
+        typer.Option(
+            "--max-num-batched-tokens", min=1, help="the engine's token budget for a step, as in vLLM"
+        ),
     ] = None
     max_seqs: Annotated[
-        int | None, typer.Option(min=1, help="running sequences per engine (vLLM's --max-num-seqs)")
+        int | None, typer.Option("--max-num-seqs", min=1, help="running sequences per engine, as in vLLM")
     ] = None
 
 

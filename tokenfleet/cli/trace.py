@@ -84,7 +84,7 @@ class MadeUp:
         ),
     ]
     requests: Annotated[int, typer.Option(help="number of requests", show_default=False)]
-    out: Annotated[Path, typer.Option(help="FILE.csv, .jsonl or .parquet", show_default=False)]
+    out: Annotated[Path, typer.Option("--output", help="FILE.csv, .jsonl or .parquet", show_default=False)]
     turns: Annotated[
         str | None, typer.Option(help="turns of a session: fixed:N, uniform:LOW:HIGH or lognormal:MEAN:CV")
     ] = None
@@ -102,7 +102,7 @@ class MadeUp:
 
 @trace_app.command(
     "synth",
-    epilog="Example: tokenfleet trace synth --arrivals gamma:5:2 --lengths S-L --requests 10000 --out t.csv",
+    epilog="Example: tokenfleet trace synth --arrivals gamma:5:2 --lengths S-L --requests 999 --output t.csv",
 )
 @takes(MadeUp)
 def synth_command(asked: MadeUp) -> None:

@@ -235,7 +235,7 @@ class MeasurementFile:
         if self.beside.exists():
             self._resume()
         elif path.exists():
-            raise BadInput(f"{path}: exists already, without {self.beside.name}; give another --out")
+            raise BadInput(f"{path}: exists already, without {self.beside.name}; give another --output")
 
     def add(self, point: str, steps: Sequence[Step], at_s: float) -> None:
         """Append the steps of one visit to a point, which began at `at_s` (Unix time)."""
@@ -271,7 +271,7 @@ class MeasurementFile:
             if here != there:
                 raise BadInput(
                     f"{self.path}: {name}: was measured with {there!r}, this engine has {here!r};"
-                    " give another --out"
+                    " give another --output"
                 )
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < state["bytes"]:

@@ -57,7 +57,7 @@ def test_the_demo_prints_the_answer_that_the_readme_explains(
 def test_the_log_has_the_requests_of_the_command_in_its_readme(tmp_path: Path) -> None:
     readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     words = readme.split("tokenfleet trace synth ")[2].split("```")[0].replace("\\\n", " ").split()
-    words[words.index("--out") + 1] = str(tmp_path / "made.csv")
+    words[words.index("--output") + 1] = str(tmp_path / "made.csv")
     assert main(["trace", "synth", *words]) == 0
     script, log = ROOT / "examples" / "log_to_trace.py", ROOT / "examples" / "access.jsonl"
     subprocess.run([sys.executable, script, log, tmp_path / "read.csv"], check=True, capture_output=True)

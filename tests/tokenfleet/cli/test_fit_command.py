@@ -51,7 +51,7 @@ def fit(path: Path, out: Path, *more: str) -> int:
         "llama-3.1-8b",
         "--gpu",
         "h100",
-        "--out",
+        "--output",
         str(out),
     ]
     return main([*words, *more])
@@ -86,7 +86,7 @@ def test_an_unknown_gpu_takes_the_kv_it_was_seen_to_hold(
 ) -> None:
     out = tmp_path / "p.yaml"
     words = ["fit", "--measurements", str(table(tmp_path / "m.csv")), "--model", "mine", "--gpu", "tpu-9"]
-    assert main([*words, "--out", str(out)]) == 0
+    assert main([*words, "--output", str(out)]) == 0
     assert read_profile(out).kv.capacity_tokens == 128 * 2048
     assert "the most these measurements held" in capsys.readouterr().err
 
@@ -141,7 +141,7 @@ def test_contradictory_and_missing_arguments_are_refused(
     path = table(tmp_path / "m.csv")
     assert fit(path, tmp_path / "p.yaml", "--measured-on", "yesterday") == 2
     assert fit(path, tmp_path / "p.yaml", "--format", "xml") == 2
-    assert fit(path, tmp_path / "p.yaml", "--max-seqs", "4096", "--max-batched-tokens", "128") == 2
+    assert fit(path, tmp_path / "p.yaml", "--max-num-seqs", "4096", "--max-num-batched-tokens", "128") == 2
     assert fit(tmp_path / "none.csv", tmp_path / "p.yaml") == 2
     assert main(["fit", "--measurements", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") >= 5

@@ -179,7 +179,7 @@ def test_split_mode_wants_to_know_how_many_prefill(folder: Path, capsys: pytest.
         (["--workers", "0"], "--workers"),
         (["--policy", "best"], "--policy: one of"),
         (["--prefill-workers", "1"], "only with --engine split"),
-        (["--max-seqs", "5000"], "max_batched_tokens"),
+        (["--max-num-seqs", "5000"], "max_batched_tokens"),
         (["--gpu", "h100"], "leave out --gpu"),
         (["--per-request", "/proc/none/requests.csv"], "cannot be written"),
     ],
@@ -216,7 +216,7 @@ def talks(folder: Path) -> Path:
     """Chats of four turns in place of the trace."""
     words = "--arrivals poisson:1 --lengths fixed:100:20 --turns fixed:4 --think fixed:3 --requests 40"
     (folder / "trace.csv").unlink()
-    assert main(["trace", "synth", *words.split(), "--out", f"{folder}/trace.csv"]) == 0
+    assert main(["trace", "synth", *words.split(), "--output", f"{folder}/trace.csv"]) == 0
     return folder
 
 
@@ -266,7 +266,7 @@ def test_the_most_agents_hold_the_target_with_confidence_and_are_no_more_than_on
 ) -> None:
     (talks / "trace.csv").unlink()
     words = "--arrivals poisson:1 --lengths fixed:600:40 --turns fixed:4 --think fixed:0.5 --requests 400"
-    assert main(["trace", "synth", *words.split(), "--out", f"{talks}/trace.csv"]) == 0
+    assert main(["trace", "synth", *words.split(), "--output", f"{talks}/trace.csv"]) == 0
     asked = ("--workers", "1", "--attainment", "0.9", "--session-time", "30s")
 
     def told(*more: str) -> dict[str, Any]:

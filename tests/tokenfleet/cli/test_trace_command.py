@@ -23,7 +23,7 @@ def test_the_sample_trace_is_made_again_by_the_command_in_its_readme(
 ) -> None:
     readme = (ROOT / "examples" / "README.md").read_text()
     command = readme.split("tokenfleet trace ", 1)[1].split("```", 1)[0].replace("\\\n", " ").split()
-    command[command.index("--out") + 1] = str(tmp_path / "again.csv")
+    command[command.index("--output") + 1] = str(tmp_path / "again.csv")
     assert run(capsys, *command)[0] == 0
     assert (tmp_path / "again.csv").read_bytes() == SAMPLE.read_bytes()
 
@@ -79,9 +79,9 @@ def test_a_sick_trace_is_checked_with_exit_code_0(tmp_path: Path, capsys: pytest
     [
         (["check", "none.csv"], "none.csv: no such file"),
         (["check"], "'file'"),
-        (["synth", "--arrivals", "poisson:1", "--lengths", "S", "--requests", "5"], "--out"),
+        (["synth", "--arrivals", "poisson:1", "--lengths", "S", "--requests", "5"], "--output"),
         (
-            ["synth", "--arrivals", "poisson:1", "--lengths", "Z", "--requests", "5", "--out", "o.csv"],
+            ["synth", "--arrivals", "poisson:1", "--lengths", "Z", "--requests", "5", "--output", "o.csv"],
             "--lengths: 'Z'",
         ),
         (["convert", "none.csv", "o.csv"], "no such file"),
@@ -109,7 +109,7 @@ def test_synth_refuses_to_overwrite_before_it_draws_anything(
 ) -> None:
     path = tmp_path / "out.csv"
     path.write_text("mine")
-    words = ["synth", "--arrivals", "poisson:1", "--lengths", "S", "--requests", "5", "--out", path]
+    words = ["synth", "--arrivals", "poisson:1", "--lengths", "S", "--requests", "5", "--output", path]
     code, _, err = run(capsys, *words)
     assert (code, path.read_text()) == (2, "mine")
     assert "--overwrite" in err
@@ -123,7 +123,7 @@ def test_arrivals_are_rounded_as_asked(
 ) -> None:
     path = tmp_path / "out.csv"
     words = ["--arrivals", "poisson:1", "--lengths", "S", "--requests", "50", "--decimals", str(decimals)]
-    assert run(capsys, "synth", *words, "--out", path)[0] == 0
+    assert run(capsys, "synth", *words, "--output", path)[0] == 0
     arrival_s = read_trace(path).workload.arrival_s
     assert [round(time, places) for time in arrival_s] == arrival_s.tolist()
 
@@ -148,3 +148,15 @@ def test_every_command_shows_an_example(capsys: pytest.CaptureFixture[str], comm
     code, out, _ = run(capsys, command, "--help")
     assert code == 0
     assert f"tokenfleet trace {command}" in out.split("Example:")[1]
+
+
+def test_options_by_their_old_names_work_and_say_the_new_one(tmp_path, capsys):
+    words = ["synth", "--arrivals", "poisson:1", "--lengths", "S", "--requests", "5"]
+    for given in (["--out", f"{tmp_path}/a.csv"], [f"--out={tmp_path}/b.csv"]):
+        assert cli.main(["trace", *words, *given]) == 0
+        assert capsys.readouterr().err.startswith("note: --out is now --output\n")
+    (tmp_path / "old.yaml").write_text(f"out: {tmp_path}/c.csv\n")
+    assert cli.main(["trace", *words, "--config", f"{tmp_path}/old.yaml"]) == 0
+    assert cli.main(["trace", *words, "--output", f"{tmp_path}/d.csv"]) == 0
+    assert "note:" not in capsys.readouterr().err
+    assert len({(tmp_path / f"{name}.csv").read_text() for name in "abcd"}) == 1

@@ -68,7 +68,7 @@ def test_fit_says_the_form_and_where_the_linear_one_breaks(
     header = "prefill_tokens,sequences,context_tokens,step_s"
     np.savetxt(path, table, delimiter=",", header=header, comments="", fmt="%.9g")
     words = ["fit", "--measurements", str(path), "--model", "m", "--gpu", "g", "--kv-tokens", "900000"]
-    words += ["--out", str(tmp_path / "p.yaml")]
+    words += ["--output", str(tmp_path / "p.yaml")]
     assert main([*words, "--format", "json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["form"] == ["hinge at 64 sequences"]
@@ -87,4 +87,4 @@ def test_a_running_fleets_own_steps_are_fitted(tmp_path: Path) -> None:
     path = tmp_path / "steps.csv"
     path.write_text("\n".join(rows) + "\n")
     words = ["fit", "--measurements", str(path), "--model", "m", "--gpu", "g", "--kv-tokens", "900000"]
-    assert main([*words, "--out", str(tmp_path / "p.yaml"), "--format", "json"]) == 0
+    assert main([*words, "--output", str(tmp_path / "p.yaml"), "--format", "json"]) == 0

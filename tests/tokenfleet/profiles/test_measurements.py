@@ -114,10 +114,10 @@ def test_a_repeat_is_outlying_when_one_of_its_steps_took_much_longer_than_its_li
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--model", "./nowhere", "--out", "m.csv"], "--model: ./nowhere: no such folder"),
-        (["--model", "x", "--out", "m.csv", "--clock", "sun"], "--clock: wall or cpu"),
-        (["--model", "x", "--out", "m.csv", "--budget", "soon"], "--budget"),
-        (["--model", "x", "--out", "."], "is a folder"),
+        (["--model", "./nowhere", "--output", "m.csv"], "--model: ./nowhere: no such folder"),
+        (["--model", "x", "--output", "m.csv", "--clock", "sun"], "--clock: wall or cpu"),
+        (["--model", "x", "--output", "m.csv", "--budget", "soon"], "--budget"),
+        (["--model", "x", "--output", "."], "is a folder"),
     ],
 )
 def test_bad_flags_are_told_before_anything_starts(

@@ -23,7 +23,7 @@ def test_without_the_package_one_line_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
     out = tmp_path / "p.yaml"
-    words = ["profile", "--predict", "--model", "llama-3.1-8b", "--gpu", "h100", "--out", str(out)]
+    words = ["profile", "--predict", "--model", "llama-3.1-8b", "--gpu", "h100", "--output", str(out)]
     assert main(words) == 2
     assert "pip install 'tokenfleet[predict]'" in capsys.readouterr().err
     assert not out.exists()
@@ -31,7 +31,7 @@ def test_without_the_package_one_line_says_how_to_get_it(
 
 def test_a_gpu_must_be_named_and_only_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "p.yaml")
-    assert main(["profile", "--predict", "--model", "m", "--out", out]) == 2
+    assert main(["profile", "--predict", "--model", "m", "--output", out]) == 2
     assert "--gpu: which one?" in capsys.readouterr().err
 
 
@@ -41,7 +41,7 @@ def test_a_gpu_must_be_named_and_only_then(tmp_path: Path, capsys: pytest.Captur
 def test_what_is_composed_is_asked_of_no_engine(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["profile", "--model", "m", *flag.split(), "--out", str(tmp_path / "p.csv")]) == 2
+    assert main(["profile", "--model", "m", *flag.split(), "--output", str(tmp_path / "p.csv")]) == 2
     assert capsys.readouterr().err.startswith(f"error: {flag.split()[0]}: only with --predict")
     assert not list(tmp_path.iterdir())
 
@@ -54,7 +54,7 @@ def test_a_composed_profile_says_what_it_is_made_of(
 
     out = tmp_path / "p.yaml"
     words = ["profile", "--predict", "--model", "meta-llama/Llama-3.1-8B-Instruct", "--gpu", "h100"]
-    assert main([*words, "--host", "2ms", "--out", str(out), "--format", "json"]) == 0
+    assert main([*words, "--host", "2ms", "--output", str(out), "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)
     profile = read_profile(out)
     assert profile.source.kind == "composed"
@@ -77,8 +77,8 @@ def test_drafts_composed_into_a_profile_count_as_those_that_are_asked_of_a_simul
 ) -> None:
     drafts, models = ["--speculate", "0.8/0.6@1ms"], ["meta-llama/Llama-3.1-8B-Instruct", "--gpu", "h100"]
     plain, drafted = tmp_path / "plain.yaml", tmp_path / "drafted.yaml"
-    assert main(["profile", "--predict", "--model", *models, "--out", str(plain)]) == 0
-    assert main(["profile", "--predict", "--model", *models, *drafts, "--out", str(drafted)]) == 0
+    assert main(["profile", "--predict", "--model", *models, "--output", str(plain)]) == 0
+    assert main(["profile", "--predict", "--model", *models, *drafts, "--output", str(drafted)]) == 0
 
     def tpot_s(profile: Path, *more: str) -> float:
         load = ["--trace", "examples/sample_trace.csv", "--window", "0s..10s", "--workers", "2"]
@@ -93,7 +93,9 @@ def test_drafts_composed_into_a_profile_count_as_those_that_are_asked_of_a_simul
     assert tpot_s(drafted) < 0.9 * tpot_s(plain)
     assert main(["simulate", "--profile", str(drafted), *drafts, "--workers", "1"]) == 2
     out = str(tmp_path / "none.yaml")
-    assert main(["profile", "--predict", "--model", *models, "--speculate", "0.8/1.6@1ms", "--out", out]) == 2
+    assert (
+        main(["profile", "--predict", "--model", *models, "--speculate", "0.8/1.6@1ms", "--output", out]) == 2
+    )
     assert not Path(out).exists()
 
 
