@@ -120,9 +120,10 @@ def planned(
     replayer: Replayer | None = None,
     **asked: object,
 ) -> Plan:
-    """The plan of a small question; `asked` replaces fields of the question."""
+    """The plan of a small question, without moves; `asked` replaces fields of the question."""
     workload = poisson() if workload is None else workload
-    question = replace(PlanRequest(SLO, attainment=0.95, confidence=0.9), **asked)  # type: ignore[arg-type]
+    asked = {"attainment": 0.95, "confidence": 0.9, "policy": "spread"} | asked
+    question = replace(PlanRequest(SLO), **asked)  # type: ignore[arg-type]
     with threads(2) as pool:
         return make_plan(
             workload,

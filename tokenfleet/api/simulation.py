@@ -15,7 +15,7 @@ import polars as pl
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.policies import PlacementSettings
+from controlplane.placement.policies import MIGRATE, PlacementSettings
 from controlplane.types import SloClass
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
@@ -30,6 +30,7 @@ from tokenfleet.planning.inputs import (
     trimmed,
     within_context,
 )
+from tokenfleet.planning.moves import unmovable
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import latency
 from tokenfleet.planning.reuse import sessions_per_h
@@ -92,23 +93,27 @@ def simulate(
     *,
     slo: Targets,
     model: str | None = None,
-    policy: str = "spread",
+    policy: str | None = None,
     **options: Any,
 ) -> Simulation:
     """Replay a trace on a fleet, such as `"3x h100 TP1"`, under a placement policy.
 
-    `slo`: `"ttft=400ms,tpot=30ms"`. `options`: those of `tokenfleet simulate`, by their names with
-    underscores, such as `agents=20` or `rate_scale=1.5`. Raises BadInput for what cannot be used and
-    ProfileMissing where no profile ships; both messages are one line.
+    `slo`: `"ttft=400ms,tpot=30ms"`. `policy` None: `spread+migrate`, and `spread` where moves are not
+    simulated (split, data- and pipeline-parallel workers, KV offload). `options`: those of
+    `tokenfleet simulate`, by their names with underscores, such as `agents=20` or `rate_scale=1.5`.
+    Raises BadInput for what cannot be used and ProfileMissing where no profile ships; both messages are
+    one line.
     """
     request = request_of(slo, model=model, policy=policy, **options)
     named = fleet_of(fleet, request) if isinstance(fleet, str) else fleet
     profiles = [group.worker_type.profile for group in named.groups.groups]
     workload, classes, warnings = requests_for(trace_of(trace), request, profiles)
     workload = as_asked(workload, request)
+    request, unmoved = placed(request, named.groups, workload)
+    warnings += unmoved
     began = time.perf_counter()
     outcome = outcome_of(workload, classes, named.groups, request)
-    document = simulation_json(outcome, time.perf_counter() - began)
+    document = simulation_json(outcome, time.perf_counter() - began, request)
     document["sessions"] = sessions_json(outcome, request.agents, named.usd_per_hour)
     document |= classes_json(outcome, classes)
     return Simulation(outcome, classes, named, tuple(warnings), document)
@@ -158,10 +163,20 @@ def as_asked(
     return replace(workload, sessions=at_once)
 
 
+def placed(request: PlanRequest, fleet: Fleet, workload: Workload) -> tuple[PlanRequest, list[str]]:
+    """The request with its policy by name, and why the default one leaves moves out on this fleet."""
+    if request.policy is not None:
+        return request, []
+    why_not = unmovable(fleet, workload)
+    name = request.placement + ("" if why_not else MIGRATE)
+    return replace(request, policy=name), [f"{why_not}: simulated without moves"] if why_not else []
+
+
 def outcome_of(
     workload: Workload, classes: Sequence[SloClass], fleet: Fleet, request: PlanRequest
 ) -> Outcome:
-    """The replay of the workload on the fleet, by the request's policy and seed."""
+    """The replay of the workload on the fleet, by the policy (`placed`) and seed of the request."""
+    assert request.policy is not None
     outcome = replay(
         workload,
         fleet.specs(),
@@ -174,13 +189,14 @@ def outcome_of(
     return replace(outcome, session_target_s=request.session_s)
 
 
-def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
+def simulation_json(outcome: Outcome, wall_s: float, request: PlanRequest) -> dict[str, Any]:
     """The simulation's JSON object; `wall_s` is how long it took to run."""
 
     finished = outcome.finish_s == outcome.finish_s  # NaN is not itself
     hits = outcome.prefix_hit_rate
     return {
         "schema": SCHEMA,
+        "policy": request.policy,
         "requests": len(outcome.workload),
         "finished": int(finished.sum()),
         "attainment": round(outcome.attainment, 6),

@@ -102,7 +102,7 @@ def simulate_command(
     --slo ttft=2s,tpot=40ms --most-agents --attainment 0.95 --confidence 0.95
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
-    from tokenfleet.api.simulation import as_asked, outcome_of, request_rows, requests_for
+    from tokenfleet.api.simulation import as_asked, outcome_of, placed, request_rows, requests_for
     from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import what_drafts_do, without_work
@@ -119,7 +119,13 @@ def simulate_command(
         workload, classes, warnings = requests_for(read_traces(trace), request, [profile])
     agents = "most-agents" if as_sessions.most_agents else "agents"
     workload = as_asked(workload, request, open_loop=as_sessions.open_loop, agents=agents)
-    notes = [*warnings, *what_drafts_do(workload, _of(worker, request)), *without_work(workload, request)]
+    request, unmoved = placed(request, fleet, workload)
+    notes = [
+        *warnings,
+        *unmoved,
+        *what_drafts_do(workload, _of(worker, request)),
+        *without_work(workload, request),
+    ]
     tell_compiling()
     began, most = time.perf_counter(), None
     with console(stderr=True).status(f"simulating {len(workload):,} requests") as status:
@@ -130,7 +136,7 @@ def simulate_command(
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: request_rows(outcome).write_csv()})
-    told = _answer_json(outcome, classes, request.agents, fleet.usd_per_hour, most, wall_s)
+    told = _answer_json(outcome, classes, request, fleet.usd_per_hour, most, wall_s)
     answer(
         output_format,
         json.dumps(told, indent=1),
@@ -143,7 +149,7 @@ def simulate_command(
 def _answer_json(
     outcome: Outcome,
     classes: Sequence[SloClass],
-    agents: int | None,
+    request: PlanRequest,
     usd_per_h: float | None,
     most: MostAgents | None,
     wall_s: float,
@@ -151,8 +157,8 @@ def _answer_json(
     """The JSON of `tokenfleet.simulation/1`."""
     from tokenfleet.api.simulation import classes_json, sessions_json, simulation_json
 
-    told = simulation_json(outcome, wall_s)
-    told["sessions"] = sessions_json(outcome, agents, usd_per_h)
+    told = simulation_json(outcome, wall_s, request)
+    told["sessions"] = sessions_json(outcome, request.agents, usd_per_h)
     if most is not None:
         told["most_agents"] = {
             "agents": most.agents,
@@ -281,7 +287,7 @@ def _engine_rows(outcome: Outcome, request: PlanRequest, told: dict[str, Any]) -
 
     means = (f"{name} {duration_text(told[f'{name.lower()}_s']['mean'])}" for name in ("TTFT", "TPOT"))
     yield "Means", ", ".join(means)
-    yield "Policy", request.policy
+    yield "Policy", told["policy"]
     yield (
         "Engines busy",
         f"{share_text(outcome.utilisation)} of the time, with or without room in their batches",

@@ -158,7 +158,7 @@ def baselines(search: Search, sizing: Sizing) -> tuple[Baseline, ...]:
             return Baseline(policy, fleet, cap)
         return Baseline(policy, fleet, cap, others.replay(fleet).prefix_hit_rate)
 
-    return tuple(search.pool.map(one, [p for p in BASELINES if p != search.question.policy]))
+    return tuple(search.pool.map(one, [p for p in BASELINES if p != search.terms.policy]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -471,6 +471,34 @@ class PlanInputs(_Part):
     budget_usd_per_h: Positive | None = None
 
 
+class ReplayedFleet(_Part):
+    """The plan's fleet on the recorded trace, and its expected attainment over resampled traces.
+
+    `late`: requests outside their targets.
+    """
+
+    late: int
+    preemptions: int
+    migrations: int
+    expected: Annotated[float, Field(ge=0, le=1)]
+
+
+class Moves(_Part):
+    """What moving running requests between workers saves.
+
+    `kept`: whether the plan moves requests. `workers_without`: the workers that the target takes without
+    moves. `with_moves` and `without_moves`: the plan's fleet replayed; null where moves are not simulated,
+    and `why_not` has the reason.
+    """
+
+    kept: bool
+    workers_without: int
+    usd_per_hour_without: Dollars | None = None
+    with_moves: ReplayedFleet | None = None
+    without_moves: ReplayedFleet | None = None
+    why_not: str | None = None
+
+
 class PlanBrief(_Part):
     """A plan in a line."""
 
@@ -503,6 +531,7 @@ class PlanFile(PlanBrief):
     binding: str | None = None
     binding_window_s: Pair | None = None
     binding_detail: BindingDetail | None = None
+    moves: Moves | None = None
     headroom: Headroom | None = None
     plateau: Plateau | None = None
     sampling: TraceSample | None = None

@@ -36,6 +36,7 @@ from tokenfleet.planning.estimate import HOPELESS, Estimate, TooFew, look, too_f
 from tokenfleet.planning.explain import Binding, binding, failing_rate, headroom, plateau
 from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.mix import Mixed, cheaper_mix, cheaper_pool, no_spares_do, stricter, with_spares
+from tokenfleet.planning.moves import Settled, refuse_unmovable, settled
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, InfeasibleType, Inputs, Plan, SmallerFleet, latency
 from tokenfleet.planning.reuse import reuse_of
@@ -86,6 +87,7 @@ def make_plan(
 
     def serving(request: PlanRequest) -> Plan:
         search = Search.of(request, workload, worker_types, pool, watch, inputs.classes, replayer)
+        refuse_unmovable(search)
         levels = None if inputs.assumed is None else inputs.assumed.levels
         search = replace(search, traffic=replace(search.traffic, sampler=_sampler(search), levels=levels))
         return _serving(Plan(request, inputs, search.types, None), search, parts, explained, scheduled)
@@ -196,6 +198,7 @@ def _of_winner(
         plan = _proven(plan, search, winner)
         if plan.best is None:
             return plan
+    plan, answer = _with_moves(plan, search, winner, explained)
     plan = replace(
         plan,
         alternatives=_others(search, possible, winner),
@@ -203,10 +206,24 @@ def _of_winner(
         sure=dict(winner.sure),
     )
     if explained:
-        return _explained(plan, search, winner)
+        return _explained(plan, search, answer, winner)
     if scheduled:
-        return replace(plan, schedule=_schedule(plan, search, winner))
+        return replace(plan, schedule=_schedule(plan, answer.explains(search), winner))
     return plan
+
+
+def _with_moves(plan: Plan, search: Search, winner: Sizing, explained: bool) -> tuple[Plan, Settled]:
+    """The plan with its answer judged with moves; of what-ifs the answer stays as it was found."""
+    best = plan.best
+    assert best is not None
+    assert best.estimate is not None
+    search.watch.stage("judging the answer with moves", 0.49)
+    answer = settled(search, winner, best.fleet, best.estimate, is_judged=explained)
+    if answer.search is not search and search.traffic.sampler is None:
+        best = _candidate(answer.search, answer.fleet, answer.estimate)
+    elif answer.search is not search:  # replayed whole without moves, which no stream has
+        best = replace(best, estimate=answer.estimate)
+    return replace(plan, best=best, moves=answer.worth), answer
 
 
 def _winner(plan: Plan, search: Search, possible: Sequence[Sizing], parts: Parts) -> Sizing | None:
@@ -280,12 +297,14 @@ def _below(sizing: Sizing, cost: tuple[float, int, int]) -> int:
     return count
 
 
-def _explained(plan: Plan, search: Search, winner: Sizing) -> Plan:
-    """The plan with its reasons and its neighbourhood."""
+def _explained(plan: Plan, still: Search, answer: Settled, winner: Sizing) -> Plan:
+    """The plan with its reasons and its neighbourhood; `still`: the search that found it, without moves."""
     best = plan.best
     assert best is not None
     begun = itertools.count()
-    rough = search.roughly() if search.traffic.sampler is not None else search
+    search = answer.explains(still)
+    alone = still if best.fleet.workers <= 2 else answer.search  # a single worker has no moves
+    rough, bound = (s.roughly() if s.traffic.sampler is not None else s for s in (search, still))
 
     def begin(text: str, explains: Callable[[], R]) -> Callable[[], R]:
         def told() -> R:
@@ -309,9 +328,9 @@ def _explained(plan: Plan, search: Search, winner: Sizing) -> Plan:
     hit_rates = best.estimate.hit_rates if best.estimate else ()
     grow = "growing the sessions"
     reuse = begin(grow, lambda: reuse_of(search, best.fleet, hit_rates))
-    line = begin("fitting the scaling rule", lambda: demand_line(rough, winner))
-    costed = begin("pricing other targets", lambda: cost_by_slo(rough, winner))
-    one_fewer = begin("showing that one fewer fails", lambda: _one_fewer(search, winner))
+    line = begin("fitting the scaling rule", lambda: demand_line(bound, winner))
+    costed = begin("pricing other targets", lambda: cost_by_slo(bound, winner))
+    one_fewer = begin("showing that one fewer fails", lambda: _one_fewer(alone, winner))
     doubt = begin("splitting the uncertainty", lambda: _doubt(search.roughly(), best.fleet))
     others = begin("comparing policies", lambda: baselines(rough, winner))
     tier = begin("valuing KV offload", lambda: tier_worth(rough, winner))

@@ -48,6 +48,7 @@ T = TypeVar("T")
 Kind = Literal["slo", "duration", "number", "count", "switch", "choice", "file", "word"]
 # A promise is what clients are told, a choice how it is kept, a circumstance what is not ours to choose.
 Role = Literal["promise", "choice", "circumstance"]
+DEFAULT_PLACEMENT = "spread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,12 @@ class About:
     needs: str = ""
 
 
-def known_policy(name: str) -> str:
+def known_policy(name: str | None) -> str | None:
     """`name`, if it is a placement policy, moves or no moves. Raises BadInput listing them all."""
     from controlplane.placement.policies import read_policy
 
+    if name is None:
+        return None
     try:
         read_policy(name)
     except BadInput as refusal:
@@ -278,10 +281,16 @@ class PlanRequest:
         ),
     ] = None
     policy: Annotated[
-        Word,
+        Word | None,
         AfterValidator(known_policy),
-        About("policy", "placement policy", "choice", kind="choice"),
-    ] = "spread"
+        About(
+            "policy",
+            "placement policy; +migrate also moves running requests (default: spread+migrate, and spread"
+            " where moves are not simulated)",
+            "choice",
+            kind="choice",
+        ),
+    ] = None
     priority_headroom: Annotated[
         float,
         Field(ge=0, le=0.9),
@@ -362,6 +371,16 @@ class PlanRequest:
         """The named classes, deadlines as they were given."""
         given = [one.value for one in self.classes]
         return tuple(replace(one, attainment=one.attainment or self.attainment) for one in given)
+
+    @property
+    def placement(self) -> str:
+        """The placement policy by its name, without moves."""
+        return (self.policy or DEFAULT_PLACEMENT).removesuffix("+migrate")
+
+    @property
+    def moves(self) -> bool:
+        """Whether running requests are to be moved too."""
+        return self.policy is None or self.policy != self.placement
 
     @property
     def has_only_classes(self) -> bool:

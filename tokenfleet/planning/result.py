@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.placement.policies import MIGRATE
 from controlplane.types import Slo, SloClass
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.classes import ClassOfPlan
@@ -14,6 +15,7 @@ from tokenfleet.planning.comparisons import Baseline, DemandLine, NearestTarget,
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import AttainmentPlateau, Binding, TrafficHeadroom
 from tokenfleet.planning.fleet import Fleet, StandbyWorkers
+from tokenfleet.planning.moves import MovesWorth
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.reuse import PrefixReuse
 from tokenfleet.planning.schedule import PaidSchedule, Schedule
@@ -185,6 +187,7 @@ class Plan:
     sampled: Sampled | None = None  # where the trace is too long to be replayed whole each time
     spares: StandbyWorkers | None = None  # on spot workers; `best.fleet` has them
     baselines: tuple[Baseline, ...] = ()
+    moves: MovesWorth | None = None  # where they were asked for
     tier: TierWorth | None = None  # where host memory keeps KV
     reuse: PrefixReuse | None = None  # where prefixes are known and cached
     costed: tuple[ScaledTarget, ...] = ()
@@ -199,6 +202,12 @@ class Plan:
     @property
     def slo(self) -> Slo:
         return self.question.slo
+
+    @property
+    def policy(self) -> str:
+        """The placement policy by name, with moves where the plan has them."""
+        moves = self.question.moves and (self.moves is None or self.moves.kept)
+        return self.question.placement + (MIGRATE if moves else "")
 
     @property
     def prefix_cache(self) -> bool | None:

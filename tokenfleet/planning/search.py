@@ -115,6 +115,7 @@ def size_of(outcome: Outcome, own: Workload) -> int:
 class ServingTerms:
     """How requests are placed and judged.
 
+    Searches place them without moves; `planning.moves` judges the answer with them.
     `classes` where the workload has several; `slo` is the tightest's then. `session_s`: the target of whole
     sessions. `agents`: so many sessions run at once.
     """
@@ -134,7 +135,7 @@ class ServingTerms:
             tuple(classes) if len(classes) > 1 else (),
             question.session_s,
             question.agents,
-            question.policy,
+            question.placement,
             PlacementSettings(headroom=question.priority_headroom),
         )
 

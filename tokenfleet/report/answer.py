@@ -16,6 +16,7 @@ from tokenfleet.planning.plan_file import (
     Considered,
     ExpectedLoop,
     KvOffload,
+    Moves,
     OneFewer,
     PlanFile,
     PlannedClass,
@@ -189,6 +190,8 @@ def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
         low, high = plan.workers_range
         text = f"{low} to {high} workers, once your own trace replaces the assumptions (nine times in ten)"
         yield "Range", text
+    if plan.moves is not None:
+        yield "Moves", moves_text(plan.moves, plan)
     if plan.binding is not None:
         yield "Bottleneck", bottleneck_text(plan)
     if (room := plan.headroom) is not None:
@@ -223,6 +226,28 @@ def fewer_text(fewer: OneFewer, target: float) -> str:
         expected = f"{workers} {expects} expected to reach {share_text(fewer.attainment)}"
         return f"{expected}, but its lower bound of {share_text(fewer.low)} is below {asked}."
     return f"{workers} in these proportions may do, too; the mix was chosen for its price."
+
+
+def moves_text(moves: Moves, plan: PlanFile) -> str:
+    """What moving running requests saves: workers, late requests, or nothing; else why the plan does not."""
+    on, off = moves.with_moves, moves.without_moves
+    if on is None or off is None:
+        return f"{moves.why_not}."
+    late = f"late requests from {off.late:,} to {on.late:,} of {plan.inputs.requests:,} on the recorded trace"
+    if not moves.kept:
+        return f"none: with them this fleet misses the target ({late})."
+    serving = plan.workers if plan.spares is None else plan.workers - plan.spares.workers
+    if (saved := moves.workers_without - serving) > 0:
+        return (
+            f"save {workers_text(saved)}: without them the target takes {moves.workers_without}"
+            f" ({usd_text(moves.usd_per_hour_without)}). On this fleet they cut {late}."
+        )
+    if on.late < off.late:
+        return f"cut {late}."
+    before, after = share_text(off.expected), share_text(on.expected)
+    if on.late == off.late and on.expected > off.expected and before != after:
+        return f"raise expected attainment from {before} to {after}."
+    return f"save nothing here ({late})." if on.late else "save nothing here."
 
 
 def bottleneck_text(plan: PlanFile) -> str:

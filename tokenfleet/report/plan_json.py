@@ -20,6 +20,7 @@ from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import AttainmentPlateau, Binding
 from tokenfleet.planning.fleet import Fleet, StandbyWorkers, apportioned
 from tokenfleet.planning.loop import expected_loop
+from tokenfleet.planning.moves import MovesWorth
 from tokenfleet.planning.plan_file import SCHEMA, ExpectedLoop, PlanFile
 from tokenfleet.planning.result import QUANTILES, Candidate, Doubt, Latency, Plan, Sampled, SmallerFleet
 from tokenfleet.planning.traffic.drift import workers_range
@@ -57,7 +58,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "feasible": plan.feasible,
         "reason": plan.reason or None,
         **(fleet_json(best.fleet) if best else fleet_json(Fleet(()))),
-        "policy": question.policy,
+        "policy": plan.policy,
         "priority_headroom": question.priority_headroom,
         "engine_mode": str(engine) if engine else None,
         "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
@@ -67,6 +68,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "agents": question.agents,
         **_predicted(best, question.attainment),
         **_binding(plan.binding),
+        "moves": _told(_moves, plan.moves),
         "headroom": _told(asdict, plan.headroom),
         **({"plateau": _plateau(plan.plateau)} if plan.plateau else {}),
         **({"sampling": _sampled(plan.sampled)} if plan.sampled else {}),
@@ -202,6 +204,18 @@ def _one_fewer(fewer: SmallerFleet) -> dict[str, Any]:
         "low": _share(fewer.estimate.low if fewer.estimate else None),
         "on_trace": _share(fewer.on_trace),
         "fails": fewer.fails,
+    }
+
+
+def _moves(worth: MovesWorth) -> dict[str, Any]:
+    """The plan's fleet with and without moves, and the fleet that the target takes without them."""
+    return {
+        "kept": worth.kept,
+        "workers_without": worth.needs.workers,
+        "usd_per_hour_without": _usd(worth.needs),
+        "with_moves": _told(lambda one: _rounded(asdict(one)), worth.on),
+        "without_moves": _told(lambda one: _rounded(asdict(one)), worth.off),
+        "why_not": worth.why_not or None,
     }
 
 
@@ -399,7 +413,7 @@ def _affinity(plan: Plan) -> dict[str, Any] | None:
         return None
     best = min(others, key=lambda b: b.fleet.cost if b.fleet else (math.inf, 0, 0))
     assert best.fleet is not None
-    if plan.question.policy.startswith(others[0].policy):
+    if plan.question.placement.startswith(others[0].policy):
         return None
     mine, other = apportioned(plan.best.fleet, min(own)), best.fleet
     priced = mine.usd_per_hour is not None and other.usd_per_hour is not None

@@ -20,7 +20,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.policies import Policy
+from controlplane.placement.policies import Policy, read_policy
 from controlplane.types import PLAIN_CLASS, Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
@@ -119,7 +119,8 @@ def clairvoyant(
     held = requests.kept_by(worker_type)
     lengths = held.workload.prompt_tokens, held.workload.output_tokens
     predictor = LengthTable.from_history(*lengths) if len(held.workload) else None
-    policy = Policy.SPREAD if fleet.policy == Policy.EXACT else Policy(fleet.policy)
+    placement, _ = read_policy(fleet.policy)  # without moves: the fewest workers that need none
+    policy = Policy.SPREAD if placement == Policy.EXACT else placement
     every = max(math.ceil(len(held.workload) / most_requests), 1)
     windows = timeline.windows.tolist()
     rates = np.array([held.rate_rps(*window) for window in windows])

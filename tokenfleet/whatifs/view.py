@@ -20,6 +20,7 @@ from tokenfleet.whatifs.pareto import cost, cost_figure, is_priced, unbeaten
 SCHEMA = "tokenfleet.whatif/1"
 _COLUMNS = ("fleet", "GPUs", "cost", "expected", "lower bound")
 _SENTENCES, _BRIEF = 12, 3
+_UNMOVED = "Fleets are sized without moves between workers; `tokenfleet plan` judges its fleet with them"
 _PARETO = "Pareto-optimal: nothing cheaper meets this target"
 
 
@@ -54,6 +55,8 @@ def whatif_tables(
     )
     yield table((*keys, *columns(scenarios), ""), rows, left=(*keys, "fleet", ""))
     yield Text(f"* {_PARETO}", style="dim")
+    if any(one.plan is not None and one.plan.moves is not None for one in scenarios):
+        yield Text(_UNMOVED, style="dim")
     told = sentences(scenarios, clock)
     yield from (Text(sentence) for sentence in (told if verbose else told[:_BRIEF]))
     if verbose:

@@ -30,7 +30,7 @@ def test_the_json_is_the_contract_s(folder: Path, capsys: pytest.CaptureFixture[
     assert said["fleet"][0]["gpu"] == "made-gpu"
     assert said["fleet"][0]["tp_degree"] == 1
     assert said["workers"] == said["gpus"] == said["fleet"][0]["workers"]
-    assert said["policy"] == "spread"
+    assert said["policy"] == "spread+migrate"
     assert said["engine_mode"] == "chunked"
     attained = said["attainment"]
     assert attained["target"] == 0.95 <= attained["low"] <= attained["expected"] <= attained["high"]

@@ -132,9 +132,10 @@ def test_an_interrupted_grid_goes_on_where_it_was(folder: Path, tmp_path: Path) 
     assert len(files) == 3
     # A mark in what was kept shows that it is not planned again.
     for path in files:
-        path.write_text(path.read_text().replace('"policy": "spread"', '"policy": "kept"'))
+        path.write_text(path.read_text().replace('"policy": "spread+migrate"', '"policy": "kept"'))
     found, _ = run.planned(trace(folder), asked(folder), cells, cache=kept)
-    assert sorted(one.plan.document["policy"] for one in found if one.plan) == ["kept"] * 3 + ["spread"] * 3
+    policies = sorted(one.plan.document["policy"] for one in found if one.plan)
+    assert policies == ["kept"] * 3 + ["spread+migrate"] * 3
     assert len(list((tmp_path / "cache").glob("*/*.json"))) == 6
 
 

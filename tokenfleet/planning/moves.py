@@ -1,0 +1,161 @@
+"""Live migration in a plan: the answer with moves, and what they save.
+
+A search sizes fleets without moves. That takes a fraction of the time and is a safe bound: in nearly all
+cases a fleet that holds without them holds with them too. Its answer is then judged with moves, on the
+recorded trace and in the same resampled traces. One worker fewer is judged as well, and is the answer where
+it holds. Where the fleet fails with moves, the plan leaves them out. What-ifs and portfolios make many plans,
+and take the answer of the search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from controlplane.placement.policies import MIGRATE
+from controlplane.workload import Workload
+from dataplane.simulated.simulate import prepare
+from tokenfleet.planning.estimate import Estimate, Trial, look, verdict_on
+from tokenfleet.planning.fleet import Fleet, of_one_kind
+from tokenfleet.planning.search import Search, missed
+from tokenfleet.planning.sizing import Sizing
+
+MOST_FEWER = 3  # workers that moves may save; each takes replays with moves of a fleet near its limit
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One fleet on the recorded trace, and its expected attainment over resampled traces."""
+
+    late: int  # requests outside their targets
+    preemptions: int
+    migrations: int
+    expected: float
+
+
+@dataclass(frozen=True, slots=True)
+class MovesWorth:
+    """The worth of moves. `on` and `off`: the plan's fleet with and without them; None: not simulated.
+
+    `kept`: whether the plan moves requests. `needs`: the fleet that the target takes without moves.
+    `why_not`: the reason for which moves are not simulated.
+    """
+
+    kept: bool
+    needs: Fleet
+    on: Replayed | None = None
+    off: Replayed | None = None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The fleet of the answer, its estimate, the search on its terms, and the worth of moves."""
+
+    search: Search
+    fleet: Fleet
+    estimate: Estimate
+    worth: MovesWorth | None = None
+
+    @property
+    def is_smaller(self) -> bool:
+        """Whether moves saved a worker."""
+        return self.worth is not None and self.worth.needs.workers > self.fleet.workers
+
+    def explains(self, still: Search) -> Search:
+        """The search that explains the answer: without moves (`still`), but where the fleet fails so."""
+        return self.search if self.is_smaller else still
+
+
+def unmovable(fleet: Fleet, workload: Workload) -> str:
+    """The reason why moves on this fleet are not simulated; empty where they are."""
+    types = [group.worker_type for group in fleet.groups]
+    if any(kind.is_split or group.role != "any" for kind, group in zip(types, fleet.groups, strict=True)):
+        return "Requests do not move between split prefill and decode workers"
+    if any(kind.ranks is not None and kind.ranks.count > 1 for kind in types):
+        return "Requests do not move between data- or pipeline-parallel workers"
+    if workload.prefixes is not None and any(kind.profile.host_kv is not None for kind in types):
+        return "Moves are not simulated together with KV offload"
+    return ""
+
+
+def refuse_unmovable(search: Search) -> None:
+    """Raise BadInput where moves were asked for by name and a kind of worker takes none."""
+    if search.question.policy is None or not search.question.moves:
+        return
+    first = search.workload.take(slice(0, 1))
+    for kind in search.types:
+        prepare(first, of_one_kind(kind, 2, 0.5).specs(), search.terms.slos, search.question.policy)
+
+
+def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *, is_judged: bool) -> Settled:
+    """The answer of `winner` with moves where they were asked for; sets the sizing's counts and estimates.
+
+    Where it is not judged with moves, it has them on the strength of holding without.
+    """
+    if not search.question.moves:
+        return Settled(search, fleet, estimate)
+    if why_not := unmovable(fleet, search.workload):
+        return Settled(search, fleet, estimate, MovesWorth(False, fleet, why_not=why_not))
+    if fleet.workers == 1:
+        why_not = "A single worker has no other to move requests to"
+        return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
+    if not is_judged:
+        why_not = "Not judged here: the fleet holds without moves, and `tokenfleet plan` judges it with them"
+        return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
+    moving = search.on(policy=search.terms.policy + MIGRATE)
+    trial = Trial(moving, fleet)
+    holds = moving.meets(moving.replay(fleet)) and trial.holds()
+    off = _replayed(search, fleet, estimate)
+    on = _replayed(moving, fleet, trial.verdict() if trial.is_told else estimate)
+    if not holds:
+        return Settled(search, fleet, estimate, MovesWorth(False, fleet, on, off))
+    smallest = fleet, trial.verdict()
+    _note(winner, moving, *smallest)
+    for _ in range(MOST_FEWER if search.traffic.sampler is None else 0):
+        fewer = _one_fewer(search, moving, winner, smallest[0])
+        if fewer is None:
+            break
+        smallest = fewer
+        _note(winner, moving, *smallest)
+    if smallest[0] is fleet:
+        return Settled(moving, fleet, smallest[1], MovesWorth(True, fleet, on, off))
+    seen = look(search, smallest[0], range(1, trial.numbers[-1] + 1))
+    alone = verdict_on(seen, search.question, search.terms.asked)
+    worth = MovesWorth(True, fleet, _replayed(moving, *smallest), _replayed(search, smallest[0], alone))
+    return Settled(moving, *smallest, worth)
+
+
+def _one_fewer(search: Search, moving: Search, winner: Sizing, fleet: Fleet) -> tuple[Fleet, Estimate] | None:
+    """One worker fewer with its estimate, where it holds with moves and does not without them."""
+    count = fleet.workers - 1
+    if count < max(winner.fewest, 2):
+        return None
+    smaller = winner.fleet(count)
+    if not smaller.cost < fleet.cost or not moving.meets(moving.replay(smaller)):
+        return None
+    # A mix need not be the smallest in its proportions: moves save nothing that is saved without them.
+    if winner.mix is not None and search.meets(search.replay(smaller)) and Trial(search, smaller).holds():
+        return None
+    trial = Trial(moving, smaller)
+    holds = trial.holds(screening=search.is_slow) and trial.holds()
+    if not holds:
+        if trial.is_told:
+            winner.sure[count] = trial.verdict()
+        return None
+    return smaller, trial.verdict()
+
+
+def _note(winner: Sizing, moving: Search, fleet: Fleet, estimate: Estimate) -> None:
+    """Make a fleet that holds with moves the sizing's answer."""
+    count = fleet.workers
+    winner.confirmed, winner.workers = count, min(winner.workers or count, count)
+    winner.sure[count], winner.on_trace[count] = estimate, moving.replay(fleet).attainment
+    if count > 2:  # one fewer was judged without moves; a single worker has none
+        winner.sure.pop(count - 1, None)
+
+
+def _replayed(search: Search, fleet: Fleet, estimate: Estimate) -> Replayed:
+    outcome = search.replay(fleet)
+    return Replayed(
+        missed(outcome), int(outcome.preemptions.sum()), int(outcome.migrations.sum()), estimate.expected
+    )
