@@ -118,7 +118,7 @@ def judged(pair: Pair, worker_type: WorkerType, slo: Slo, seed: int, pool: Threa
     guess = 1
 
     def planned(confidence: float, replayer: Replayer) -> Plan:
-        question = PlanRequest(slo, attainment=TARGET, confidence=confidence, seed=seed)
+        question = PlanRequest(slo, attainment=TARGET, confidence=confidence, seed=seed, policy="spread")
         return make_plan(
             known,
             [worker_type],

@@ -77,7 +77,9 @@ def dealt(
 
 
 def plan_of(workload: Workload, model: str, targets: list[str], seed: int, explained: bool) -> Plan:
-    request = PlanRequest(**read_targets(targets), model=model, gpu=GPUS, seed=seed, drop_too_long=True)
+    request = PlanRequest(
+        **read_targets(targets), model=model, gpu=GPUS, seed=seed, drop_too_long=True, policy="spread"
+    )
     gathered = gather(Trace("made", "plain", workload), request)
     with threads(2) as pool:
         return make_plan(

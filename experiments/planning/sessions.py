@@ -55,7 +55,13 @@ from tokenfleet.traces import Trace, read_trace
 WEKA = "weka/requests.parquet"
 GPUS = ("a100", "h100", "h200", "rtx-pro-6000")
 ASKED = PlanRequest(
-    Slo(5.0, 0.05), model="llama-3.1-8b", tp=(1,), attainment=0.95, confidence=0.9, drop_too_long=True
+    Slo(5.0, 0.05),
+    model="llama-3.1-8b",
+    tp=(1,),
+    attainment=0.95,
+    confidence=0.9,
+    policy="spread",
+    drop_too_long=True,
 )
 MOST_S, OFF, POINTS = 60.0, 0.10, 0.04
 PARTS = ("plan", "cliff", "confidence", "agents", "most")

@@ -90,7 +90,7 @@ def planned(case: Case, hour: Workload, seed: int, pool: Threads) -> dict[str, A
     plan = make_plan(
         hour,
         [WorkerType.of(profile)],
-        PlanRequest(case.slo, attainment=TARGET, seed=seed),
+        PlanRequest(case.slo, attainment=TARGET, seed=seed, policy="spread"),
         described("azure conv 2023", hour, ()),
         pool,
         explained=False,

@@ -170,7 +170,7 @@ def case(data: Path, number: int, requests: int, seed: int) -> dict[str, Any]:
     workload = made(data, rates(data, name)[start : start + STRETCH], requests, seed + number)
     profile = find_profiles("llama-2-70b", ["h100-80gb"], [4])[0]
     worker_type = WorkerType.of(profile, 8.0, "made")
-    question = PlanRequest(SLO_70B, attainment=0.99, confidence=0.95, seed=seed + number)
+    question = PlanRequest(SLO_70B, attainment=0.99, confidence=0.95, seed=seed + number, policy="spread")
     long = workload.take(workload.prompt_tokens + workload.output_tokens <= profile.context_limit_tokens)
     row: dict[str, Any] = {"case": f"{name} {start}"}
     with threads(2) as pool:

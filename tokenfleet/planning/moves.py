@@ -100,7 +100,7 @@ def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *,
         why_not = "A single worker has no other to move requests to"
         return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
     if not is_judged:
-        why_not = "Not judged here: the fleet holds without moves, and `tokenfleet plan` judges it with them"
+        why_not = "Not judged: the fleet holds without moves, and a plan of its own judges it with them"
         return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
     moving = search.on(policy=search.terms.policy + MIGRATE)
     trial = Trial(moving, fleet)

@@ -247,7 +247,10 @@ def moves_text(moves: Moves, plan: PlanFile) -> str:
     before, after = share_text(off.expected), share_text(on.expected)
     if on.late == off.late and on.expected > off.expected and before != after:
         return f"raise expected attainment from {before} to {after}."
-    return f"save nothing here ({late})." if on.late else "save nothing here."
+    if on.late > off.late:
+        return f"save nothing here ({late})."
+    both = f" ({on.late:,} of {plan.inputs.requests:,} late, with and without them)" if on.late else ""
+    return f"save nothing here{both}."
 
 
 def bottleneck_text(plan: PlanFile) -> str:

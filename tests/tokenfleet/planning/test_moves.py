@@ -135,4 +135,4 @@ def test_what_ifs_have_moves_and_the_fleet_that_holds_without_them() -> None:
     assert plan.best is not None
     assert still.best is not None
     assert (plan.best.fleet, plan.best.estimate) == (still.best.fleet, still.best.estimate)
-    assert said_of(plan)["Moves"].startswith("Not judged here")
+    assert said_of(plan)["Moves"].startswith("Not judged: the fleet holds without moves")
