@@ -35,7 +35,7 @@ from tokenfleet.service.data_folder import Database, default_data_folder
 from tokenfleet.service.gap import gaps
 from tokenfleet.service.jobs import Jobs, Plans, Serving
 
-ROUNDS = 4
+ROUNDS = 8  # each leaves the part of the error that is of steps planned ahead, not of prefill
 CLOSE = 0.01  # of a ratio to one: nearer than any profile is right
 SCHEMA = "tokenfleet.scorecard/1"
 FEWEST_REQUESTS = 100

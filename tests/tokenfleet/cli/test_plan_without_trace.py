@@ -23,7 +23,8 @@ def words(tmp_path):
     ]
 
 
-def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, capsys):
+def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     assert main([*words, "--users", "20000", "--format", "json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["inputs"]["trace"] == "chat, 20,000 users"

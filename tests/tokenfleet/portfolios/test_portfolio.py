@@ -172,7 +172,7 @@ def test_a_model_alone_is_on_demand_as_far_as_its_share_on_spot_asks_at_every_ti
     def within(limits):
         return planned(limits, defaults=defaults, file=file)
 
-    most = 0.5
+    most = 0.54
     plan, free = within(f"{{spot-share: {most}}}"), within("{}")
     assert free["models"][0]["plan"]["spares"]["workers"] == spares
     bought = np.array(peaks(free, "made-gpu"))  # workers of one GPU each, all on spot
