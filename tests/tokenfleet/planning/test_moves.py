@@ -96,7 +96,7 @@ def test_a_fleet_that_fails_with_moves_is_planned_without_them() -> None:
     [
         (worker(mode=EngineMode.SPLIT), None, "split prefill and decode workers", "no split mode"),
         (ranked(worker()), None, "data- or pipeline-parallel", "workers of several ranks"),
-        (offloading(worker(kv=1600)), talks(1, 60), "KV offload", "--host-kv: not simulated beside moves"),
+        (offloading(worker(kv=1600)), talks(1, 60), "KV offload", "--host-kv: not simulated with moves"),
     ],
 )
 def test_where_moves_are_not_simulated_the_default_says_why_and_the_name_is_refused(
