@@ -40,10 +40,10 @@ LONG_LINES = 300  # of a module, and of a class
 # The ratchet: the most that each figure may be. A change that needs more raises the number here, in its own
 # diff, and its message says what the lines buy. A change that needs less lowers it.
 BARS = {
-    "product lines": 65_803,
-    "product modules": 301,
+    "product lines": 69_240,
+    "product modules": 320,
     "modules over 300 lines": 56,
-    "modules in the fullest folder": 18,
+    "modules in the fullest folder": 19,
     "modules in a circle of imports": 0,
     "folder pairs that import each other": 0,
     "modules that name a step coefficient": 4,

@@ -109,8 +109,7 @@ def simulate(
     profiles = [group.worker_type.profile for group in named.groups.groups]
     workload, classes, warnings = requests_for(trace_of(trace), request, profiles)
     workload = as_asked(workload, request)
-    request, unmoved = placed(request, named.groups, workload)
-    warnings += unmoved
+    request, warnings = placed(request, named.groups, workload, warnings)
     began = time.perf_counter()
     outcome = outcome_of(workload, classes, named.groups, request)
     document = simulation_json(outcome, time.perf_counter() - began, request)
@@ -163,13 +162,16 @@ def as_asked(
     return replace(workload, sessions=at_once)
 
 
-def placed(request: PlanRequest, fleet: Fleet, workload: Workload) -> tuple[PlanRequest, list[str]]:
-    """The request with its policy by name, and why the default one leaves moves out on this fleet."""
+def placed(
+    request: PlanRequest, fleet: Fleet, workload: Workload, warnings: Sequence[str]
+) -> tuple[PlanRequest, list[str]]:
+    """The request with its policy by name; the warnings say why the default one leaves moves out."""
     if request.policy is not None:
-        return request, []
+        return request, list(warnings)
     why_not = unmovable(fleet, workload)
     name = request.placement + ("" if why_not else MIGRATE)
-    return replace(request, policy=name), [f"{why_not}: simulated without moves"] if why_not else []
+    also = [f"{why_not}: simulated without moves"] if why_not else []
+    return replace(request, policy=name), [*warnings, *also]
 
 
 def outcome_of(

@@ -119,13 +119,8 @@ def simulate_command(
         workload, classes, warnings = requests_for(read_traces(trace), request, [profile])
     agents = "most-agents" if as_sessions.most_agents else "agents"
     workload = as_asked(workload, request, open_loop=as_sessions.open_loop, agents=agents)
-    request, unmoved = placed(request, fleet, workload)
-    notes = [
-        *warnings,
-        *unmoved,
-        *what_drafts_do(workload, _of(worker, request)),
-        *without_work(workload, request),
-    ]
+    request, warnings = placed(request, fleet, workload, warnings)
+    notes = [*warnings, *what_drafts_do(workload, _of(worker, request)), *without_work(workload, request)]
     tell_compiling()
     began, most = time.perf_counter(), None
     with console(stderr=True).status(f"simulating {len(workload):,} requests") as status:
@@ -133,10 +128,9 @@ def simulate_command(
             most = _most_agents(workload, classes, request, fleet, status.update)
             request = replace(request, agents=most.agents)
         outcome = outcome_of(workload, classes, fleet, request)
-    wall_s = time.perf_counter() - began
+    told = _answer_json(outcome, classes, request, fleet.usd_per_hour, most, time.perf_counter() - began)
     if per_request is not None:
         write_files({per_request: request_rows(outcome).write_csv()})
-    told = _answer_json(outcome, classes, request, fleet.usd_per_hour, most, wall_s)
     answer(
         output_format,
         json.dumps(told, indent=1),

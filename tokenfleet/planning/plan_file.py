@@ -483,7 +483,7 @@ class ReplayedFleet(_Part):
     expected: Annotated[float, Field(ge=0, le=1)]
 
 
-class Moves(_Part):
+class PlannedMoves(_Part):
     """What moving running requests between workers saves.
 
     `kept`: whether the plan moves requests. `workers_without`: the workers that the target takes without
@@ -531,7 +531,7 @@ class PlanFile(PlanBrief):
     binding: str | None = None
     binding_window_s: Pair | None = None
     binding_detail: BindingDetail | None = None
-    moves: Moves | None = None
+    moves: PlannedMoves | None = None
     headroom: Headroom | None = None
     plateau: Plateau | None = None
     sampling: TraceSample | None = None

@@ -49,6 +49,10 @@ Kind = Literal["slo", "duration", "number", "count", "switch", "choice", "file",
 # A promise is what clients are told, a choice how it is kept, a circumstance what is not ours to choose.
 Role = Literal["promise", "choice", "circumstance"]
 DEFAULT_PLACEMENT = "spread"
+POLICY_HELP = (
+    "placement policy; +migrate also moves running requests (default: spread+migrate, and spread"
+    " where moves are not simulated)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,13 +287,7 @@ class PlanRequest:
     policy: Annotated[
         Word | None,
         AfterValidator(known_policy),
-        About(
-            "policy",
-            "placement policy; +migrate also moves running requests (default: spread+migrate, and spread"
-            " where moves are not simulated)",
-            "choice",
-            kind="choice",
-        ),
+        About("policy", POLICY_HELP, "choice", kind="choice"),
     ] = None
     priority_headroom: Annotated[
         float,

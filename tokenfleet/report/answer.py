@@ -16,10 +16,10 @@ from tokenfleet.planning.plan_file import (
     Considered,
     ExpectedLoop,
     KvOffload,
-    Moves,
     OneFewer,
     PlanFile,
     PlannedClass,
+    PlannedMoves,
     Plateau,
     Quantiles,
     Reuse,
@@ -228,7 +228,7 @@ def fewer_text(fewer: OneFewer, target: float) -> str:
     return f"{workers} in these proportions may do, too; the mix was chosen for its price."
 
 
-def moves_text(moves: Moves, plan: PlanFile) -> str:
+def moves_text(moves: PlannedMoves, plan: PlanFile) -> str:
     """What moving running requests saves: workers, late requests, or nothing; else why the plan does not."""
     on, off = moves.with_moves, moves.without_moves
     if on is None or off is None:
