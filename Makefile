@@ -71,6 +71,7 @@ tokenfleet-out/tiny-llama: .venv/all
 pictures: .venv/all demo tokenfleet-out/tiny-llama  ## the pictures of the documentation, from real runs; needs Chromium
 	$(BIN)/python examples/pictures/take.py
 	$(BIN)/python examples/pictures/draw.py
+	$(BIN)/python examples/pictures/terminal.py
 
 docs: .venv/dev  ## build/site: the documentation as a site; a dead link ends it
 	$(BIN)/python -m harness.site
