@@ -321,12 +321,15 @@ def _misses(view: dict[str, Any]) -> bool:
 
 def _sized(view: dict[str, Any]) -> str:
     """Who decides the number of workers, within which limits."""
+    scale = (view.get("autoscale") or {}) if view["auto"] else {}
     parts = ["auto" if view["auto"] else "manual scaling"]
     if view["advisory"]:
         parts.append("decisions are advice only")
-    parts.append(f"max {view['max_workers']}")
-    budget = (view.get("autoscale") or {}).get("budget_usd_per_h") if view["auto"] else None
-    return ", ".join([*parts, *([] if budget is None else [f"max ${budget:g}/h"])])
+    most = scale.get("max_workers", view["max_workers"])
+    parts.append(f"{scale['min_workers']} to {most}" if "min_workers" in scale else f"max {most}")
+    if (budget := scale.get("budget_usd_per_h")) is not None:
+        parts.append(f"max ${budget:g}/h")
+    return ", ".join(parts)
 
 
 def _floor(view: dict[str, Any]) -> str:

@@ -181,6 +181,10 @@ WORKER = {"worker": "w0", "state": "serving", "for_s": 60.0, "requests": 3, "tok
         ({}, "m · healthy · 2 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
         ({"met": 98}, "m · missing its SLO · 2 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
         ({"auto": True}, "m · healthy · 2 of 2 workers (auto, max 8) · 0 running, 0 waiting"),
+        (
+            {"auto": True, "autoscale": {"min_workers": 1, "max_workers": 2}},
+            "m · healthy · 2 of 2 workers (auto, 1 to 2) · 0 running, 0 waiting",
+        ),
         ({"serving": 1}, "m · degraded · 1 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
         ({"serving": 0}, "m · down · 0 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
         (
@@ -202,7 +206,7 @@ def test_status_begins_with_the_fleets_health_and_its_last_minutes(
     lately |= {"attainment": {"both": {"met": changes.get("met", 100), "of": 100}}}
     workers = [WORKER | {"worker": f"w{i}"} for i in range(changes.get("serving", 2))]
     view = {"lately": lately, "workers": workers, **changes}
-    for name in ("lately", "workers", "auto", "wanted_workers"):
+    for name in ("lately", "workers", "auto", "autoscale", "wanted_workers"):
         if name in view:
             monkeypatch.setitem(FLEET, name, view[name])
     assert main(["fleet", "--control", control, "status"]) == 0
