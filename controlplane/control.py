@@ -31,11 +31,11 @@ from controlplane.worker_type import WorkerType
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of moving, shedding and scaling; None: not at all.
+    """Settings of moving, shedding and scaling; None turns one off.
 
-    `moves` balances by freeness, and is None where requests are placed by targets: then a move must keep or
-    let in a promise. `scaling` follows demand, `load` the load for as long as demand does not say how many
-    workers. Draining workers are emptied by the planes themselves.
+    `moves` balances by `usage.freeness`. It is None where requests are placed by targets: there a move must
+    keep a promise or let in a request that waits at the gateway. `scaling` follows demand; `load` follows the
+    load while demand does not say how many workers. The planes themselves empty draining workers.
     """
 
     moves: MoveSettings | None = MoveSettings()  # noqa: RUF009 - frozen
@@ -110,7 +110,10 @@ def tick(settings: Settings, state: State, snapshot: Snapshot) -> tuple[State, l
 def _moves(
     settings: Settings, recent: RecentMoves, snapshot: Snapshot, reading: Reading
 ) -> tuple[list[WorkerView], list[Move]]:
-    """The workers, each counted once, and moves: but for what waits, a worker takes part in one at most."""
+    """The workers, each counted once, and the moves.
+
+    A worker takes part in at most one move, those of waiting requests aside.
+    """
     workers = worker_views(snapshot.workers, reading)
     resting = recent.requests.keys() | snapshot.moving
     promises = settings.shed or ShedSettings()

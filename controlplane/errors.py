@@ -1,10 +1,10 @@
-"""The error tree.
+"""The tree of the errors that the control plane raises.
 
 ControlPlaneError
-├── Infeasible        no answer exists within the limits; the message says what would have to give
-├── ProfileMissing    no measured or composed profile for what was asked
-├── BadInput          a value from outside is wrong: where, which field, what was expected
-└── IllegalStep       a protocol was asked for a transition its table does not list
+├── Infeasible        no answer exists within the limits; the message says what would have to give.
+├── ProfileMissing    no measured or composed profile for what was asked.
+├── BadInput          a value from outside is wrong: where, which field, what was expected.
+└── IllegalStep       a protocol was asked for a transition its table does not list.
 """
 
 

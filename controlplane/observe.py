@@ -92,9 +92,9 @@ def deviations(
     numbers: NDArray[np.int64],
     has_ended: Callable[[NDArray[Any]], Mask],
 ) -> dict[WorkerId, Error]:
-    """Algorithm 2's errors now; `loads` renews the predictions that they go by.
+    """Algorithm 2's errors now, from the predictions that `loads` renews.
 
-    `rows`: of the workers. `numbers`: what each row's request is called, no two of a fleet's life alike.
+    `rows`: of the workers. `numbers`: the number of each row's request, no two of a fleet's life alike.
     """
     at = np.array(list(rows.values()), np.int64)
     running_n, steps = ledger.workers["running_n"][at], ledger.workers["step"][at]

@@ -2,7 +2,7 @@
 
     observe  →  decide  →  act  →  report
 
-Actions are told apart here and nowhere else: a plane is asked by a verb each.
+Only this module distinguishes the actions: a plane has one verb for each.
 """
 
 from __future__ import annotations

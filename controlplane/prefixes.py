@@ -1,10 +1,10 @@
 """The prefixes that requests share, and the sessions in which they wait for each other.
 
-A block is so many tokens of a request's sequence: its prompt and what is generated after it. A block's id
-stands for the block *and all before it*: two requests have the same id at a place exactly where their
-sequences agree up to the block's end. Only full blocks have ids. A list of ids may run past the prompt: then
-it names generated text, which a later turn of the same session may send again. What lies past the list is the
-request's own.
+A block is a fixed number of tokens of a request's sequence: its prompt and what is generated after it. A
+block's id stands for the block *and all before it*: two requests have the same id at a place exactly where
+their sequences agree up to the block's end. Only full blocks have ids. A list of ids may run past the prompt:
+then it names generated text, which a later turn of the same session may send again. What lies past the list
+is the request's own.
 """
 
 from __future__ import annotations

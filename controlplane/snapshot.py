@@ -1,7 +1,7 @@
 """Snapshots and actions: a fleet as the controller sees it, and what it may ask of the data plane.
 
-A plane that counts for itself (the simulated one, in compiled code) gives each worker's `Load`; for one
-that only lists requests (the live one) the load is added up from the list.
+A plane that counts for itself gives each worker's `Load`: the simulated one does, in compiled code. The live
+one only lists requests, and the load is added up from the list.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOT_CACHED = Cached()
 
 
 def cached_nowhere(worker: WorkerId) -> Cached:
-    """Of a request of which nothing is known to be cached anywhere."""
+    """`NOT_CACHED` for every worker: nothing of the request is known to be cached anywhere."""
     return NOT_CACHED
 
 
@@ -65,8 +65,8 @@ class Load:
     """A worker's load: counts of requests, tokens of KV.
 
     `head_tokens` is what the head of its queue needs and cannot have yet, `waiting_tokens` what the whole
-    queue needs. `high` counts running requests of high priority, `growth_tokens` the output that all on it
-    are still expected to make, `tpot_s` is the tightest target among them, `peak_tokens` the most KV they
+    queue needs. `high` counts running requests of high priority. `growth_tokens` is the output that all on it
+    are still expected to make, `tpot_s` the tightest target among them. `peak_tokens` is the most KV they
     should ever hold together (-1 = not counted). `shared_tokens`: of those held, the ones that lie in its
     memory once for several requests.
     """
@@ -155,8 +155,8 @@ class Pace:
     def after(self, bytes_per_s: float, pause_s: float) -> Pace:
         """The pace once another move has finished.
 
-        A mean of logarithms, in which the last ten moves weigh most; a single one counts as at most 4 times
-        faster or slower than the mean, so that one which waited for a step or a full link changes little.
+        It is a mean of logarithms, in which the last ten moves weigh most. A single move counts as at most 4
+        times faster or slower than the mean. So one that waited for a step or a full link changes little.
         """
         weight = 1.0 / min(self.moves + 1, 10)
 

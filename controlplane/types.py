@@ -38,9 +38,9 @@ PLAIN_CLASS = "default"  # of requests that name none
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """A class of requests with targets of its own, of which the share `attainment` is to be within them.
+    """A class of requests with targets of its own, and `attainment`: the share that should meet them.
 
-    `deadline_s`: where it is whole answers that are due, `slo` is what keeps to it.
+    `deadline_s`: set where whole answers are due; `slo` then has the targets that keep to it.
     """
 
     name: str

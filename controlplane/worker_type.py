@@ -33,13 +33,13 @@ class KvLink:
 class WorkerType:
     """One engine over `tp_degree` GPUs of the type `gpu`; None where any GPU will do.
 
-    `known_profile`: its step times, KV memory and engine; None where nothing is known of them.
-    `usd_per_h`: the price of a worker, None where it is not known; `host_usd_per_h`: the part of it that is
-    for host memory with KV, 0 where that has no price of its own; `priced`: the price's date and source, for
-    people. `low`: so many are always kept. `limit`: so many can be had at most, None = no limit.
-    `reclaims_per_h` above 0: spot workers, each taken away so often. `role`: `prefill` makes first tokens and
-    hands requests over to `decode`, `any` does both; `kv_link`: what it
-    hands over by, None where that is not asked.
+    `known_profile`: its step times, KV memory and engine; None where nothing is known of them. `usd_per_h`:
+    the price of a worker, None where it is not known. `host_usd_per_h`: the part of it that is for host
+    memory with KV, 0 where that has no price of its own. `priced`: the price's date and source, for people.
+    `low`: the workers that are always kept. `limit`: the most that can be had, None = no limit.
+    `reclaims_per_h`: above 0 for spot workers, how often each is taken away. `role`: `prefill` makes first
+    tokens and hands requests over to `decode`, `any` does both. `kv_link`: what it hands over by, None where
+    that is not asked.
     """
 
     gpu: str | None
@@ -106,7 +106,7 @@ class WorkerType:
         return replace(self, known_profile=profile if n == 1 else profile.shared(n))
 
     def shared(self, workers: int) -> WorkerType:
-        """The type with so many workers on each GPU, each at its part of the price. Raises BadInput."""
+        """The type with `workers` workers on each GPU, each at its part of the price. Raises BadInput."""
         usd = None if self.usd_per_h is None else self.usd_per_h / workers
         priced = f"{self.priced}, 1/{workers} of a GPU"
         return replace(self, known_profile=self.profile.shared(workers), usd_per_h=usd, priced=priced)

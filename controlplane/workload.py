@@ -20,12 +20,12 @@ LONGEST_TOKENS = 2**30
 class Workload:
     """Requests in order of arrival; every column has shape [requests].
 
-    `arrival_s` seconds since the workload's start, `prompt_tokens` and `output_tokens` at least 1,
-    `priority` 0 normal or 1 high, `slo_class` an index into `slo_classes`. `prefixes`: what the requests
-    share, None where it is not known; `sessions`: what they wait for, None where all come at their times.
-    Whole numbers are int64, or as narrow as they were given: a long trace takes less memory. `weight` of a
-    sample: how many requests of the whole each tells of, 0 for one that is only there beside others; None:
-    each tells of itself.
+    `arrival_s` seconds since the workload's start, `prompt_tokens` and `output_tokens` at least 1, `priority`
+    0 normal or 1 high, `slo_class` an index into `slo_classes`. `prefixes`: what the requests share, None
+    where it is not known. `sessions`: what they wait for, None where all come at their times. Whole numbers
+    are int64, or as narrow as they were given: a long trace takes less memory. `weight` of a sample: how many
+    requests of the whole each stands for, 0 for one that only runs along with others. None: each stands for
+    itself.
     """
 
     arrival_s: NDArray[np.float64]
@@ -98,13 +98,13 @@ class Workload:
         return (len(self) - 1) / self.duration_s if self.duration_s > INSTANT_S else 0.0
 
     def scaled(self, rate_scale: float) -> Workload:
-        """The same requests arriving `rate_scale` times as fast; nobody thinks faster in a session."""
+        """The same requests arriving `rate_scale` times as fast; think times in sessions do not change."""
         if not rate_scale > 0:
             raise BadInput(f"rate scale: must be positive, got {rate_scale:g}")
         return replace(self, arrival_s=self.arrival_s / rate_scale)
 
     def longer(self, prompt_scale: float, output_scale: float) -> Workload:
-        """The same arrivals with prompts and outputs so many times as long, at least one token each.
+        """The same arrivals with prompts and outputs scaled in length, at least one token each.
 
         What requests share grows as prompts do.
         """
@@ -140,7 +140,7 @@ class Workload:
         )
 
     def thinned(self, most: int) -> Workload:
-        """At most so many of the requests, each telling of its neighbours; itself where it has no more."""
+        """At most `most` of the requests, each standing for its neighbours; itself where it has no more."""
         every = -(-len(self) // most)
         if every <= 1:
             return self

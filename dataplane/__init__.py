@@ -1,1 +1,1 @@
-"""The simulated and the live data plane, and the HTTP rules and request history beside them."""
+"""The simulated and the live data plane, with the HTTP rules and the request history."""

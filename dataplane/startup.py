@@ -37,7 +37,8 @@ def use_kernel_cache() -> None:
     """Keep this process's kernels on disk: those loaded already, and those still to be loaded.
 
     Child processes inherit the folder. Without a home that can be written to, it is one in the system's
-    temporary folder that only this user can enter, or the wheel's own, from which kernels are only read.
+    temporary folder that only this user can enter. Failing that it is the wheel's own, from which kernels are
+    only read.
     """
     folder = str(_folder())
     os.environ["NUMBA_CACHE_DIR"] = folder  # read by Numba as it is imported, which takes half a second

@@ -64,7 +64,7 @@ def load_yaml(text: str, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str, model: type[Model], is_no: str) -> Model:
-    """The YAML in `text` as the model; `is_no` is said of what has no fields. Raises BadInput."""
+    """The YAML in `text` as the model; `is_no` is the message for a text without fields. Raises BadInput."""
     content = load_yaml(text, where)
     if not isinstance(content, dict):
         raise BadInput(f"{where}: {is_no}")

@@ -1,7 +1,7 @@
 """Atomic file writes: a file appears whole or not at all.
 
-The bytes go to a temporary file beside the target, are forced to disk and renamed over it; whatever ends
-the writing early (a full disk, Ctrl-C) leaves the target as it was and no temporary file.
+The bytes go to a temporary file in the target's folder, are forced to disk, and are renamed over the target.
+When the writing ends early (a full disk, Ctrl-C), the target stays as it was and no temporary file is left.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from controlplane.errors import BadInput
 def write_files(contents: Mapping[Path, str]) -> None:
     """Write every text to its path; none of them appears unless all could be written.
 
-    Folders are made as needed; those of a failed write go again. Raises BadInput where the disk is full or a
-    path cannot be written.
+    Folders are made as needed; a failed write removes those it made. Raises BadInput where the disk is full
+    or a path cannot be written.
     """
     made: list[Path] = []
     try:

@@ -104,7 +104,7 @@ def parse_slo_class(text: str, attainment: float) -> SloClass:
 
 
 def due(one: SloClass, longest_tokens: int) -> SloClass:
-    """A class with the targets by which answers of so many tokens keep its deadline. Raises BadInput."""
+    """A class with the targets by which answers of `longest_tokens` keep its deadline. Raises BadInput."""
     if one.deadline_s is None:
         return one
     takes_s = one.slo.tpot_s * (longest_tokens - 1)
@@ -176,7 +176,7 @@ def parse_host_kv(text: str) -> tuple[int, float | None] | None:
 
 
 def parse_speculation(text: str) -> Speculation | None:
-    """What is accepted of drafts by position, what one takes, a step beside them: `0.8/0.6@1ms+0.5ms`.
+    """Accepted shares of drafts by position, the time of a draft, a step's overhead: `0.8/0.6@1ms+0.5ms`.
 
     None for `off`. Raises BadInput.
     """

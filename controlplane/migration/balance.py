@@ -1,4 +1,4 @@
-"""Balancing by freeness: the least free workers shed one request each to the most free.
+"""Balancing by `freeness` (Llumnix): the least free workers shed one request each to the most free.
 
     sources  F < out_below;   targets  F > in_above, no source
     pairs    sources by F rising with targets by F falling, each kind of worker by itself
@@ -6,11 +6,10 @@
 KV moves between workers of one kind only. Sources left over are paired with targets left over, whatever their
 kinds, for requests that have not started. Draining workers take no part: migration.room empties them.
 
-A worker is never both, so no pair has its source for target, nor is there ever A→B with B→A; across
-heartbeats a pair is not turned round within `rest_s`. A move must leave the target freer than the source was,
-so that no move is undone by the next and a burst causes no storm of moves. Of a source's requests those of
-low priority go first, and those that are copied soonest, what the target has cached left out: no important
-request waits for them.
+No worker is both source and target, so a heartbeat never has A→B together with B→A. Across heartbeats a pair
+is not reversed within `rest_s`. A move must leave the target freer than the source was. So no move is undone
+by the next, and a burst causes no storm of moves. Of a source's requests those of low priority go first, then
+those that take least time to copy, what the target has cached left out. No important request waits for them.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The deadline planner: what of a worker that must soon be gone is moved, and what is computed anew.
+"""The deadline planner: which requests of a worker that must soon be gone move, and which are recomputed.
 
-A gateway holds every token, so no request that can be replayed is lost with its worker: what runs out with
-the time is the chance to move. A request that is not moved is computed anew on another worker, but for what
-that has cached of it. The plan makes the tokens computed anew as few as it can, with lacks_ij = tokens_i less
-what haven j has cached of i:
+A gateway holds every token, so no request that can be replayed is lost with its worker. What runs out with
+the time is the chance to move. A request that is not moved is recomputed on another worker, less the tokens
+cached there. The plan recomputes as few tokens as it can. lacks_ij is tokens_i less what haven j has cached
+of i:
 
     maximise  Σ min_j lacks_ij  over the requests i that are moved
     such that Σ (fixed_s + lacks_ij / tokens_per_s) <= seconds
               Σ over those moved to j of tokens_i <= free_j,  and their number <= seats_j
 
-A knapsack of several sacks and a time limit: requests in falling size, each tried on the haven that it
-fills best, cut off where what is left cannot beat the best plan so far. The first plan is best-fit
-decreasing; after `MOST_NODES` the best one found stands.
+This is a knapsack of several sacks with a time limit. The search takes requests in falling size and tries
+each first on the haven that it fills best. It cuts a branch off where what is left cannot beat the best plan
+so far. The first plan is best-fit decreasing; after `MOST_NODES` the best one found stands.
 
-A request that is expected to end by itself in time is moved only with what the others leave, and stays else:
-if it is still there at the end it is replayed. One that can be neither moved nor replayed stays until the
-deadline, and ends in an error if it has not finished by then.
+A request that is expected to end by itself in time is moved only with what the others leave. Otherwise it
+stays, and is replayed if it is still there at the end. One that can be neither moved nor replayed stays until
+the deadline. It ends in an error if it has not finished by then.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Haven:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How fast moves leave the worker, all of them together, and what each takes besides."""
+    """The pace at which all moves together leave the worker, and the fixed time of each."""
 
     tokens_per_s: float
     fixed_s: float = 0.02
@@ -119,7 +119,7 @@ def _stays(r: Leaving, seconds: float) -> bool:
 
 
 def _spread(replays: Sequence[Leaving], free: dict[WorkerId, int]) -> list[Order]:
-    """Each in its turn where it fits and least is computed anew, to a tenth; then where most is free."""
+    """Each in its turn where it fits and least is recomputed, to a tenth; then where most is free."""
     orders = []
     for r in replays:
         worker = min(free, key=lambda w: (r.tokens > free[w], _tenths(r, w), -free[w], w))

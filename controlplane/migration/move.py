@@ -6,16 +6,16 @@ bytes / bandwidth lasts, every step of both workers is `slowdown` longer; the mo
 
     cost = fixed_s + slowdown · copy_s · (b_source + b_target + 1)
 
-Of a request whose first tokens the target has cached only the others are sent, so only their bytes count.
+Only the bytes of the tokens that are sent count, not those of first tokens that the target has cached.
 
-Gain, over the n steps that the moved request is still expected to take. It adds m = c2 + k2·tokens to every
-step that it is part of; its neighbours at the source are spared that and those at the target bear it, and its
-own step times change.
+The gain is over the n steps that the moved request is still expected to take. The request adds
+m = c2 + k2·tokens to every step that it is part of. Its neighbours at the source no longer bear that, and
+those at the target do. Its own step times change.
 
     gain = n · [ m·(b_source - 1 - b_target) + t_source - (t_target + m) ]
 
-Where a request waits at the source for memory, the move also spares the head of the queue its wait, up to the
-share of the missing memory that the moved tokens give: the time until the source's next expected finish.
+Where requests wait at the source for memory, the move also shortens the wait of each request in its queue. It
+saves the share min(moved tokens / missing tokens, 1) of the time until the source's next expected finish.
 
 **Stages.** The source decodes on while its KV is copied (Llumnix's multi-stage pre-copy); only the last
 tokens are copied with the request stopped. A stage says who owns the client's stream, and what is held for
@@ -83,7 +83,7 @@ def tenths_to_send(r: RunningRequest, target: WorkerId) -> int:
 
 
 def cost_s(price: Price, tokens: int, source: Load, target: Load) -> float:
-    """Request-seconds that sending so many tokens takes from all that the move touches."""
+    """Request-seconds that sending `tokens` tokens takes from all requests that the move touches."""
     busy = source.running + target.running + 1
     return price.fixed_s + price.slowdown * price.copy_s(tokens) * busy
 

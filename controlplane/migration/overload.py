@@ -1,20 +1,21 @@
 """Overload: workers whose forecasts broke give up requests, as Aladdin needs it once lengths err.
 
-Placement promised each worker a step time and a memory peak; lengths predicted wrongly break the promise.
-So both are forecast anew from what is there now, with the predictions renewed:
+Placement promised each worker a step time and a memory peak. Lengths predicted wrongly break the promise. So
+both are forecast again from what is there now, with renewed predictions:
 
     (b) t_step(b, held + θ·still to come) <= tightest TPOT        (e) peak of KV <= γ·capacity
 
 (b = all at the worker, waiting ones included.)
 
-Shed. A worker that breaks either gives the request with the most still to come for the least to copy, low
-priority first, to the worker of its kind with the most slack that keeps both with it, or to one of the next
-in line that has clearly more of it cached. One request a worker and heartbeat: the next one looks again.
+**Shed.** A worker that breaks either gives up one request a heartbeat; the next heartbeat looks again. That
+is the request with the most still to come for the least to copy, low priority first. It goes to the worker of
+its kind with the most slack that keeps both with it. One of the next in line takes it instead where clearly
+more of it is cached.
 
-Reassign. Requests that have not started follow Algorithm 2 (placement.rebalance). An error alone is no harm:
-what waits stays where placement put it for as long as (b) and (e) hold there, and goes only where they go on
-holding with it, behind no more prompt tokens than are ahead of it now. One step model weighs the errors, so
-workers of one kind are looked at together.
+**Reassign.** Requests that have not started follow Algorithm 2 (placement.rebalance). An error alone is no
+harm: a waiting request stays where placement put it for as long as (b) and (e) hold there. It goes only where
+both hold with it too, behind no more prompt tokens than are ahead of it now. One step model weighs the
+errors, so workers of one kind are looked at together.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def _everyone(
 
 
 def _likely(source: WorkerView, slack: Sequence[WorkerView], recent: Pairs) -> list[WorkerView]:
-    """The first of its kind with slack, but for those that have just given to it."""
+    """The first of its kind with slack, less those that have just given to it."""
     same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
     return [t for t in islice(same_kind, _LOOKED_AT) if (t.id, source.id) not in recent]
 

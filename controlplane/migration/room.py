@@ -1,23 +1,25 @@
 """Room: moves that let in what waits at the gateway, and the order in which a draining worker is emptied.
 
-**De-fragmentation.** A request h that every worker refuses counts as virtual usage where it fits best: on the
-worker whose forecast (overload.forecast: (b) and (e), as placement has them) exceeds its limits least
-with it. There the request r goes that is copied soonest, of those without which h fits:
+**De-fragmentation.** A request h that every worker refuses counts as virtual usage where it fits best. That
+is the worker whose forecast exceeds its limits least with it (overload.forecast: (b) and (e), as placement
+has them). From there a request r moves to a worker t: the one copied soonest of those without which h fits:
 
     forecast(w + h - r) <= 1        forecast(t + r) <= 1
 
-The copy must end before h is late. **Consolidation.** What decodes on a draining worker goes too, one at a
-time and the largest first, to another of its kind; where none is left it is computed anew on a worker of
-another. What fits nowhere runs on. Both planes ask `next_off` as soon as a move has ended, and at least every
-`DRAIN_LOOK_S`: a drain goes on while no controller is there to decide.
+The copy must end before h is late.
 
-The caches go along: what only the leaving worker has cached is copied to where its next turn will go, the
-text used last first, for BRING_S at most and into half of the memory that is free there. A newcomer is given
-its share of the fleet's conversations in the same way.
+**Consolidation.** Requests that decode on a draining worker go too, one at a time and the largest first, to
+another worker of its kind. Where none of its kind is left, they are recomputed on a worker of another. What
+fits nowhere runs on. Both planes ask `next_off` as soon as a move has ended, and at least every
+`DRAIN_LOOK_S`. So a drain goes on while no controller is there to decide.
 
-Moves choose t by best fit: of the workers of w's kind that keep their promises with r, those that have most
-of it cached, in tenths, and of these the fullest. So no move breaks a promise to another request, large gaps
-stay large, and the next worker to be drained is emptier.
+The caches go along. What only the leaving worker has cached is copied to where its next turn will go, the
+most recently used text first. That takes BRING_S at most, and fills half of the free memory there at most. A
+newcomer is given its share of the fleet's conversations in the same way.
+
+Moves choose t by best fit, among the workers of w's kind that keep their promises with r. Those that have
+most of r cached, in tenths, come first, and of these the fullest. So no move breaks a promise to another
+request, large gaps stay large, and the next worker to be drained is emptier.
 """
 
 from __future__ import annotations
@@ -79,11 +81,12 @@ def next_off(
     takers: Callable[[RunningRequest], Sequence[Sequence[WorkerView]]],
     busy: Set[WorkerId],
 ) -> tuple[RunningRequest, WorkerView] | None:
-    """Who leaves a draining worker next, and where it goes; None for nobody now.
+    """The request that leaves a draining worker next, and its target; None if none leaves now.
 
-    One at a time, and to no worker that takes part in another move: `busy` are those that do. The largest of
-    `leaving` that fits anywhere, on workers of the source's kind, or, where there are none, on any. `takers`:
-    the serving workers that a request may go to, those that are better for it first.
+    Requests leave one at a time, and to no worker that takes part in another move: `busy` are those that do.
+    The next is the largest of `leaving` that fits anywhere, on workers of the source's kind, or, where there
+    are none, on any. `takers`: the serving workers that a request may go to, those that are better for it
+    first.
     """
     if source.worker in busy:
         return None
@@ -231,9 +234,9 @@ def pulled_along(
 def warmed(
     texts: Iterable[Text], newcomer: WorkerView, others: Sequence[WorkerId], tokens: float
 ) -> list[Bring]:
-    """Copies of a newcomer's share of what the others have cached: of as many workers, one text each.
+    """Copies of a newcomer's share of what the others have cached: one text in each `len(others) + 1`.
 
-    `texts` in order, of which every turn of a conversation may be one: the first that is met stands for it.
+    `texts` are in order. Each turn of a conversation may be one: the first that is met stands for them all.
     """
     copies, known, turn = _Copies([newcomer], tokens), set[int](), 0
     for text in texts:

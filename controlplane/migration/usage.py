@@ -1,4 +1,4 @@
-"""Virtual usage and freeness: one number for balance, room for long prompts, priorities and draining.
+"""Virtual usage and `freeness`: one number for balance, room for long prompts, priorities and draining.
 
 Llumnix (OSDI '24), Algorithm 1. Of a request r on a worker of M tokens:
 
@@ -9,8 +9,8 @@ Llumnix (OSDI '24), Algorithm 1. Of a request r on a worker of M tokens:
 
     F = (M - ΣV) / B        B requests in the batch, a waiting head included; F = +∞ for an idle worker
 
-F is in tokens per request: the steps a worker can still do before its memory is full, as every request
-takes one token a step. Freeness is never NaN, so it orders workers strictly and weakly.
+F is in tokens per request: the steps a worker can still do before its memory is full, as every request takes
+one token a step. F is never NaN, so it orders workers strictly and weakly.
 
 The headroom is a share of M; the paper's leaves 1,600 tokens of 13,616 to all others.
 """
@@ -30,8 +30,8 @@ from controlplane.types import WorkerId
 class Reading:
     """The reading of virtual usage.
 
-    `headroom`: the share of its KV that a worker with a high-priority request counts as held, so that the
-    others move away and it stays fast; 0: priorities only order queues and moves.
+    `headroom`: the share of its KV that a worker with a high-priority request counts as held. So the others
+    move away and it stays fast. At 0, priorities only order queues and moves.
     """
 
     headroom: float = 0.0
@@ -71,7 +71,7 @@ def freeness(load: Load, capacity_tokens: int, draining: bool, reading: Reading 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A worker for the rules of migration: its load, counted once, and its freeness."""
+    """A worker for the rules of migration: its load, counted once, and its `freeness`."""
 
     worker: WorkerLoad
     load: Load

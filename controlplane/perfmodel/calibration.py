@@ -1,21 +1,21 @@
 """The calibration of a profile by what an engine in service counts: factors on its step times, with errors.
 
 An engine that counts for Prometheus tells of no single step. Between two scrapes it tells how many gaps
-between tokens there were and their sum, how many first tokens came and what prompt tokens were computed. With
-G gaps of mean y in an interval of T seconds, K chunks of prompts and p(batch)_j what term j of the profile
-adds to a step, the factors a_j of `factors.py` are those of
+between tokens there were and their sum, how many first tokens came and what prompt tokens were computed. Let
+an interval of T seconds have G gaps of mean y, and K chunks of prompts. Let p(batch)_j be what term j of the
+profile adds to a step. The factors a_j of `factors.py` are then those of
 
     y ≈ Σ_j a_j · ((1 - q) · p(0, b, C)_j + q · p(P/n, b, C)_j)        n = N·(1 - exp(-K/N)),  N = T/y
 
-n steps prefill, and q = n·y/T of the gaps have such a step in them (arrivals see time averages). Gaps are met
-by how many decode beside them: b = L + φ where L = G·y/T decode at a time and φ is the variance of the
-running requests over their mean, from scrape to scrape (1 of Poisson arrivals, 0 of a closed loop). The time
-from a request's start to its first token, where the engine counts it, is that of its own steps with all that
-shares them, a second equation: it tells prefill where few gaps have any in them.
+n steps prefill, and q = n·y/T of the gaps have such a step in them (arrivals see time averages). The batch
+that a gap meets is b = L + φ. Here L = G·y/T sequences decode at a time. φ is the variance of the running
+requests over their mean, from scrape to scrape (1 of Poisson arrivals, 0 of a closed loop). The engine may
+also count the time from a request's start to its first token. That gives a second equation: this time is that
+of the request's own steps, with all that shares them. It tells prefill where few gaps have any in them.
 
-The doubt of a term is TERM times its factor or the common one, the larger of both: a machine may be twice as
-slow in one term and fifty times in another. Errors are standard deviations of the posterior, widened by how
-alike the residuals of neighbouring intervals are.
+The uncertainty of a term is TERM times its factor or TERM times the common one, whichever is larger. So a
+machine may be twice as slow in one term and fifty times in another. Errors are standard deviations of the
+posterior, widened by how alike the residuals of neighbouring intervals are.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class _Equations(NamedTuple):
 def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profile, list[FittedFactor]]:
     """`around` with the step times of an engine, whose intervals are in order of time, and its corrections.
 
-    The profile's residuals are of intervals, each block of them judged by the others; how far the factors
-    themselves are in doubt is its `unseen_relative`. Raises BadInput for too little traffic.
+    The profile's residuals are of intervals, each block of them judged by the others. Its `unseen_relative`
+    is the uncertainty of the factors themselves. Raises BadInput for too little traffic.
     """
     busy = _with_traffic(intervals)
     if around.engine.mode != EngineMode.CHUNKED:
@@ -177,7 +177,7 @@ def _equations(busy: Sequence[Interval], around: Profile, terms: Terms) -> _Equa
 
 
 def _first_steps(one: Interval, around: Profile, terms: Terms) -> Floats:
-    """What terms add up to from a request's start to its first token: its own steps, with all beside it."""
+    """What terms add up to from a request's start to its first token: its own steps and what shares them."""
     prompt = one.finished_prefill_tokens / one.finished
     chunks = max(1.0, math.ceil(prompt / around.engine.max_batched_tokens))
     met = _met(one, around)
@@ -238,7 +238,7 @@ def _prefill_doubt(busy: Sequence[Interval], terms: Terms, factors: Floats, cova
 
 
 def _with_frontend(made: Profile, busy: Sequence[Interval], around: Profile) -> Profile:
-    """With what first tokens took beside their wait and their own steps, where the engine told their wait."""
+    """With what first tokens took outside their wait and own steps, where the engine told their wait."""
     first, finished = sum(one.first_tokens for one in busy), sum(one.finished for one in busy)
     queue_s = sum(one.finished_queue_s for one in busy) / max(finished, 1.0)
     if finished < ENOUGH or first < ENOUGH or queue_s <= 0:
@@ -251,7 +251,7 @@ def _with_frontend(made: Profile, busy: Sequence[Interval], around: Profile) -> 
 
 
 def _own_s(one: Interval, made: Profile) -> float:
-    """Seconds of the steps that made the interval's first tokens, those of other prompts beside them too."""
+    """Seconds of the steps that made the interval's first tokens, those of other prompts in them too."""
     chunks = _chunks(one, made)
     if chunks == 0:
         return 0.0

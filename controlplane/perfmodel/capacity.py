@@ -13,22 +13,22 @@ over them), and a base c3 on each step. Few steps mean large batches, so s is bo
   Σ_k t_k <= D_i·T by z_i gives Σ_k z_k·(c3 + z_k) <= T·Z with Z = Σ z_i·D_i, and by Cauchy-Schwarz
   s >= λ·Z / (T - c3).
 
-In a chunked engine prefill rides on the same steps and lengthens them. The cheapest way to fit P tokens
-in is n_p = P / budget full steps, in which z is smaller by half the chunk's time a (or 0); minimising over
-z gives s >= (Z + n_p·a)² / ((T - c3)·Z + n_p·a²), or n_p + Z / (T - c3) where a > T - c3.
+In a chunked engine prefill rides on the same steps and lengthens them. The cheapest way to fit P tokens in is
+n_p = P / budget full steps. In these z is smaller by half the chunk's time a (or 0). Minimising over z gives
+s >= (Z + n_p·a)² / ((T - c3)·Z + n_p·a²), or n_p + Z / (T - c3) where a > T - c3.
 
-**Prefix caches** spare at most what some request before had computed. Each block is counted once, for the
+**Prefix caches** save at most what some request before had computed. Each block is counted once, for the
 first request of the trace that has it: its prefill work (attention at its place included) and its memory in
 that request's steps. In whatever order they come, it is computed once at least; so the sums over any
 requests hold for caches of any size. Decode steps read the whole context, cached or not.
 
-**Several classes** have a TPOT target each: the loosest bounds the steps of all, and its own those of each
-class alone. As much may miss of all together as each class may, summed.
+**Several classes** have a TPOT target each. The loosest bounds the steps of all requests, and each class's
+own bounds the steps of that class alone. Of all together, as many may miss as each class may, summed.
 
 TTFT, the wait that a prefill step imposes on running requests, integer batches and bursts are left out: each
 only adds workers. Up to a share 1 - attainment of the requests may miss; the heaviest are left out.
 
-**Decode throughput.** What tensor-parallel degrees are ranked by:
+**Decode throughput** ranks tensor-parallel degrees:
 
     Eq 6   T_N = b/(N·t(b))       tokens per second and GPU, at the largest batch that KV and TPOT allow
 
@@ -83,10 +83,9 @@ def fluid_workers_of(
 
     `rows`: these of its requests alone, which wait for others no longer than `waits` says.
 
-    What a request within its targets needs is done by its last deadline, so the work must fit between the
-    first arrival and the last deadline; a turn of a session is sent, at the latest, when those it waits for
-    have used up their targets. Raises BadInput as `worker_seconds`, and for a load that no number of workers
-    can serve.
+    A request within its targets is done by its deadline, so the work must fit between the first arrival and
+    the last deadline. A turn of a session is sent, at the latest, when those it waits for have used up their
+    targets. Raises BadInput as `worker_seconds`, and for a load that no number of workers can serve.
     """
     if len(workload) == 0:
         return 1
@@ -190,7 +189,7 @@ def _bases(base_s: float, hinges: tuple[Hinge, ...], fewest: float, d: float, p:
     """Least time of bases and hinges over at least `fewest` steps that share d sequences and p tokens.
 
     n steps cost n·base + Σ slope·max(x - n·start, 0) by convexity: piecewise linear in n, so its least
-    value is at `fewest` or at a knee.
+    value is at `fewest` or where a hinge starts.
     """
     rows = [
         (h.start, h.per_unit_s, d if h.of == "sequences" else p)
@@ -202,7 +201,7 @@ def _bases(base_s: float, hinges: tuple[Hinge, ...], fewest: float, d: float, p:
 
 
 def _per_prefill_token_s(profile: Profile, longest: float) -> float:
-    """Least time per token over prefill steps of every size: a convex cost per size is least at a knee."""
+    """Least time per token over prefill steps of every size: a convex cost per size is least at a hinge."""
     assert profile.prefill is not None  # a profile of these modes cannot be made without
     largest = max(float(profile.engine.max_batched_tokens), longest)
     sizes = np.array([largest, *(h.start for h in profile.prefill.hinges if 0 < h.start < largest)])

@@ -86,7 +86,7 @@ def decode_base_s(k: NDArray[np.float64], sequences: float) -> float:
 
 @compiled
 def experts_s(k: NDArray[np.float64], tokens: float) -> float:
-    """Seconds to read the experts that so many tokens touch."""
+    """Seconds to read the experts that `tokens` tokens touch."""
     if k[EXPERTS + 1] == 0.0:
         return 0.0
     return -k[EXPERTS + 1] * k[EXPERTS] * math.expm1(-tokens / k[EXPERTS])
@@ -104,7 +104,7 @@ def mixed_s(k: NDArray[np.float64], prefill: float, sequences: float, context: f
 
 @compiled
 def prefill_hinges_s(k: NDArray[np.float64], prefill: float, sequences: float) -> float:
-    """What so much prefill takes longer beside `sequences`: dearer tokens, experts that only they touch."""
+    """Seconds that prefill adds by its hinges, and by experts that the `sequences` do not touch."""
     t = experts_s(k, sequences + prefill) - experts_s(k, sequences)
     for i in range(PREFILL_HINGE, PREFILL_HINGE + 4, 2):
         if prefill > k[i]:
@@ -124,9 +124,9 @@ def prefill_s(k: NDArray[np.float64], tokens: float, sum_sq: float) -> float:
 
 @compiled
 def window_blocks(k: NDArray[np.float64], tokens: int) -> int:
-    """KV blocks that a request of so many tokens holds beyond those of its tokens (`profile.KvModel`).
+    """KV blocks that a request of `tokens` tokens holds beyond those of its tokens (`profile.KvModel`).
 
-    None at a worker without a profile, of which nothing but its room is known.
+    0 at a worker without a profile: only its room is known.
     """
     window = int(k[WINDOW_TOKENS])
     if window == 0:
@@ -136,13 +136,13 @@ def window_blocks(k: NDArray[np.float64], tokens: int) -> int:
 
 @compiled
 def frontend_s(k: NDArray[np.float64], prompt: float) -> float:
-    """Seconds of a first token beside its steps (`profile.Frontend`)."""
+    """Seconds of a first token outside its steps (`profile.Frontend`)."""
     return k[PER_REQUEST] + k[PER_PROMPT_TOKEN] * prompt
 
 
 @compiled
 def ahead_s(k: NDArray[np.float64], decoding: float, context: float) -> float:
-    """Seconds of the steps planned already that a request waits for beside so many that decode."""
+    """Seconds that a request waits for the steps planned before it, where `decoding` sequences decode."""
     if k[AHEAD] == 0.0 or decoding == 0:
         return 0.0
     return k[AHEAD] * (decode_base_s(k, decoding) + k[PER_CONTEXT] * context)

@@ -1,12 +1,13 @@
 """Factors on the terms of a profile: the one model by which measurements correct step times.
 
-With p_j what term j of the profile adds to what was measured (base, prefill, sequences, context, …), y the
-measured time and w the weight of the measurement, the factors a_j on the profile's coefficients minimise
+p_j is what term j of the profile adds to what was measured (base, prefill, sequences, context, …). y is the
+measured time and w the weight of the measurement. The factors a_j on the profile's coefficients minimise
 
     Σ w · (Σ_j a_j·p_j/y - 1)²  +  Σ_j ((a_j - s) / d_j)²  +  ((s - believed) / doubt)²    in their bounds
 
 s is the common factor on the whole profile. What measurements cannot tell apart follows s, in the profile's
-own proportions; d_j is the doubt of a term beside the others. A term that the profile has at 0 stays at 0.
+own proportions. d_j is the uncertainty of a term on its own, `doubt` that of the common factor. A term that
+the profile has at 0 stays at 0.
 
     measurement                                         weight                            by
     one step of a worker that serves                    1, less by the age                refit.py
@@ -121,7 +122,7 @@ class NormalEquations(NamedTuple):
         return _bounded(self._joint(doubt, scale_doubt), wanted, lows, highs)
 
     def covariance(self, doubt: Floats, scale_doubt: float) -> Floats:
-        """Of the factors, the common one being in doubt itself."""
+        """The covariance of the factors, where the common one is uncertain itself."""
         return np.asarray(np.linalg.inv(self._joint(doubt, scale_doubt))[:-1, :-1])
 
     def _joint(self, doubt: Floats, scale_doubt: float) -> Floats:

@@ -1,10 +1,10 @@
 """The fit of the step model to samples, and the choice of its terms by cross-validation.
 
-Coefficients are those of `least_squares.py`. Beyond the four terms of the step model a Σ length² term, a
-constant of the steps that prefill, two hinges of each kind and the experts that a mixture's tokens touch may
-join, each only when it lowers the *cross-validated* error by a twentieth: in-sample error always falls. The
-constant is judged on the steps that prefill, few among a serving engine's. Repeats of a batch stay in one
-fold, so that none is judged on a batch it has seen.
+Coefficients are those of `least_squares.py`. Beyond the four terms of the step model others may join: a Σ
+length² term, a constant of the steps that prefill, two hinges of each kind, a mixture's experts. Each joins
+only when it lowers the *cross-validated* error by a twentieth: in-sample error always falls. The constant is
+judged on the steps that prefill, few among a serving engine's. Repeats of a batch stay in one fold, so that
+none is judged on a batch it has seen.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def _residuals(
 def _held_out_of_choice(
     samples: StepSamples, fitted: Fitted, robust: bool, extra_terms: bool
 ) -> NDArray[np.float64]:
-    """As `_held_out`, with the terms chosen anew without the fold: the choice is part of the fit."""
+    """As `_held_out`, with the terms chosen again without the fold: the choice is part of the fit."""
     fold = folds(samples)
     error = np.zeros(len(samples))
     for k in range(fold.max() + 1):

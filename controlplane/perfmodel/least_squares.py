@@ -3,9 +3,9 @@
     minimise Σ_i ((x_i·θ - t_i) / p_i)²   over θ >= 0,   p_i = x_i·θ of the round before
 
 Errors are relative: plain least squares spends itself on the longest steps and errs by 100-250 % on short
-prompts. They are relative to the prediction, not to the measurement: divided by t_i a step that was slow by
-chance counts less than one that was fast, and the model would be too fast by the noise's variance. Robust
-fits do divide by t_i (p_i = t_i): they look for the middle, and ignore what is far from it.
+prompts. They are relative to the prediction, not to the measurement. Divided by t_i, a step that was slow by
+chance would count less than one that was fast. The model would then be too fast by the noise's variance.
+Robust fits do divide by t_i (p_i = t_i): they look for the middle, and ignore what is far from it.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A decode step of a full batch reads all weights, and all KV that its requests ho
     t(1, 0)               ≤ MOST · weights / bandwidth + HOST_S
     t rises with sequences and with context
 
-Weights are what is left of the engine's share of memory beside KV and OTHER_BYTES. Where the GPU's bandwidth
-or the share is not known only the last line is checked.
+Weights are what KV and OTHER_BYTES leave of the engine's share of memory. Where the GPU's bandwidth or the
+share is not known only the last line is checked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A profile: the measured or composed step times, KV capacity and limits of a worker with one model.
 
 A fit keeps its absolute relative errors e = |predicted / measured - 1| at their mean, 95th percentile and
-maximum; what no sample shows (composed profiles, `Residuals.unseen_relative`) joins them as independent
-errors do. `relative_error` reads them at a confidence, `draw_profile` draws profiles as they might really be.
+maximum. The error of what no sample shows (composed profiles, `Residuals.unseen_relative`) joins them as
+independent errors do. `relative_error` reads them at a confidence. `draw_profile` draws profiles as they
+might really be.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class KvModel:
     reports them); what weights, activations and graphs leave of that is `capacity_tokens`. 0: not known.
 
     Layers that attend to a window, and recurrent ones, keep no more of a longer request. Then a token is what
-    it takes in the layers that keep all, and a request holds up to `request_tokens` beside its tokens: all
-    of them from `window_tokens` on, fewer in proportion before.
+    it takes in the layers that keep all. A request holds up to `request_tokens` on top of its tokens: all of
+    them from `window_tokens` on, fewer in proportion before.
     """
 
     capacity_tokens: int
@@ -56,7 +57,7 @@ class KvModel:
             raise BadInput(f"kv: gpu_memory_bytes and gpu_memory_utilization: got {self}")
 
     def held(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """What requests of so many tokens take of `capacity_tokens`."""
+        """The part of `capacity_tokens` that a request takes, for each of these lengths in tokens."""
         n = np.asarray(tokens, float)
         return np.asarray(n + self.request_tokens * np.minimum(n / max(self.window_tokens, 1), 1.0))
 
@@ -88,7 +89,7 @@ class HostKv:
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """What a request's first token takes beside steps, in seconds: HTTP, tokenisation, the way to the engine.
+    """Seconds of a request's first token outside steps: HTTP, tokenisation, the way to the engine.
 
     It delays all of a request's tokens alike and keeps no engine busy.
     """
@@ -312,11 +313,11 @@ class Profile:
         return replace(self, kv=kv)
 
     def shared(self, workers: int) -> Profile:
-        """The same worker where so many are on its GPU, each with an equal part of the memory that one takes.
+        """The same worker where `workers` are on its GPU, each with an equal part of one's memory.
 
-        Processes take turns on a GPU. At worst all of them compute all the time: each step takes so many
-        times as long, which is what is said here. Raises BadInput where a worker shares no GPU, and where
-        its weights do not fit into a part or what memory there is is not known.
+        Processes take turns on a GPU. The profile is of the worst case: all of them compute all the time, so
+        each step takes `workers` times as long. Raises BadInput where a worker shares no GPU, where its
+        weights do not fit into a part, and where its memory is not known.
         """
         if workers == self.workers_per_gpu:
             return self
@@ -335,11 +336,11 @@ class Profile:
         return float(self.alone_ttfts_s(prompt_tokens))
 
     def alone_ttfts_s(self, prompt_tokens: ArrayLike, cached_tokens: ArrayLike = 0) -> NDArray[np.float64]:
-        """The same of several requests, of whose prompts so many tokens, fewer than all, are cached."""
+        """The same of several requests; of each prompt `cached_tokens`, fewer than all, are cached."""
         return self.frontend.seconds(prompt_tokens) + self.prefill_alone_s(prompt_tokens, cached_tokens)
 
     def prefill_alone_s(self, prompt_tokens: ArrayLike, cached_tokens: ArrayLike = 0) -> NDArray[np.float64]:
-        """Seconds of the steps that make it."""
+        """Seconds of the steps that make the first token."""
         prompt, cached = np.asarray(prompt_tokens, float), np.asarray(cached_tokens, float)
         attended = prompt**2 - cached**2
         if self.engine.mode == EngineMode.PREFILL_FIRST:
@@ -393,7 +394,7 @@ def draw_profile(profile: Profile, rng: np.random.Generator) -> Profile:
 
 
 def with_times(profile: Profile, decode: float, prefill: float) -> Profile:
-    """The profile with the terms of decode and of prefill so many times as long."""
+    """The profile with the terms of decode and of prefill multiplied by these factors."""
     alone = profile.prefill.scaled(prefill) if profile.prefill is not None else None
     ranks = profile.ranks
     if ranks is not None:

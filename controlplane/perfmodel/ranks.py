@@ -1,17 +1,17 @@
 """Engines in lockstep that make one worker: attention in data parallel, or the stages of a pipeline.
 
-**Data** (vLLM's `--data-parallel-size`, mixtures of experts alone): each of R ranks has its own sequences,
-KV and limits; they share the experts, so that a step begins and ends for all at once, and with CUDA graphs
-each runs as many tokens as the fullest one (vLLM 0.32, `coordinate_batch_across_dp`). The profile is that of
-a rank whose others decode as it does and prefill nothing. A prefilled token of any rank passes through the
-experts of all: `shared_token_s` of its time is added up over the ranks, the rest is each rank's own:
+**Data** (vLLM's `--data-parallel-size`, mixtures of experts alone): each of R ranks has its own sequences, KV
+and limits. They share the experts, so that a step begins and ends for all at once. With CUDA graphs each runs
+as many tokens as the fullest one (vLLM 0.32, `coordinate_batch_across_dp`). The profile is that of a rank
+whose others decode as it does and prefill nothing. A prefilled token of any rank passes through the experts
+of all. `shared_token_s` of its time is added up over the ranks, the rest is each rank's own:
 
     t = max over ranks (t_r - s_r) + Σ s_r          s_r = shared_token_s · P_r
 
 **Pipeline** (`--pipeline-parallel-size`): a batch passes R stages one after another, R batches are under way,
 and a request is in one of them. t_r is the time of a batch through all stages. None overtakes another, so in
 a cycle of R batches and R stages all take as long as the slowest: t = max t_r. One scheduler gives out one
-KV, which each batch is taken to have its share of, as of the sequences.
+KV. Each batch is taken to have its share of it, and of the sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLAG = {"data": "--data-parallel-size", "pipeline": "--pipeline-parallel-size"}
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """So many ranks, or batches under way, of one worker."""
+    """The ranks of one worker, or its batches under way: `count` of them."""
 
     of: RanksOf
     count: int
@@ -44,10 +44,10 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """As types of worker are called by it: DP8, PP2."""
+        """Their part of the name of a worker type: DP8, PP2."""
         return f"{SHORT[self.of]}{self.count}"
 
     @property
     def flag(self) -> str:
-        """What vLLM is started with."""
+        """The flag that vLLM is started with."""
         return f"{FLAG[self.of]} {self.count}"

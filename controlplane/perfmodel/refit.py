@@ -1,20 +1,20 @@
 """The online refit of a worker type's step model: recursive least squares on relative error.
 
-Each step is a measurement of the factors in `factors.py`, with t its measured time and t̂ what the present
+Each step is a measurement of the factors in `factors.py`. Let t be its measured time and t̂ what the present
 model predicts: its row is p/t̂, its target 1 + ψ(t/t̂ - 1), its weight λ^age. ψ clips at CLIP robust standard
-deviations (Huber), so a garbage collection moves nothing. What steps that look alike cannot tell follows the
+deviations (Huber), so a garbage collection moves nothing. What similar steps cannot tell apart follows the
 common factor s, within PART·s <= a_j <= s/PART. That also is why forgetting does not wind up.
 
 λ follows slow change, and remembers long enough to have seen the worker both busy and idle. Sudden changes
 are detected by `cusum.py`. At an alarm the model goes back to what it was when the change seems to have
-begun, is scaled by the median of t/t̂ since then, and learns those steps anew. The scale's history is dropped
-then; the proportions stay, since an alarm says nothing against them.
+begun. It is scaled by the median of t/t̂ since then, and learns those steps again. The scale's history is
+dropped then; the proportions stay, since an alarm says nothing against them.
 
 What is learned is in force only where it predicted the last steps better than the *incumbent*: the profile,
 and after an alarm what was in force before it. Their losses |ln t/t̂|, clipped as above, are compared over
 about COMPARED steps; at an alarm, over those since the change. So a host's slow spell that passed for a
-change is given up once it is over, and noise of another shape than the profile's does not spoil a profile
-that is right.
+change is given up once it is over. Nor does noise of another shape than the profile's spoil a profile that is
+right.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Refit:
         self._factors = self._evidence.drawn_to(scale, TERM, PART * scale, scale / PART)
 
     def _jump(self, steps: int) -> StepTimeChange:
-        """Go back to the model before the change, scale it to the steps since, and learn those anew."""
+        """Go back to the model before the change, scale it to the steps since, and learn those again."""
         since = list(self._recent)[-max(steps, BLOCK) :]
         was_learned = self._lead >= 0
         self._evidence, self._factors, self._trust = self._before

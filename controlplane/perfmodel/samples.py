@@ -2,7 +2,7 @@
 
 A sample is the composition of a step and its duration. A `Burst` is one visit to the grid, which covers the
 quantities that the step model depends on. `decoding` requests of `context_tokens` each are prefilled and
-decode; once all of them do, `prefills` prompts of `prefill_tokens` each join, whole or in chunks as the
+decode. Once all of them do, `prefills` prompts of `prefill_tokens` each join, whole or in chunks as the
 budget of a step has it. Every step in between is a sample, the odd ones at either end as well.
 """
 
@@ -29,10 +29,10 @@ KV_SHARE = 0.9  # of the KV memory that a burst may fill: preemptions are anothe
 class StepSamples:
     """Measured steps; every column has shape [samples].
 
-    `prefill_tokens` prefilled in the step, `sequences` that decoded in it and the `context_tokens` they held
-    at its start, `step_s` seconds it took, `prefill_sum_sq` Σ (end² - start²) over the prefill chunks, or
-    None when that was not recorded (then no length² term can be fitted). `experts`: the tokens that touch
-    1 - 1/e of a mixture's (`step.py`); 0 for a dense model, or where that is not known.
+    `prefill_tokens`: prefilled in the step. `sequences`: those that decoded in it. `context_tokens`: those
+    they held at its start. `step_s`: the seconds it took. `prefill_sum_sq`: Σ (end² - start²) over the
+    prefill chunks, or None when that was not recorded (then no length² term can be fitted). `experts`: the
+    tokens that touch 1 - 1/e of a mixture's (`step.py`); 0 for a dense model, or where that is not known.
     """
 
     prefill_tokens: NDArray[np.float64]
@@ -214,7 +214,8 @@ def design(room: EngineRoom) -> list[Burst]:
     """The short design for an engine that is measured as it starts, cheap and telling bursts first.
 
     The first six vary P, b, C and S apart from each other, so that a design cut short after them still tells
-    every coefficient; the others widen the range to what a fleet serves, the last for engines that are fast.
+    every coefficient. The others widen the range to what a fleet serves; the last are for engines that are
+    fast.
     """
     budget = room.max_batched_tokens
     bursts = [

@@ -1,17 +1,17 @@
 """Speculative decoding: drafts that a step verifies, as a profile whose decode steps make one token each.
 
-With K tokens drafted for each sequence, the i-th accepted in a share a_i of the steps (all before it were,
-so a_i never rises with i), a step makes E = 1 + Σ a_i tokens of a sequence and takes
+K tokens are drafted for each sequence, the i-th accepted in a share a_i of the steps. All before it were
+accepted too, so a_i never rises with i. A step makes E = 1 + Σ a_i tokens of a sequence and takes
 
     t = base + R + D·K + f((1 + K)·b) + k2·C      D: seconds to draft a token for the batch
                                                   R: the round's own, however many are drafted
 
 f is what tokens of decode cost: the sequence terms as far as they were fitted, past that what tokens of
-prefill cost, since a verified token goes through the same matrices; the KV of a sequence is read once for all
-its tokens. `profile.speculating` gives the profile of t / E a token: all that reads profiles, placement and
-bounds included, goes by it. Prefill costs what it did; a first token comes of a whole step and waits for
+prefill cost. A verified token goes through the same matrices as those. The KV of a sequence is read once for
+all its tokens. `profile.speculating` gives the profile of t / E a token. All that reads profiles uses it,
+placement and bounds included. Prefill costs what it did. A first token comes of a whole step and waits for
 half of one, which the frontend makes up for. The rest is exact in the sum: n tokens of decode and the
-prefills beside them take the same time, though a prefill falls on one token of a sequence, not on E.
+prefills among them take the same time. A prefill falls on one token of a sequence, though, not on E.
 
 By chance a request needs more steps or fewer than (output - 1) / E: `paces` draws by how much.
 """
@@ -38,8 +38,8 @@ Point = tuple[float, float]
 class Speculation:
     """Shares of the steps in which the first, the second, … draft is accepted, and what drafting takes.
 
-    `draft_s` a drafted token, and `round_s` a step beside them: the draft model's pass over what was
-    accepted, and sampling that accepts or rejects.
+    `draft_s`: of a drafted token. `round_s`: of a step apart from them, for the draft model's pass over what
+    was accepted, and the sampling that accepts or rejects.
     """
 
     acceptance: tuple[float, ...]
@@ -82,7 +82,7 @@ def verified_base_s(step: StepModel, speculation: Speculation) -> float:
 
 
 def verified_step(step: StepModel, speculation: Speculation, fitted: float, max_seqs: int) -> StepModel:
-    """The step of each token of an engine that steps plainly by `step`, fitted up to so many sequences."""
+    """The step per token with speculation; `step` is the plain one, fitted up to `fitted` sequences."""
     made, wide = speculation.tokens_per_step, 1 + speculation.drafted
     slopes = _decode_slopes(step, fitted, wide * max_seqs)
     hinges = [
@@ -105,7 +105,7 @@ def verified_step(step: StepModel, speculation: Speculation, fitted: float, max_
 def _decode_slopes(step: StepModel, fitted: float, most: int) -> list[tuple[float, float]]:
     """Tokens of decode in a step: (from how many, seconds each adds more than before), at most three.
 
-    The lower convex hull of what so many take, up to `most`.
+    The lower convex hull of the seconds that tokens take, up to `most` tokens.
     """
     knees = {h.start for h in step.hinges if h.of == "sequences"} | {fitted}
     knees |= {h.start for h in step.hinges if h.of == "prefill_tokens" and h.start > fitted}
@@ -133,7 +133,7 @@ def _slope(first: Point, second: Point) -> float:
 
 
 def _tokens_s(step: StepModel, tokens: float, fitted: float) -> float:
-    """Seconds that so many tokens of decode add to a step: past the fit's range, as prefill would."""
+    """Seconds that `tokens` tokens of decode add to a step: past the fit's range, as prefill would."""
     near = min(tokens, fitted)
     hinges = [h for h in step.hinges if h.of == "sequences"]
     seconds = step.per_sequence_s * near + sum(h.per_unit_s * max(near - h.start, 0.0) for h in hinges)

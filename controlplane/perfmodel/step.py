@@ -10,8 +10,8 @@ costs more for prefilling at all: other kernels, and a batch to lay out. A hinge
 `per_unit_s · max(x - start, 0)`; it stays linear in the coefficients, so the fit stays linear too.
 
 A mixture of experts reads the experts that its tokens touch: of E, each token takes k, and n tokens touch
-E·(1 - (1 - k/E)^n). That is a hinge of `experts`, per_unit_s · start · (1 - exp(-n/start)) with n = P + b and
-start = -1 / ln(1 - k/E) tokens: per_unit_s a token at first, and never more than all experts.
+E·(1 - (1 - k/E)^n). That is a hinge of `experts`, per_unit_s · start · (1 - exp(-n/start)), with n = P + b
+and start = -1 / ln(1 - k/E) tokens. It adds per_unit_s a token at first, and never more than all experts.
 
 A coefficient is a field of `StepModel` or `PrefillModel` with its `Term`. `STEP_TERMS` and `PREFILL_TERMS`
 list them; the fits, the refit, the profile file and the intervals go through these lists. The compiled form
@@ -67,7 +67,7 @@ def _terms(model: type) -> tuple[Term, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Hinge:
-    """Extra time per unit past a knee, or up to where all experts are touched (module docstring)."""
+    """Extra time per unit past `start`, or up to where all experts are touched (module docstring)."""
 
     of: HingeOf
     start: float
@@ -90,7 +90,7 @@ class Hinge:
         )
 
     def scaled(self, decode: float, prefill: float) -> Hinge:
-        """With its phase's work so many times as long."""
+        """The hinge with its slope multiplied by the factor of its phase."""
         return replace(
             self, per_unit_s=self.per_unit_s * (prefill if self.of == "prefill_tokens" else decode)
         )
@@ -143,7 +143,7 @@ class StepModel:
         return rest / self.per_context_token_s
 
     def scaled(self, decode: float, prefill: float) -> StepModel:
-        """With the terms of decode and of prefill so many times as long."""
+        """The model with the terms of decode and of prefill multiplied by these factors."""
         return _scaled(self, STEP_TERMS, decode, prefill)
 
 
@@ -178,7 +178,7 @@ class PrefillModel:
         return _seconds(self, PREFILL_TERMS, Batch(x, 0.0, 0.0, sq))
 
     def scaled(self, prefill: float) -> PrefillModel:
-        """So many times as long."""
+        """The model with every term multiplied by `prefill`."""
         return _scaled(self, PREFILL_TERMS, prefill, prefill)
 
 

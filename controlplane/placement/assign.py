@@ -1,14 +1,14 @@
 """The choice of a worker by a placement policy: compiled functions, the same in both planes.
 
-`spread`, `best-fit` and `slack-fit` consider only workers that satisfy the constraints and differ in the
-order: least or most loaded by capacity_norm (Algorithm 1), or least to spare in (d), so that workers with
-much to spare are kept for long prompts. Under the former two work that yields to a tighter class goes to the
-slowest kind of worker that has room for it, so that the fast are left to those that need them. Where no
-worker satisfies the constraints the request is held in the cluster's queue. The baselines
-(placement.baselines) never hold and know no constraint.
+`spread`, `best-fit` and `slack-fit` consider only workers that satisfy the constraints, and differ in the
+order. `spread` takes the least loaded by capacity_norm (Algorithm 1) first, `best-fit` the most loaded.
+`slack-fit` takes the one with least slack in (d), so that workers with much slack are kept for long prompts.
+Under the former two, work that yields to a tighter class goes to the slowest kind of worker that has room for
+it. So the fast workers are left to those that need them. Where no worker satisfies the constraints the
+request is held in the cluster's queue. The baselines (placement.baselines) never hold and know no constraint.
 
-Both planes call `decide` when a request arrives and again for each that is held, every `retry_s`; where
-prefill and decode have workers of their own, `decode_worker` once the prefill is done.
+Both planes call `decide` when a request arrives, and again every `retry_s` for each that is held. Where
+prefill and decode have workers of their own, they call `decode_worker` once the prefill is done.
 
 Where workers cache prefixes, `spread` takes the one with the least added work, in seconds of prefill:
 
@@ -16,11 +16,13 @@ Where workers cache prefixes, `spread` takes the one with the least added work, 
 
 A worker that has the request's prefix cached has less of the second. What it has of it in host memory below
 its cache it would load: that takes the loads before it and its own. Once its queue outweighs that, the
-request goes elsewhere and the prefix is cached there too: so a hot prefix is replicated, and a first block
-that all share draws no request anywhere. At a tie it is the worker whose memory holds least. What requests
-do to each other beyond this, the constraints say. Where they refuse that worker for now, the request is held
-rather than computed anew on one that has less of it cached: that work would be in the way of all that come
-after. Where step times are not known, capacity_norm with the cached tokens taken off stands for the work.
+request goes elsewhere and the prefix is cached there too. So a hot prefix is replicated, and a first block
+that all share draws no request anywhere. At a tie it is the worker whose memory holds least.
+
+The constraints cover what requests do to each other beyond this. Where they refuse that worker for now, the
+request is held. It is not recomputed on one that has less of it cached: that work would be in the way of all
+that come after. Where step times are not known, capacity_norm with the cached tokens taken off stands for the
+work.
 """
 
 from __future__ import annotations
@@ -149,9 +151,10 @@ def decide(
 ) -> int:
     """Return the worker for request `r`, or NONE to hold it until the next try.
 
-    `refused`: it is known that the policy would choose none. Else the policy's choice; without one, for a
-    request whose TTFT a busy worker could not meet any more by the next try, the worker where it does least
-    harm; and after `patience` of its TTFT targets the least loaded worker with a seat, whatever it breaks.
+    `refused`: it is known that the policy would choose none; otherwise the policy chooses. Without a choice,
+    a request whose TTFT a busy worker could not meet any more by the next try goes to the worker where it
+    does least harm. Failing that, after `patience` times its TTFT target it goes to the least loaded worker
+    with a seat, whatever it breaks.
     """
     late = not np.isnan(ledger.requests[r].first_s) or outlook.hopeless(ledger, r, now_s, False)
     w = state.NONE if refused else assign(ledger, policy, settings, r, now_s, late, phase_role, draw)

@@ -1,8 +1,8 @@
-"""Baselines of the field: placement by turns, chance, load, the longest cached prefix, and scores.
+"""Baselines of the field: placement by round-robin, chance, load, the longest cached prefix, and scores.
 
-None knows a constraint or holds a request back. Those that know caches see them as the ledger does, exactly
-where nothing is predicted, which flatters them: the routers themselves guess what workers have cached from
-what they sent there, or from the workers' events. What lies in host memory below the caches they do not see.
+None knows a constraint or holds a request back. Those that know caches see them as the ledger does: exactly,
+where nothing is predicted. That flatters them. The routers themselves guess what workers have cached from
+what they sent there, or from the workers' events. They do not see what lies in host memory below the caches.
 
     least-prefill    the least prefill left to do, in seconds; at a tie, the fewest requests
     longest-prefix   the most tokens of the request cached; at a tie, the fewest requests

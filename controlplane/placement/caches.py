@@ -1,15 +1,15 @@
 """The prefix caches of the workers: which blocks of text each one's KV memory still holds.
 
-A block is so many tokens of a sequence, known by the id that stands for it and all before it. A *copy* is a
-block in a worker's memory: in use by requests, or asleep, which is free memory that still can be hit. Equal
+A block is a fixed number of tokens of a sequence. Its id stands for the block and all before it. A *copy* is
+a block in a worker's memory: in use by requests, or asleep, which is free memory that can still be hit. Equal
 blocks that were computed side by side are copies of one id; the oldest that is still there is hit. As a
 request frees its blocks last to first, no block stays longer than those before it:
 
     free blocks = empty + asleep          a copy of block j is cached  ⟹  one of block j - 1 is
 
 A block of the prefixes (`tokens`) is one of the engine's, or a multiple of it. Where it is a multiple, a copy
-is that many engine blocks that come and go together, hits end at whole copies, and what is left at the end of
-a request sleeps as a copy that no lookup finds; memory is counted in the engine's blocks all along.
+is that many engine blocks, which come and go together, and hits end at whole copies. What is left at the end
+of a request sleeps as a copy that no lookup finds. Memory is always counted in the engine's blocks.
 
 Records are bounded by a worker's memory: a copy for every block that it holds, in a hash table by its id.
 """
@@ -131,7 +131,7 @@ def no_host_memory() -> HostMemory:
 
 
 def new_caches(prefixes: Prefixes, kv_blocks: Ints, block_tokens: Ints, tokens: Ints) -> Caches:
-    """Empty caches for workers of so many blocks of so many tokens; `tokens` [requests] in all."""
+    """Empty caches for workers with `kv_blocks` blocks of `block_tokens`; `tokens` [requests] in all."""
     multiple = prefixes.block_tokens // block_tokens
     room = np.where(multiple == 1, kv_blocks, np.minimum(SHORT * (kv_blocks // multiple + 1), kv_blocks))
     copies = max(int(room.max()), 1)
@@ -184,7 +184,7 @@ def new_mirrors(
 
 
 def new_host_mirrors(caches: Caches, blocks: int) -> HostMemory:
-    """Mirrors of nothing in host memory, below these, for workers of up to so many blocks."""
+    """Mirrors of nothing in host memory, below these caches, for workers of up to `blocks` blocks."""
     none = Prefixes(caches.tokens, np.zeros(1, np.int64), np.zeros(0, np.int64))
     workers = len(caches.workers)
     chunks = new_caches(

@@ -17,13 +17,13 @@ For worker w with b decoding requests and a candidate r of L prefill tokens:
 (e) KV of all assigned, each growing by a token a step until its expected end, within γ·capacity at every
     step, windows counted as at its end; what running requests share is held once
 
-**Room for tighter classes.** Work that can wait, beside a class whose TTFT target is `YIELDS` times as tight,
-takes no worker's last: it leaves a share `ROOM` of the step time that the tighter class's TPOT allows, of the
-memory and of the seats, and does not queue behind another prefill. So a tight request that comes next finds
-a worker, and loose work fills what is left; held, it goes where there is room for it in time. A worker too
-slow for the tighter class, even for one request alone, has nothing to leave to it: loose work fills it.
-Work that may wait for longer than `LONG_WAIT_S` leaves `FIRST_ROOM` at first and ever less until it is due,
-so that at a peak what has waited longest is let in, and the rest finds the valley.
+**Room for tighter classes.** Work that can wait yields to a class whose TTFT target is `YIELDS` times as
+tight. It leaves a share `ROOM` of each worker: of the step time that the tighter class's TPOT allows, of the
+memory and of the seats. It does not queue behind another prefill. So a tight request that comes next finds a
+worker, and loose work fills what is left. Loose work that is held goes where there is room for it in time.
+A worker too slow for the tighter class, even for one request alone, has nothing to leave to it: loose work
+fills it. Work that may wait for longer than `LONG_WAIT_S` leaves `FIRST_ROOM` at first, and less and less
+until it is due. So at a peak the work that has waited longest is let in, and the rest runs in the valley.
 
 Where an engine mixes phases (chunked), prefill does not stop decoding: the cost in (d) is what the chunks
 add to the steps, less what those steps themselves save.
@@ -64,8 +64,8 @@ NO_TPOT_S = 1e6  # a target that is always met
 def kept_tpot_s(types: Floats, prompt_tokens: Ints, tpot_s: Floats) -> Floats:
     """The TPOT targets that placement keeps, of requests with these prompts: those asked for.
 
-    A target that no type of worker keeps even for the request alone is lost, as a TTFT can be: to hold the
-    request back for it would help nobody. `types`: their rows of coefficients.
+    A target that no type of worker keeps even for the request alone is lost, as a TTFT can be. Holding the
+    request back for it would help no request. `types`: their rows of coefficients.
     """
     alone_s = [speed.decode_base_s(k, 1.0) + k[speed.PER_CONTEXT] * prompt_tokens for k in types]
     return np.where(np.min(alone_s, axis=0) <= tpot_s, tpot_s, NO_TPOT_S)
@@ -111,7 +111,8 @@ def harm(
 ) -> float:
     """The harm of (d) that taking `r` does at worker `w`; infinite past `most` or where (b), (c), (e) forbid.
 
-    In the order of cost: most workers that may not are told so by (c) or by the newest request in (d).
+    Checks run in the order of cost: (c), or the newest request in (d), excludes most of the workers that
+    may not take `r`.
     """
     worker = ledger.workers[w]
     k = ledger.coefficients[worker.variant]
@@ -205,8 +206,8 @@ def yields_at(ledger: Ledger, w: int, r: int) -> float:
 def left_to(ledger: Ledger, w: int, r: int, now_s: float) -> tuple[float, float]:
     """The share of a worker that a request may fill, and the step it may bring it to.
 
-    All of it, unless it yields to a tighter class that the worker is fast enough for: then no more than
-    leaves that its room, and nothing where others wait to be prefilled.
+    A request may fill all of it, unless it yields to a tighter class that the worker is fast enough for.
+    Then it leaves that class its room, and takes nothing where others wait to be prefilled.
     """
     worker, tight_s = ledger.workers[w], yields_at(ledger, w, r)
     if tight_s <= 0.0 or worker.decoding + worker.queued == 0:

@@ -3,9 +3,10 @@
 Both data planes run it by `waiting_line` and `place_together`. Requests that can no longer meet their TTFT
 are no part of the program: each plane offers them by itself where they do no harm (queue.offer_late).
 
-CP-SAT rather than a MIP solver on floats: every variable is binary and every row a knapsack of whole
-numbers (see `heartbeat`), so feasibility is exact, with no tolerance to argue about; its clause learning and
-symmetry detection suit bins that are alike; it takes a warm start, and it reports a bound when time is up.
+The solver is CP-SAT rather than a MIP solver on floats. Every variable is binary and every row a knapsack of
+whole numbers (see `heartbeat`), so feasibility is exact, with no tolerance to argue about. Its clause
+learning and symmetry detection suit bins that are alike. It takes a warm start, and reports a bound when
+time is up.
 
     minimise  (m + 1)·Σ z_i + Σ y_j     z_i: request i is held; y_j: worker j of m is used
     Σ_j x_ij + z_i = 1                  (a); ongoing requests stay and are constants of the rows

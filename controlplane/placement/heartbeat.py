@@ -3,10 +3,10 @@
 Aladdin's MIP (§4.2): place each new request on one worker, ongoing ones stay, use the fewest workers. For
 worker j with ongoing requests k holding h_k tokens, r_k still expected, and the new requests i placed on it:
 
-(b) c3 + c2·b + k2·(Σ h_k + θ·r_k + Σ L_i + θ·p_i) <= TPOT              b = ongoing + new
-(c) backlog + c1 + k1·Σ L_i <= TTFT
-(d) c1 + k1·Σ L_i <= the least slack of the ongoing requests against their TPOT line
-(e) Σ_{r_k >= n} (h_k + n) + Σ_{p_i >= n} (L_i + n) <= γ·capacity       at every coming step n
+    (b) c3 + c2·b + k2·(Σ h_k + θ·r_k + Σ L_i + θ·p_i) <= TPOT              b = ongoing + new
+    (c) backlog + c1 + k1·Σ L_i <= TTFT
+    (d) c1 + k1·Σ L_i <= the least slack of the ongoing requests against their TPOT line
+    (e) Σ_{r_k >= n} (h_k + n) + Σ_{p_i >= n} (L_i + n) <= γ·capacity       at every coming step n
 
 Each is linear in what is placed, so each is a row `Σ weight_i <= limit`. A hinge is convex: its maximum is
 kept by one row per hinge, and all experts count as touched. (e) rises between two ends, so the ends are the

@@ -18,9 +18,10 @@ from controlplane.placement.order import ASKED
 def cached_tokens(ledger: Ledger, w: int, r: int, guess: int, in_use: bool) -> int:
     """Tokens of a request that worker `w` would have in its cache if the request were put there now.
 
-    What is cached as the worker's last planned step left it, and what those will store that are there already
-    and not prefilled: so a burst of one prefix finds the worker that the first of it went to. `in_use`: only
-    what others use or will use, which takes no memory. `guess`: the likely answer, which costs least.
+    The cache counts as the worker's last planned step left it. What the requests will store that are there
+    already and not prefilled counts, too. So a burst of one prefix finds the worker that the first of it
+    went to. `in_use`: only what others use or will use, which takes no memory. `guess`: the likely answer,
+    which costs least.
     """
     if ledger.caches.tokens == 0 or ledger.caches.workers[w].keeps == 0:
         return 0

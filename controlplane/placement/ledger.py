@@ -2,7 +2,7 @@
 
 Both data planes keep one and ask the same `assign` of it: the simulated plane from its engines, the live
 plane from the tokens that pass through the gateway. A worker's clock here is its count of decode steps
-(`step`): each step gives every decoding request one token, so a request's tokens are `key + step` and
+(`step`). Each step gives every decoding request one token. So a request's tokens are `key + step`, and
 nothing has to be touched per token.
 
     generated(r) = key[r] + step[worker[r]]   while r decodes,   key[r] otherwise

@@ -2,11 +2,11 @@
 
     E[output | prompt bin, output > generated]
 
-The paper's predictor (§2.3: "the most naive", but unbiased, so that errors cancel in a batch), and the
-conditional re-prediction of Algorithm 2 for a request that outlives its prediction, in one table. Thin cells
-lean on a common mean: the mean m_b of a cell's n_b samples becomes w_b·m_b + (1 - w_b)·M, with
-w_b = n_b / (n_b + k), and M such that the predictions of the whole history still add up to the history, at
-every `generated` of the grid.
+One table holds the paper's predictor (§2.3: "the most naive", but unbiased, so that errors cancel in a batch)
+and a re-prediction. The latter is the conditional one of Algorithm 2, for a request that outlives its
+prediction. Thin cells shrink toward a common mean M: the mean m_b of a cell's n_b samples becomes
+w_b·m_b + (1 - w_b)·M, with w_b = n_b / (n_b + k). M is such that the predictions of the whole history still
+add up to the history, at every `generated` of the grid.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A worker's KV memory with a prefix cache: what requests take, fill, share and leave behind.
 
-As vLLM's block pool does it. Blocks that hold nothing are given out first, then those of the copy that has
-slept longest. A copy counts its users; when the last one leaves it falls asleep, at the end of the line, a
-request's last copy before its first. A hit takes a copy out of the line again. Of an engine that tells what
-it stores and removes (`learn`), only who uses what is kept account of (`hold`, `let_go`).
+It works as vLLM's block pool does. Blocks that hold nothing are given out first, then those of the copy that
+has slept longest. A copy counts its users; when the last one leaves it falls asleep, at the end of the line,
+a request's last copy before its first. A hit takes a copy out of the line again. Where an engine tells what
+it stores and removes (`learn`), records say only who uses what (`hold`, `let_go`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def pin(caches: Caches, w: int, r: int, hits: int) -> None:
 
 @compiled
 def unpin(caches: Caches, w: int, r: int, hits: int) -> None:
-    """Let them go again; the oldest copy of an id stays the oldest as long as it is used."""
+    """Let them go again; the oldest copy of an id stays the oldest while it is used."""
     for i in range(hits - 1, -1, -1):
         disuse(caches, w, table.find(caches, w, table.block_id(caches, r, i)))
 
@@ -122,7 +122,7 @@ def free_blocks(caches: Caches, w: int) -> int:
 
 @compiled
 def take(caches: Caches, w: int, blocks: int) -> None:
-    """Give out so many blocks: empty ones, then those of the copies that have slept longest."""
+    """Give out `blocks` blocks: empty ones, then those of the copies that have slept longest."""
     while caches.workers[w].empty < blocks and caches.workers[w].first != NOTHING:
         copy = caches.workers[w].first
         wake(caches, w, copy)
@@ -207,14 +207,14 @@ def begin(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
 
 @compiled
 def end(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
-    """A request leaves a worker that has computed so many of its tokens."""
+    """A request leaves a worker that has computed its first `tokens`."""
     grow(caches, w, r, block, tokens)
     release(caches, w, r, block, tokens)
 
 
 @compiled
 def grow(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
-    """Give a request memory for so many tokens in all, and store what they fill."""
+    """Give a request memory for `tokens` tokens in all, and store what they fill."""
     has = caches.requests[r].copies * (caches.tokens // block) + caches.requests[r].own
     blocks = (tokens + block - 1) // block - has
     if blocks > 0:

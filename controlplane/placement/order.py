@@ -9,8 +9,8 @@ the first. Several trees of one fleet are the rows of one array.
 `Orders` are those in which placement looks at workers, by their load. **The number of a worker is what its
 load was when something last happened to it, or when it was last looked at.** Until something happens to it
 again, a worker's load only grows: its requests stay, and their tokens become more. So what is written is
-never more than the load, and the first whose load is still what is written has the least of all. Where what
-happens to workers is not told (`are_kept` 0), an order is made anew each time it is asked for.
+never more than the load, and the first whose load is still what is written has the least of all. Where
+changes of workers are not reported (`are_kept` 0), an order is rebuilt each time it is asked for.
 
 A worker can be **closed** to prompts from a level on, the lowest of LEVELS that it is known to refuse,
 until a time or until something happens to it. It then stands in the tree of that level, at which a request
@@ -176,7 +176,10 @@ def enter(orders: Orders, t: int, w: int, number: float) -> None:
 
 @compiled
 def close(orders: Orders, t: int, w: int, number: float, level: int, longest: float, until_s: float) -> None:
-    """Close a worker to prompts from a level on up to so many tokens; inf: until something happens to it."""
+    """Close a worker to prompts from `level` on, up to `longest` tokens, until `until_s`.
+
+    `until_s` inf: until something happens to the worker.
+    """
     renumber(orders, t, w, np.inf)
     orders.level[t, w] = level
     write(orders.trees, t * ROWS + level, w, number)
@@ -208,7 +211,7 @@ def has_more(orders: Orders, w: int) -> None:
 
 @compiled
 def begin_order(orders: Orders, t: int) -> None:
-    """Make room for an order that is made anew: none is closed."""
+    """Empty an order that is to be rebuilt: no worker is closed."""
     for row in range(t * ROWS, (t + 1) * ROWS):
         if orders.trees[row, 1] < np.inf:
             orders.trees[row, :] = np.inf
@@ -217,6 +220,6 @@ def begin_order(orders: Orders, t: int) -> None:
 
 @compiled
 def begin_keeping(orders: Orders) -> None:
-    """From now on every change of a worker is told; nothing is known of what was before."""
+    """From now on every change of a worker is reported; nothing is known of earlier ones."""
     orders.are_kept[0], orders.made[0] = 1, 0
     orders.changes[0] += 1

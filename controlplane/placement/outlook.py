@@ -16,7 +16,7 @@ ALL_TIME = 1e9  # seconds
 
 @compiled
 def prefill_steps(k: NDArray[np.float64], work: float, decoding: int) -> float:
-    """Steps that `work` prefill tokens take beside `decoding` requests."""
+    """Steps that `work` prefill tokens take in a batch with `decoding` requests."""
     if k[speed.MODE] != speed.CHUNKED:
         return 1.0
     return float(np.ceil(work / max(k[speed.MAX_BATCHED] - decoding, 1.0)))
@@ -182,7 +182,7 @@ def saved_s(ledger: Ledger, w: int, r: int, at_s: float) -> float:
 def spare_s(ledger: Ledger, w: int, r: int, cached: int, now_s: float) -> float:
     """The least saving of a decoding request at `w` that is left once `r` is prefilled there.
 
-    Those behind their line already do not count; a worker without any to count has ALL_TIME to spare.
+    Those behind their line already do not count. A worker without any to count has a slack of `ALL_TIME`.
     """
     worker = ledger.workers[w]
     k = ledger.coefficients[worker.variant]

@@ -66,8 +66,8 @@ class PlacementSettings:
     may be promised in (e). `tolerance`, at least 0: how many others' failures (expected, fractional) a
     request's last chance to meet its TTFT is worth in (d); 0 is the paper. `headroom`: the share of KV by
     which a worker with a high-priority request counts as fuller for normal ones, and one without for high
-    ones, so that the high keep together where `spread` and `freeness` rank workers (see migration.usage); 0:
-    all are alike. `queue`: of requests that no worker takes.
+    ones; 0: all are alike. So the high keep together where `spread` and `freeness` rank workers (see
+    migration.usage). `queue`: of requests that no worker takes.
     """
 
     theta: float = 0.5

@@ -2,13 +2,13 @@
 
     rank = arrival_s + ttft_s - ageing_s · priority       the lowest goes first; no rank ever changes
 
-Who is due first goes first, so that a class with time to spare waits for one that has none. A high priority
-counts as due `ageing_s` sooner: it overtakes younger normal requests, and a normal one that has waited so
-much longer goes ahead of it. A request that can no longer meet its TTFT is *late*: it
-goes behind all that are on time, so that it waits until it costs none of them anything. A round offers the
-requests in this order; one that finds no place lets others pass, until REFUSALS of them found none. A full
-queue turns away a late request before it refuses one that may still be in time. Work that yields to a tighter
-class is there to wait: on time it takes no place in a full queue, however much there is of it.
+The request that is due first goes first, so a class with slack waits for one that has none. A high priority
+counts as due `ageing_s` sooner: it overtakes younger normal requests, and a normal one that has waited longer
+by that much goes ahead of it. A request that can no longer meet its TTFT is *late*: it goes behind all that
+are on time, so that it waits until it costs none of them anything. A round offers the requests in this order.
+One that finds no place lets others pass, until `REFUSALS` of them found none. A full queue turns away a late
+request before it refuses one that may still be in time. Work that yields to a tighter class is there to wait:
+on time it takes no place in a full queue, however much there is of it.
 
 The lists are linked through the ledger's `next`; compiled code of the simulated plane and the live gateway
 work on the same records.
@@ -116,7 +116,7 @@ def is_due_before(ledger: Ledger, one: int, other: int) -> bool:
 
 @compiled
 def goes_first(ledger: Ledger, queue: Queue, r: int) -> bool:
-    """Whether a newcomer need not wait behind those that do: nobody waits, or all are due after it."""
+    """Whether a newcomer need not wait behind others: none waits, or all that wait are due after it."""
     for at in range(len(queue.head)):
         if queue.head[at] != NONE and not is_due_before(ledger, r, queue.head[at]):
             return False
@@ -310,8 +310,8 @@ def on_time(ledger: Ledger, queue: Queue, now_s: float, line: Ints, left_s: Floa
 def turned_away(ledger: Ledger, queue: Queue, r: int) -> int:
     """The request that is turned away for newcomer `r`, which may be `r` itself; NONE while there is room.
 
-    The last in line of its own priority or below, if that is not the newcomer: late ones first, then, for a
-    high newcomer, the youngest normal one; none on time that yields.
+    That is the last in line of its own priority or below, if that is not the newcomer. Late ones go first,
+    then, for a high newcomer, the youngest normal one; none on time that yields.
     """
     if yields(ledger, r) or queue.counts[_WAITING] - queue.counts[_YIELDING] < queue.max_requests:
         return NONE

@@ -60,7 +60,7 @@ def load(
 def added_work_s(ledger: Ledger, settings: SettingsRow, w: int, r: int, cached: int, now_s: float) -> float:
     """Seconds of prefill that a worker has to do with a request of these cached tokens.
 
-    And what loading it takes, where a part of that is in host memory.
+    That includes the time of loading it, where a part of it is in host memory.
     """
     worker = ledger.workers[w]
     k = ledger.coefficients[worker.variant]
@@ -165,7 +165,7 @@ def refuses_longer(
 def order_for(
     ledger: Ledger, policy: int, settings: SettingsRow, r: int, now_s: float, phase_role: int
 ) -> int:
-    """The order in which a policy looks at workers for such a request, made anew where none is kept."""
+    """The order in which a policy looks at workers for such a request, rebuilt where none is kept."""
     orders, is_decode_pool = ledger.orders, int(phase_role == state.DECODE_ONLY)
     t = 0
     if orders.are_kept[0]:

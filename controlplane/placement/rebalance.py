@@ -4,10 +4,10 @@
     b_e = outlived - early                                              sequences
 
 A request that finishes before its planned end leaves its worker under-utilised until that end: the paper's
-l_e -= l_pred - l_real, b_e -= 1. One that outlives its prediction is predicted anew, E[output | output > so
+l_e -= l_pred - l_real, b_e -= 1. One that outlives its prediction is predicted again, E[output | output > so
 far], and weighs the other way: l_e += l_pred' - l_pred, b_e += 1. Either weight fades step by step as the
 worker passes the end in question, so the error is always of outstanding work. Steps are the worker's own
-count of decode steps. Only requests that have not started move; started ones are migration's business.
+count of decode steps. Only requests that have not started move; migration moves the started ones.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Planned:
 class DeviationTracker:
     """The record of early finishers and outlived predictions, from one observation to the next.
 
-    A request is planned when first seen decoding on a worker; one that moves or is preempted is planned anew
+    A request is planned when first seen decoding on a worker. One that moves or is preempted is planned again
     where it decodes next, and leaves no error behind.
     """
 

@@ -59,8 +59,8 @@ def cached_blocks(caches: Caches, w: int, r: int, there: int, most: int, guess: 
     """How many of a request's first `most` blocks are cached at a worker now, if more than `there`.
 
     Touches nothing. `in_use`: cached and in use. A cached block's predecessors are cached too, so the count
-    is searched for by doubling and halving: 2·log2(n) looks into the table for n blocks, two where it is
-    `there` or `guess`.
+    is searched for by doubling and halving. That takes 2·log2(n) looks into the table for n blocks, two
+    where it is `there` or `guess`.
     """
     missing = most + 1  # of the counts from `missing` on, none is all cached
     if there < guess <= most:

@@ -1,16 +1,16 @@
 """Scaling by demand: from arrivals to a wanted number of workers, one heartbeat at a time.
 
-    traffic → regime → forecasts → weights of the types → line → correction → target
+    traffic → traffic phase → forecasts → weights of the types → line → correction → target
             → stabilization window → mix
 
-The line follows the step times that the workers' refits say, and is corrected by what became of the requests
-(scaler.correction): the loop is closed twice, by causes and by effects.
+The line follows the step times that the workers' refits give. The outcomes of the requests correct it
+(scaler.correction). So the loop is closed twice, by causes and by effects.
 
 A rise is followed at once. A fall must last: `window.down_s`, and at least a cold start and a drain, since a
 worker let go and wanted back costs both.
 
-In a fleet of several types all of this counts in reference workers (scaler.weights), limits apart, and what
-is wanted becomes the cheapest counts of each type within the limits (scaler.mix).
+In a fleet of several types all of this but the limits counts in reference workers (scaler.weights). What is
+wanted becomes the cheapest counts of each type within the limits (scaler.mix).
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _needed(
 ) -> int:
     """The workers that the last bin and the one in progress ask for, by themselves.
 
-    That is sooner than a regime of some bins shows a fall, and what another model may have while this one's
-    wanted number waits for its window. A backlog and those who are here count, forecasts do not.
+    That shows a fall sooner than a traffic phase of some bins does. It is what another model may have while
+    this one's wanted number waits for its window. A backlog and those who are here count, forecasts do not.
     """
     demand = state.demand
     assert demand is not None
@@ -295,7 +295,7 @@ def _question(
 
 
 def _followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> Scaling:
-    """The state with what has arrived: counts in all bins, lengths, the regime, and forecasts."""
+    """The state with what has arrived: counts in all bins, lengths, the traffic phase, and forecasts."""
     now_s, arrivals = snapshot.now_s, snapshot.arrivals
     ahead, near = settings.ahead, settings.near
     far, soon = state.far, state.soon

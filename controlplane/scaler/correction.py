@@ -1,34 +1,34 @@
 """The line's correction: by what factor steps seem to be longer than known, from how many requests are late.
 
-At a rate r the line gives k·r + c workers, so that N workers are loaded to v = k·r / (N - c): at v = 1 just
-the promised share A of requests is in time. k is higher the longer steps take: k(f) where they take f times
-what is known of them. At a load v(f) = k(f)·r / (N - c) there should be late, of the requests that end,
+At a rate r the line gives k·r + c workers, so N workers have the load v = k·r / (N - c). At v = 1 just the
+promised share A of requests is in time. k is higher the longer steps take: k(f) where they take f times what
+is known of them. At a load v(f) = k(f)·r / (N - c) this share of the requests that end should be late:
 
     late(v) = h + (1 - h) / (1 + A / (1 - A) · v^-s)
 
-h are those that no number of workers serves in time, s is how steeply lateness grows with load: as √N, since
-larger fleets even out what arrives, and from traffic to traffic by more. So f, s / √N and h are estimated
-together, on a grid, f from 0.5 to 2 (Bayes; f lognormal around 1). What is compared is what the workers that
-served had to do. So cold starts are no error of the line, nor are a limit, a forecast or rounding that keep
-the fleet off it: nothing winds up.
+h is the share that no number of workers serves in time. s is how steeply lateness grows with load. It grows
+as √N, since larger fleets even out what arrives, and varies by more from traffic to traffic. So f, s / √N and
+h are estimated together, on a grid, f from 0.5 to 2 (Bayes; f lognormal around 1). The loads compared are
+those of the workers that served. So cold starts are no error of the line, nor are a limit, a forecast or
+rounding that keep the fleet off it: nothing winds up.
 
-Each SLO class has an A of its own, and evidence of its own under the same loads: at f the line keeps the
-promise of the class that binds, and others are in time more often than they must be. So the factor rises
-where one class asks for it that is late more often than was promised (`SURE` counts for all of them
-together), and falls no further than all allow; one so rare that not even one request in `HALF_S` may be late
-can show nothing, and holds up no fall.
+Each SLO class has its own A, and its own evidence under the same loads. At f the line keeps the promise of
+the class that binds, and others are in time more often than they must be. So the factor rises where a class
+that is late more often than was promised asks for it (`SURE` counts for all of them together). It falls no
+further than all allow. A class so rare that not even one of its requests in `HALF_S` may be late can show
+nothing, and holds up no fall.
 
-Late requests come in bursts, so the evidence of a window counts `1 / CLUSTER`; where more than `MOST_LATE`
-are late, by how much more says nothing. What ends has been under the loads of as long as requests last (by
-Little's law, those in the fleet over those that end in a second), so v is averaged over that: the backlog of
-an overload is laid to the overload. Windows in overload, or just after one, do not count, nor do those with
-next to nothing to do. Evidence fades by half in `HALF_REQUESTS` requests, and no sooner than `HALF_S`.
+Late requests come in bursts, so the evidence of a window counts `1 / CLUSTER`. Where more than `MOST_LATE`
+are late, by how much more says nothing. A request that ends has been under the loads of as long as requests
+last: by Little's law, those in the fleet over those that end in a second. So v is averaged over that time,
+and the backlog of an overload is put down to it. Windows in overload, or just after one, do not count, nor
+do those with next to nothing to do. Evidence fades by half in `HALF_REQUESTS` requests, and no sooner
+than `HALF_S`.
 
-The factor is changed where one that makes `DEAD` of the workers fewer, or more, is still on the true one's
-near side with probability `SURE`: it then rises to the quantile `RISE_TO` of what is likely, or falls to
-`FALL_TO`, by `FALL` of the workers at most each `FALL_EVERY_S`. Where a refit of step times changes k by more
-than `MOVED`, the evidence was about another line: it is dropped, and the factor gives up what the refit now
-says itself.
+The factor changes where, with probability `SURE`, the true one makes the workers fewer, or more, by over
+`DEAD` of them. It then rises to the quantile `RISE_TO` of what is likely, or falls to `FALL_TO`, by `FALL` of
+the workers at most each `FALL_EVERY_S`. Where a refit of step times changes k by more than `MOVED`, the
+evidence was about another line. It is dropped, and the factor gives up what the refit now covers itself.
 """
 
 from __future__ import annotations
@@ -113,10 +113,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the requests of one class say of the factor.
+    """The evidence on the factor from the requests of one class.
 
-    `logs`: log-likelihoods on the grid (f, s, h), all 0 for none, of so many `requests`, faded. `seen`: the
-    faded counts since the factor changed, and `promised` how many of them the line as it is said to be late.
+    `logs`: log-likelihoods on the grid (f, s, h), all 0 for none; `requests`: their number; both faded.
+    `seen`: the faded counts since the factor changed. `promised`: how many of them the line expected to be
+    late with the factor in force.
     """
 
     logs: Floats = field(default_factory=lambda: np.zeros(_SHAPE), compare=False)
@@ -130,7 +131,7 @@ class Evidence:
         return tuple(float(np.exp(np.interp(share, below, np.log(FACTORS)))) for share in shares)
 
     def learned(self, new: Outcomes, late: Floats, passed_s: float, factor: float) -> Evidence:
-        """With a window's requests. `late`: the share of late ones on the grid; `factor`: as it is."""
+        """With a window's requests. `late`: the share of late ones on the grid; `factor`: that in force."""
         kept = 0.5 ** min(new.ended / HALF_REQUESTS, passed_s / HALF_S)
         missed = min(new.ended - new.met, MOST_LATE * new.ended)
         logs = (missed * np.log(late) + (new.ended - missed) * np.log1p(-late)) / CLUSTER
@@ -142,7 +143,7 @@ class Evidence:
         )
 
     def _expected(self, late: Floats, factor: float) -> float:
-        """The share of requests late, of those on the grid, by the factor as it is."""
+        """The share of requests late, of those on the grid, by the factor in force."""
         at = int(np.abs(np.log(FACTORS / factor)).argmin())
         weights = self._weights()[at]
         return float((late[at] * weights).sum() / weights.sum())
@@ -166,7 +167,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Correction:
-    """The factor, and what each class says of it (`evidence`, by name).
+    """The factor, and the evidence of each class on it (`evidence`, by name).
 
     `pressure`: the logarithm of r / (N - c), averaged over as long as requests last. `refit`: what the refit
     made of the line when the evidence began. `calm`: windows since overload.
@@ -254,7 +255,7 @@ def _learned(
 
 
 def _heard(evidence: Mapping[str, Evidence], asked: Mapping[str, float], rate_rps: float) -> list[str]:
-    """The classes of which, at this rate, at least one request in HALF_S may be late; all where none is."""
+    """The classes that may have a late request in each HALF_S at this rate; all classes where none may."""
     total = sum(one.requests for one in evidence.values())
     heard = [
         name
@@ -323,7 +324,7 @@ def refitted(state: Correction, refit: float) -> Correction:
 
 
 def _note(state: Correction, factor: float, by: str) -> Note:
-    """What is said of another factor, of which the class `by` is the reason."""
+    """The note on another factor; the class `by` is the reason for it."""
     evidence = state.evidence[by]
     seen, sure = evidence.seen, evidence.between(0.05, 0.95)
     ended = max(seen.ended, 1.0)
@@ -351,12 +352,12 @@ def _note(state: Correction, factor: float, by: str) -> Note:
 
 
 def to_keep(state: Correction) -> dict[str, Any]:
-    """What outlives a controller: the factor, and the refit it stands beside."""
+    """What outlives a controller: the factor, and the refit that it goes with."""
     return {"factor": round(state.factor, 6), "refit": round(state.refit, 6)}
 
 
 def resumed(kept: Mapping[str, Any]) -> Correction:
-    """The correction that `to_keep` gave; its evidence is gathered anew. Raises ValueError for none."""
+    """The correction that `to_keep` gave; its evidence begins empty. Raises ValueError for none."""
     factor, refit = float(kept["factor"]), float(kept["refit"])
     if not (FACTORS[0] <= factor <= FACTORS[-1] and 0 < refit < math.inf):
         raise ValueError(f"a correction of {factor:g}, refit {refit:g}")

@@ -67,7 +67,7 @@ class Forecast:
     """The rate to be ready for, by which candidate, and how good that has been.
 
     `error`: mean absolute error of its forecasts as a share of the mean rate. `covered`: the share of past
-    times at which what was said was enough. `origins`: how many there were.
+    times at which the rate it gave was enough. `origins`: how many there were.
     """
 
     rps: float
@@ -87,7 +87,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A forecast, the bins it is made from, and the regime's rate as each of them closed."""
+    """A forecast, the bins it is made from, and the traffic phase's rate as each of them closed."""
 
     past: Demand | None = None
     past_rps: tuple[float, ...] = ()
@@ -99,7 +99,7 @@ def foresee(
 ) -> Outlook:
     """The outlook once arrivals are counted in `past`; a new forecast when a bin has closed.
 
-    `rate_rps`: of the regime now. What is launched now serves after `cold_start_s`.
+    `rate_rps`: of the traffic phase now. What is launched now serves after `cold_start_s`.
     """
     before = known.past or Demand(settings.bin_s, settings.keep)
     new = past.first_bin + len(past.closed) - before.first_bin - len(before.closed)
@@ -116,8 +116,8 @@ def forecast(
 ) -> Forecast | None:
     """The rate to be ready for in the `lead` bins after `counts` (oldest first, None = not counted).
 
-    `regimes`: the mean rate (requests a second) of the regime that each bin was seen in, when it closed. None
-    where the history is too short for any candidate to have been tried.
+    `regimes`: the mean rate (requests a second) of the traffic phase that each bin was seen in, when it
+    closed. None where the history is too short for any candidate to have been tried.
     """
     if lead < 1:
         raise BadInput(f"forecast: lead: must be at least 1 bin, got {lead}")

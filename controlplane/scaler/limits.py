@@ -10,9 +10,9 @@ an integer for each group takes the place of the parts,
 
     Σ parts_g(thing, w) · count(thing) <= G_gw < 1 + Σ parts_g(thing, w) · count(thing)
 
-Programs are written with PuLP because they then read as in a book. HiGHS solves them inside the process: the
-same counts as by CBC, which PuLP ships as a program, without a process and two files for each solve, in a
-third of the time or less.
+Programs are written with PuLP because they then read as in a book. HiGHS solves them inside the process. The
+counts are the same as by CBC, which PuLP ships as a program. HiGHS needs no process and no files for
+each solve, and takes a third of the time or less.
 """
 
 from __future__ import annotations

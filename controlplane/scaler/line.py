@@ -7,16 +7,17 @@ Of requests with L prompt and D output tokens a worker with b of them in its bat
     x    = b / (D · t(b))                                                              requests a second
 
 at the largest b with t(b) <= TPOT that memory and seats allow: a fleet without noise. The slope of the line
-is HEADROOM · Σ share / x over the SLO classes, its intercept SPARE. Where one request alone is slower than
-its target, b = 1: more workers cannot mend that, so no more are asked for.
+is `HEADROOM` · Σ share / x over the SLO classes, its intercept `SPARE`. Where one request alone is slower
+than its target, b = 1: more workers cannot mend that, so no more are asked for.
 
-A line that was drawn by simulation holds for the lengths and the step times it was drawn at. Where those that
-arrive, or those that a refit found, differ, slope and intercept are multiplied by x there over x here: the
-allowance for noise, N = slope · (rate + intercept / slope), is a rate as well, and stays the same.
+A line that was drawn by simulation holds for the lengths and the step times it was drawn at. The lengths that
+arrive, or the step times that a refit found, may differ. Then slope and intercept are multiplied by x there
+over x here. The allowance for noise, in N = slope · (rate + intercept / slope), is a rate as well, and stays
+the same.
 
-Of a prefill worker, which takes s seconds a prompt and may let it wait W = TTFT - s, the load is that of a
-queue with fixed service times whose waits exceed W once in a hundred (P(wait > W) ≈ exp(-2(1-ρ)W / (ρs))); of
-a decode worker it is x above, of steps without prefill:
+The load of a decode worker is x above, of steps without prefill. A prefill worker takes s seconds a prompt
+and may let it wait W = TTFT - s. Its load is that of a queue with fixed service times whose waits exceed W
+once in a hundred (P(wait > W) ≈ exp(-2(1-ρ)W / (ρs))):
 
     x = ρ / s,   ρ = W / (W + s·ln(100)/2)
 
@@ -62,8 +63,10 @@ def line_of(profile: Profile, traffic: Traffic, role: Role = "any") -> Line | No
 def carried_over(
     line: Line, learned: ClassArrivals | None, before: Profile, now: Profile, traffic: Traffic
 ) -> Line:
-    """The line, drawn with the profile `before` at the lengths `learned` (None: the traffic's own), for the
-    profile `now` at the traffic's lengths; as it is before enough was seen."""
+    """A line that was drawn with the profile `before`, for the profile `now` at the traffic's lengths.
+
+    `learned`: the lengths it was drawn at; None: the traffic's own. It is unchanged before enough was seen.
+    """
     if traffic.requests < LEAST_REQUESTS or (learned is not None and learned.requests <= 0):
         return line
     heavier = sum(

@@ -1,10 +1,10 @@
 """Scaling by load, where no line says what demand needs: used and waiting KV tokens over wanted capacity.
 
-Above `high` for `rise_s` without a break, as many workers are wanted as bring the load down to `high`; below
-`low` for `hold_s`, as few as would have kept it in the middle between the two all that time; within `least`
-and `most`. Of several types the one cheapest for its KV capacity grows, and the dearest shrinks whose going
-leaves the load below `high`. A snapshot without load figures holds everything: no news is not idleness.
-Nothing is given back while requests wait.
+Above `high` for `rise_s` without a break, as many workers are wanted as bring the load down to `high`. Below
+`low` for `hold_s`, as few are wanted as would have kept it in the middle between the two all that time. Both
+stay within `least` and `most`. Of several types the one cheapest for its KV capacity grows. The dearest
+shrinks whose going leaves the load below `high`. A snapshot without load figures holds everything: no news is
+not idleness. Nothing is given back while requests wait.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoadSettings:
             raise BadInput(f"load: need 0 <= least <= most, got {self.least} and {self.most}")
 
     def workers(self, wanted: int, used: int, each: float) -> int:
-        """The number of workers of `each` capacity for these used tokens, when so many are wanted now."""
+        """The number of workers of `each` capacity for `used` tokens, when `wanted` are wanted now."""
         load = used / (each * wanted) if wanted else math.inf
         needed = wanted
         if load > self.high:
@@ -99,7 +99,7 @@ def _of_types(
     workers: int,
     why: str,
 ) -> Scale | None:
-    """So many workers of several types, as near to that as limits and load let those come or go."""
+    """`workers` of several types, as near to that number as limits and load let those come or go."""
     measured = [w for w in snapshot.workers if w.state == SERVING and w.capacity_tokens > 0]
     capacity = dict.fromkeys(
         (t.name for t in types), sum(w.capacity_tokens for w in measured) / len(measured)

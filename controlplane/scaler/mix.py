@@ -9,8 +9,8 @@ The cheapest counts n_v are those of an integer program:
 
 s_v(n) of n workers can be counted on: all, unless they are spot workers; then one of the pairs (n, s_v(n)) is
 chosen by a binary variable each. What a launch pays in its cold start and a drained worker in its drain is
-spread over `horizon_s`, so a mix that is no cheaper than that is not changed for. A planner, who starts from
-nothing, pays no launches.
+spread over `horizon_s`. So the mix does not change for one that saves no more than the change costs. A
+planner, who starts from nothing, pays no launches.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class MixQuestion:
         return total
 
     def alone(self) -> dict[str, int]:
-        """How many workers of each type would carry the demand alone, whether so many can be had or not."""
+        """How many workers of each type would carry the demand alone, within the limits or not."""
         counts = {}
         for t in self.worker_types:
             if t.name in self.weights.of:
@@ -266,7 +266,7 @@ def _prices(types: Sequence[WorkerType]) -> list[float]:
 
 
 def present(counts: Counts) -> dict[str, int]:
-    """The counts without the types of which there is none."""
+    """The counts, types with none left out."""
     return {name: n for name, n in counts.items() if n}
 
 

@@ -1,12 +1,12 @@
 """Mix changes: the mix that is wanted from one heartbeat to the next, and the change to ask for.
 
 The program of scaler.mix is solved only where the question changed: demand, weights, prices and limits, or
-counts that were set from outside; and not for a demand that rose to what is there anyway, since what is
+counts that were set from outside. It is not solved for a demand that rose to what is there anyway: what is
 cheapest for less and enough for more is cheapest for more. What was set from outside is left alone until the
 demand changes, or until it has stood as long as a fall must. Where one type gives way to another, workers
 that go stay until those that come serve, as far as demand needs them and limits allow.
 
-No type shrinks while requests wait, without news of the demand, or within the stabilization window: fewer of
+No type shrinks while requests wait, without news of the demand, or within the stabilization window. Fewer of
 it must be enough for that long, and no type may have grown in that time. What is missing meanwhile is added.
 """
 
@@ -26,7 +26,7 @@ from controlplane.worker_type import WorkerType
 
 @dataclass(frozen=True, slots=True)
 class MixState:
-    """The counts last chosen for so many `units`, and `wanted` on the way there; types with none left out.
+    """The counts last chosen for `units`, and `wanted` on the way there; types with none left out.
 
     `units`: PARTS of a reference worker. `worker_types`: without their profiles, which count as weights.
     `due_s`: when to choose even if nothing changes. `solved`: the last question put to the program, and its
@@ -85,7 +85,7 @@ def _grows(before: Counts, after: Counts) -> bool:
 
 
 def units_in(mix: MixState, question: MixQuestion) -> int:
-    """The mix's units, of the reference worker as it is now."""
+    """The mix's units, of the question's reference worker."""
     old = mix.weights.reference
     if old == question.weights.reference:
         return mix.units
@@ -163,7 +163,7 @@ def fixed_mix(question: MixQuestion, total: int) -> MixState:
 
 
 def change(before: MixState, after: MixState, question: MixQuestion, why: str, facts: Facts) -> Scale | None:
-    """The change to ask for, if any. `why` asked for the units; `facts` besides those of the mix."""
+    """The change to ask for, if any. `why`: the reason for the units; `facts`: to go with the mix's own."""
     if after.wanted == question.there:
         return None
     question = replace(question, demand=after.units / PARTS)

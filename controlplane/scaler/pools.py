@@ -1,9 +1,9 @@
 """Prefill and decode workers sized apart: each pool by a line of its own, from the same arrivals.
 
-A pool is scaled as a fleet of one type would be, with what concerns it: its workers, its wanted number, and,
-of what waits at the gateway, all for prefill and nothing for decode, since only prompts wait there. What came
-late for its first token corrects the line of prefill, what was slow after it that of decode. The bounds are
-of both pools together. Where they allow fewer than both want, each gets its share, and at least one worker.
+A pool is scaled as a fleet of one type would be, by its own workers and its own wanted number. What waits at
+the gateway counts for prefill and not for decode, since only prompts wait there. Requests with a late first
+token correct the line of prefill; those that were slow after it correct that of decode. The bounds are of
+both pools together. Where they allow fewer than both want, each gets its share, and at least one worker.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Begin so many workers."""
+    """Start a number of workers."""
 
     workers: int
     reason: str

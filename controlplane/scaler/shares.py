@@ -1,7 +1,7 @@
 """Shares of the models of a portfolio: how many workers each may have, where all share GPUs and dollars.
 
-A model has a *right* to the workers it was planned with; where those of all are beyond the limits, to what
-the same program gives when each asks for them. Up to its right it gets what it needs, whatever others
+A model has a *right* to the workers it was planned with. Where those of all are beyond the limits, its right
+is what the same program gives when each asks for them. Up to its right it gets what it needs, whatever others
 ask. What is left is divided by an integer program. With x_mk = 1 where model m has its k-th worker,
 
     maximise    Σ value(m, k) · x_mk
@@ -14,13 +14,12 @@ GPUs limits count (`limits.py`).
                             | TRIFLE · right_m / k         where m only has not let go of it yet
                             + 1  where it is kept: no other's claim beyond its right takes it away)
 
-What a model *asks* for is its scaler's wanted number, which falls late; what it *needs* is what the last
-moments alone ask for. Three answers, from none of the asked workers taken away to all of them at stake, each
-take the place of the one before only once it has differed for a time (`Patience`): so shares do not go to and
-fro.
+What a model *asks* for is its scaler's wanted number, which falls late. What it *needs* is what the last
+moments alone ask for. There are three answers, from none of the asked workers taken away to all of them at
+stake. Each replaces the one before only once it has differed for a time (`Patience`), so shares do not flap.
 
-A share is told at once where it is lowered. It is raised only as far as all that may stand at that moment,
-shares as told and workers that are still there, keeps to the limits: in transit, too.
+A lower share is sent at once. A share rises only as far as the limits hold for all that may stand at that
+moment: shares as sent, and workers that are still there. So they hold in transit, too.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _BUDGET = "budget-usd-per-h"
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A model's workers, each of so many `gpus` of type `gpu`, or of a part of one.
+    """A model's workers, each with `gpus` GPUs of type `gpu`, or with a part of one.
 
-    `floor`: it always has as many. `asked`, `needed`: workers, as above. `share`: what it was last told;
-    `held`: workers whose GPUs it has, those that start or leave among them. `is_heard`: whether it can be
-    told anything now. `zone`: the one that all its workers are in; None where zones are not told apart.
-    `fixed_usd_per_h`: dollars an hour besides, however many workers: what those on demand of a fleet on spot
-    cost more, which is too much while it has fewer workers than these.
+    `floor`: the workers it always has. `asked`, `needed`: workers, as above. `share`: the last one sent to
+    it. `held`: workers whose GPUs it has, those that start or leave among them. `is_heard`: whether a share
+    can be sent to it now. `zone`: that of all its workers; None where zones are not distinguished.
+    `fixed_usd_per_h`: extra dollars an hour for any number of workers, the added cost of the on-demand
+    workers of a fleet on spot. It is too much while the fleet has fewer workers than these.
     """
 
     model: str
@@ -78,7 +77,7 @@ class Pool:
 
     @property
     def most_held(self) -> int:
-        """The workers that it may have at any moment until it is told another share."""
+        """The workers that it may have at any moment until another share is sent to it."""
         return max(self.share, self.held)
 
 
@@ -94,7 +93,7 @@ class Limits:
 
     def rows(self, pools: Sequence[Pool]) -> list[tuple[str, list[float], float]]:
         """For each limit its name, what a worker of each pool and a GPU of each group take, and the most of
-        all workers, which of dollars is less what is fixed."""
+        all workers. Of dollars, the most is less what is fixed."""
         whole = [Pool("", gpu, 1, usd, 0, zone=zone or None) for zone, gpu, usd in _groups(pools)]
         pools = [replace(p, gpus=0, usd_per_h=0.0) if p.group else p for p in pools] + whole
         rows: list[tuple[str, list[float], float]] = []
@@ -110,7 +109,7 @@ class Limits:
         return rows
 
     def used(self, pools: Sequence[Pool], workers: Sequence[int]) -> list[tuple[str, float, float]]:
-        """For each limit its name, what so many workers of each pool take of it, and the most."""
+        """For each limit its name, what `workers` of each pool take of it, and the most."""
         counts = [*workers, *bought(_parts(pools) @ workers).tolist()]
         fixed = {_BUDGET: _fixed(pools)}
         return [
@@ -120,7 +119,7 @@ class Limits:
         ]
 
     def hold(self, pools: Sequence[Pool], workers: Sequence[int]) -> bool:
-        """Whether so many workers of each pool keep to the limits."""
+        """Whether `workers` of each pool keep to the limits."""
         return all(used <= most + HAIR for _, used, most in self.used(pools, workers))
 
 

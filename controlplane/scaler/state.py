@@ -1,9 +1,9 @@
 """The scaler's settings, its state between heartbeats, and the part that outlives a controller.
 
-That part are the line's correction, and the counts that forecasts are made from: a season is learned over
-days, and a controller that starts again has none of its own. Bins have no dates here: the
-caller that keeps them says how old they are, and what lies between is not counted (`None`). The rest of the
-state (regime, stabilization window, mix) is of minutes, and is found again in minutes.
+That part is the line's correction, and the counts that forecasts are made from. A season is learned over
+days, and a controller that starts again has none of its own. Bins have no dates here: the caller that keeps
+them says how old they are, and what lies between is not counted (`None`). The rest of the state (traffic
+phase, stabilization window, mix) is of minutes, and is found again in minutes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from controlplane.worker_type import WorkerType
 class ScalingSettings:
     """Settings of following demand.
 
-    `worker_types`: those that may be had. Their profiles say what a worker can do, where the target has no
-    line of its own, or where the lengths drift from those that its line was learned at (`learned_at`); that
-    line counts workers of the first. `mix`: how counts are chosen among them, and the limits of all together.
-    `attainment`: the share of requests in time that the line is for; `classes`: those with one of their own.
-    `bin_s`: a bin of the counts. `ahead`: whether and how
-    to forecast; `near`: by short bins as well.
+    `worker_types`: those that may be had. Their profiles say what a worker can do where the target has no
+    line of its own. They do so, too, where the lengths drift from those that its line was learned at
+    (`learned_at`). That line counts workers of the first type. `mix`: how counts are chosen among them, and
+    the limits of all together. `attainment`: the share of requests in time that the line is for; `classes`:
+    those with one of their own. `bin_s`: a bin of the counts. `ahead`: whether and how to forecast; `near`:
+    by short bins as well.
     """
 
     target: TargetSettings

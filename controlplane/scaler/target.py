@@ -1,10 +1,10 @@
 """The target number of workers: Aladdin's Eq 7, N = ⌈k5·r + c5⌉, limited and stabilized.
 
 The line is learned by simulation on this traffic's own lengths (tokenfleet.planning.comparisons), or from a
-worker's speed (scaler.line), so what no number of workers can serve (one prompt whose prefill alone exceeds
-the target) does not ask for more of them. r is the upper end of the regime's rate: too few workers cost the
-target, one too many costs a worker. Where other rates must be covered too (a burst that is no regime yet, a
-forecast, a backlog), the highest counts.
+worker's speed (scaler.line). So load that no number of workers can serve does not ask for more of them: for
+example a prompt whose prefill alone exceeds the target. r is the upper end of the traffic phase's rate: too
+few workers miss the target, one too many costs a worker. Where other rates must be covered too (a burst that
+is no phase yet, a forecast, a backlog), the highest counts.
 
 A target must last before the fleet follows it: a short time upward, a long time downward. Missing figures
 change nothing.
@@ -35,7 +35,7 @@ class TargetSettings:
 
     `workers_per_rps` and `intercept` None: nothing is known of this traffic, and the number is held. `high`
     None: no upper limit; `limited_by`: what sets it, where that is not MAX itself. `to_zero`: no arrivals in
-    a whole regime means no workers at all.
+    a whole traffic phase means no workers at all.
     """
 
     workers_per_rps: float | None
@@ -147,13 +147,13 @@ def other_rates(
     near: Forecast | None,
     ready: float,
 ) -> list[Rate]:
-    """The rates besides the regime's:
+    """The rates to cover in addition to the traffic phase's own.
 
-    burst      what the bin in progress has brought already, where the regime cannot explain it
-    backlog    the regime's rate and what waits without a worker, to be caught up in CATCH_UP_S
-    forecast   the coming cold start's highest rate by the history of days; of a rise the part, `ready`, that
-               will have come when what is launched now serves
-    near       the same by bins shorter than a cold start: what the last minutes rose by, at a quantile
+    - `burst`: what the bin in progress has brought already, where the phase cannot explain it.
+    - `backlog`: the phase's rate and what waits without a worker, to be caught up in CATCH_UP_S.
+    - `forecast`: the coming cold start's highest rate by the history of days. Of a rise, only the part
+      `ready` counts: it will have come when what is launched now serves.
+    - `near`: the same by bins shorter than a cold start: the rise of the last minutes, at a quantile.
     """
     rates: list[Rate] = []
     if regime is not None and demand.open_count:

@@ -1,20 +1,20 @@
-"""Arriving traffic by SLO class: counts in bins of time, lengths as sums that fade, and regimes of the rate.
+"""Arriving traffic by SLO class: counts in bins of time, lengths as sums that fade, and phases of the rate.
 
-Lengths drift, and with them what a worker can do: the sums halve every `half_life_s`, so that the line
-learned from them (scaler.line) follows the traffic of the last minutes.
+Lengths drift, and with them what a worker can do. So the sums halve every `half_life_s`: the line learned
+from them (scaler.line) follows the traffic of the last minutes.
 
 Demand is counted in arrivals, since completions level off under overload. A bin that was not counted is
 unknown, not empty: an outage of the metrics is no pause of the traffic, and no traffic is a number, zero.
 
-**Regimes** are what change points cut the history into: within one the rate is taken as constant.
-Counts are put on a scale where Poisson noise has variance one, x = 2·sqrt(n + 3/8) (Anscombe), burstier
-traffic is divided by its own noise, and the optimal segmentation under a squared error (ruptures' KernelCPD)
-pays `strictness`·log(bins) for each change. Only the bins since the last change are searched, and only when
-a bin has closed: the cost of a heartbeat does not grow with history.
+Change points cut the history into **traffic phases** (`Regime`): within one the rate is taken as constant.
+Counts are put on a scale where Poisson noise has variance one, x = 2·sqrt(n + 3/8) (Anscombe). Burstier
+traffic is divided by its own noise. The optimal segmentation under a squared error (ruptures' KernelCPD) pays
+`strictness`·log(bins) for each change. Only the bins since the last change are searched, and only when a bin
+has closed: the cost of a heartbeat does not grow with history.
 
-At a strictness of 4, bin by bin at 40 arrivals a bin: no false alarm in 2,900 bins of Poisson traffic, 3 in
-as many of bursty traffic (Gamma-mixed, dispersion 11); a rate doubled is seen after 2 bins, half as high
-again after 4, a quarter after 12 (medians).
+Figures at a strictness of 4, bin by bin at 40 arrivals a bin. False alarms: none in 2,900 bins of Poisson
+traffic, 3 in as many of bursty traffic (Gamma-mixed, dispersion 11). A doubled rate is seen after 2 bins, one
+half as high again after 4, one a quarter higher after 12 (medians).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _counted(arrivals: float | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """Time since the last change point. `noise`: variance of counts over that of Poisson arrivals."""
+    """The phase since the last change point. `noise`: variance of counts over that of Poisson arrivals."""
 
     start_bin: int
     rate_rps: float
@@ -152,7 +152,7 @@ class Regime:
     noise: float = 1.0
 
     def upper_rps(self, bin_s: float, z: float) -> float:
-        """The rate that the regime's true one exceeds only beyond `z` standard errors."""
+        """The rate that the phase's true one exceeds only beyond `z` standard errors."""
         if self.bins == 0:
             return self.rate_rps
         return self.rate_rps + z * math.sqrt(
@@ -161,7 +161,7 @@ class Regime:
 
 
 def recent_rps(demand: Demand, regime: Regime) -> float:
-    """The rate of late: the regime's, unless the last `RECENT_S` contradict it (a rise no regime yet)."""
+    """The recent rate: the phase's, unless the last `RECENT_S` contradict it (a rise, no phase yet)."""
     counts = [c for c in demand.closed[-max(round(RECENT_S / demand.bin_s), 1) :] if c is not None]
     if not counts:
         return regime.rate_rps
@@ -173,7 +173,7 @@ def recent_rps(demand: Demand, regime: Regime) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Regimes:
-    """The state of the search: the regime in progress, and when earlier ones began (bin numbers).
+    """The state of the search: the traffic phase in progress, and the bin numbers of the change points.
 
     `before_rps`: the rate until the last change point; None before the first.
     """
@@ -185,7 +185,7 @@ class Regimes:
 
 
 def follow(regimes: Regimes, demand: Demand, strictness: float = 4.0) -> Regimes:
-    """The regimes once the newest closed bins are counted in; unchanged when there are none."""
+    """The phases once the newest closed bins are counted in; unchanged when there are none."""
     if not strictness > 0:
         raise BadInput(f"change points: strictness: must be positive, got {strictness:g}")
     end = demand.first_bin + len(demand.closed)
@@ -219,7 +219,7 @@ def _before_rps(
 
 
 def change_points(counts: Sequence[int], strictness: float = 4.0, least_bins: int = _LEAST_BINS) -> list[int]:
-    """The indexes at which a new regime begins in a series of counts, rising; empty for a steady series."""
+    """The indexes at which a new phase begins in a series of counts, rising; empty for a steady series."""
     if len(counts) < 2 * least_bins:
         return []
     import ruptures  # 30 MB, which a fleet that does not scale needs not

@@ -6,12 +6,12 @@ what a worker of type v carries of class c (scaler.line) and s_c the class's sha
 
     capacity_v = 1 / Σ_c s_c / x_v(c)        weight_v = capacity_v / capacity_reference
 
-Lengths drift all the time, a little. The weights stay as they are until one of them is off by more than
-`DRIFT`, so that the fleet is not rearranged for nothing.
+Lengths drift all the time, a little. The weights do not change until one of them is off by more than `DRIFT`,
+so that the fleet is not rearranged for nothing.
 
 A spot worker is reclaimed r times an hour, independently of the others, and stands again after the cold start
-T; so at any time it is missing with probability q = r·T / (1 + r·T), and of n bought Binomial(n, q) are. What
-takes many workers at once, such as a zone that is cleared, is not covered.
+T. So at any time it is missing with probability q = r·T / (1 + r·T). Of n bought, Binomial(n, q) are missing.
+An event that takes many workers at once, such as a zone that is cleared, is not covered.
 """
 
 from __future__ import annotations

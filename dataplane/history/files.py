@@ -7,9 +7,9 @@ ended, from its arrival (Unix seconds) to its outcome; texts are never written. 
 
 Where it is asked for, a row also says what its request shared with others: `hash_ids`, one for each full
 block of BLOCK_TOKENS tokens of prompt and answer, and `session`. Both are BLAKE2b digests of 8 bytes, keyed
-with a salt of the folder (`salt`, readable by its owner alone): equal blocks and names have equal digests
-within one history and in no other, and without the salt none can be tried out. An id stands for its block and
-all before it. A request of 1,000 tokens takes 120 bytes more.
+with a salt of the folder (`salt`, readable by its owner alone). Equal blocks and names have equal digests
+within one history and in no other. Without the salt, a guess at one cannot be tested. An id stands for its
+block and all before it. A request of 1,000 tokens takes 120 bytes more.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class HistoryWriter:
 
 
 def pack(path: Path) -> None:
-    """Pack a segment without a writer into a Parquet file: written beside its place, then renamed."""
+    """Pack a segment without a writer into a Parquet file: written under another name, then renamed."""
     try:
         segment = path.open("rb")
     except FileNotFoundError:
@@ -196,8 +196,8 @@ def read_history(
 def last_lengths(folder: Path, model: str, most: int) -> pl.DataFrame:
     """`prompt_tokens` and `output_tokens` of the model's last finished requests, oldest first.
 
-    At most so many rows, from no more than LAST_FILES: what a start can wait for. A file that cannot be
-    read counts as none.
+    At most `most` rows, from no more than LAST_FILES: a start can wait for that. A file that cannot be read
+    counts as none.
     """
     wanted = (pl.col("outcome") == "finished") & (pl.col("model") == model) & (pl.col("output_tokens") > 0)
     columns = "prompt_tokens", "output_tokens"

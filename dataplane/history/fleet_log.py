@@ -1,9 +1,9 @@
-"""The fleet log: the workers that a fleet had and what its scaler went by, on disk beside its requests.
+"""The fleet log: the workers that a fleet had and its scaler's rule, on disk with its requests.
 
 `fleet-<day>.jsonl`, one for each day (UTC), has two kinds of lines. `FleetSpec` is what the fleet is made of,
 at the beginning of each file and where step times have changed. `Look` is its workers by state. A look holds
-until the next, but for no longer than LASTS_S: then what the fleet was is not known. Times are Unix
-seconds. A day takes some 400 kB; days go with the history's.
+until the next one, for at most LASTS_S: after that the fleet's state is unknown. Times are Unix seconds. A
+day takes some 400 kB; days go with the history's.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _differ(before: FleetSpec, now: FleetSpec) -> bool:
 
 
 def logged_days(folder: Path) -> list[str]:
-    """The days of which there is a log, oldest first."""
+    """The days that have a log, oldest first."""
     return sorted(path.stem.removeprefix("fleet-") for path in folder.glob("fleet-????-??-??.jsonl"))
 
 

@@ -1,7 +1,7 @@
 """API keys: the callers that are let in, with each one's SLO bounds, highest priority and limits.
 
-Limits are buckets that fill by the minute. What a request will take of tokens is known only as it goes on, so
-one is let in while its key's bucket of tokens is not empty, and may leave it in debt.
+Limits are buckets that fill by the minute. The tokens that a request will take are known only as it goes on.
+So a request is let in while its key's bucket of tokens is not empty, and may leave it in debt.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ApiKey:
 
     @property
     def limits_text(self) -> str:
-        """Its limits for whoever is over one."""
+        """Its limits, for a caller that is over one."""
         each = ((self.requests_per_minute, "requests"), (self.tokens_per_minute, "tokens"))
         return " and ".join(f"{limit:g} {what}" for limit, what in each if limit) + " a minute"
 

@@ -1,7 +1,7 @@
 """Bounds of an HTTP connection: how many there are, how a request has to arrive, and how one ends.
 
-Uvicorn by itself takes headers of any length at any pace, keeps a connection that never says a word, and lets
-a client that has stopped reading answer TLS' goodbye for half a minute.
+Uvicorn by itself takes headers of any length at any pace. It keeps a connection that never sends anything. It
+gives a client that has stopped reading half a minute to answer TLS' goodbye.
 """
 
 from __future__ import annotations

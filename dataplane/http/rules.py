@@ -1,8 +1,7 @@
 """Rules of every HTTP API of Tokenfleet: authentication, body limits, and the form of errors.
 
-Errors have OpenAI's shape, as the gateway's do. Without a key only requests are answered that name a loopback
-host and do not come from a foreign web page, so that no web site can steer the fleet of a person who visits
-it.
+Errors have OpenAI's shape, as the gateway's do. Without a key, only requests that name a loopback host and do
+not come from a foreign web page are answered. So no web site can steer the fleet of a person who visits it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def allow_open_files() -> None:
 def bind(host: str, port: int, what: str) -> socket.socket:
     """A bound socket for a server; BadInput naming the flag when the port is taken.
 
-    Bound before any engine starts: a taken port is told at once, not after a model has loaded.
+    It is bound before any engine starts: a taken port is reported at once, not after a model has loaded.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -64,7 +64,7 @@ def address(host: str, port: int, certificate: ServerCertificate | None) -> str:
 
 
 def server_options(certificate: ServerCertificate | None) -> dict[str, Any]:
-    """What uvicorn is told of every server of ours."""
+    """The options that every server of ours gives uvicorn."""
     options: dict[str, Any] = {"http": BoundedHttp}
     if certificate is not None:
         options["ssl_context_factory"] = lambda config, default: certificate.context

@@ -1,7 +1,7 @@
-"""TLS of the HTTP servers: their certificate, checked as it is read and taken anew when its files change.
+"""TLS of the HTTP servers: their certificate, checked when it is read, and read again when its files change.
 
-Each connection takes the certificate that is in force when its handshake begins, so a new one is in force
-whole or not at all, in every server that shares it, and connections that are open go on.
+Each connection takes the certificate that is in force when its handshake begins. So a new one is in force
+whole or not at all, in every server that shares it. Connections that are open go on.
 """
 
 from __future__ import annotations

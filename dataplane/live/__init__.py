@@ -42,7 +42,7 @@ FleetCore's calls of the coordinator
 `Migrations(fleet, budget)` is made by FleetCore as its `migrations`; its `engines.claim(output)` takes
 every output whose id begins with `LOADER_PREFIX`. `FleetCore.obstacle_to_replay(tracked)`
 names what could not continue exactly on another worker by recomputing (a grammar that would restart in
-mid-output), or None; such a request ends in an explicit error instead of a replay.
+mid-output), or None. A request with such an obstacle ends in an explicit error instead of a replay.
 `await Migrations.migrate(request, target)` returns an outcome that says whether it moved and, if not, why;
 drains and the control API call it.
 """

@@ -1,7 +1,7 @@
 """The fork server: a process that has loaded what others need, and forks each of them from itself on demand.
 
-A process forked from it begins within a moment and shares the loaded modules' memory with all others, where
-a program of its own would load vLLM for ten seconds into hundreds of megabytes. The server must stay free of
+A process forked from it begins within a moment and shares the loaded modules' memory with all others. A
+program of its own would load vLLM for ten seconds into hundreds of megabytes. The server must stay free of
 threads: they do not come along in a fork, and a pool that had some would wait for them for ever. So it only
 waits, for orders on a Unix socket and for the ends of its children.
 

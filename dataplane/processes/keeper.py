@@ -188,8 +188,8 @@ class Inherited:
 async def program(module: str, *words: str, **options: Any) -> asyncio.subprocess.Process:
     """Start a program of ours, whose stdin is a pipe. Raises OSError.
 
-    It makes itself the leader of a process group, so that Ctrl-C does not reach it. It stays in our session:
-    Linux may share the processors out by session (autogroups), and engines then kept a controller in a
+    It makes itself the leader of a process group, so that Ctrl-C does not reach it. It stays in our session,
+    since Linux may share the processors out by session (autogroups). Engines then kept a controller in a
     session of its own waiting for seconds (Linux 6.18).
     """
     return await asyncio.create_subprocess_exec(

@@ -1,9 +1,10 @@
 """Heartbeats at which `tick` has nothing to move, passed in compiled code.
 
 Most heartbeats move nothing. Where requests are placed by targets, a move needs two things: one worker that
-keeps its promises, and a reason. A reason is a request on time in the cluster's line (room), a worker whose
-forecast broke (shed), or one with a queue whose forecast is at its limit (Algorithm 2). `may_move` looks for
-both. It is wider than the rules: what it lets pass they may still decline, and what they do it never hides.
+keeps its promises, and a reason. There are three reasons. A request on time is in the cluster's queue (room),
+a worker's forecast broke (shed), or the forecast of a worker with a queue is at its limit (Algorithm 2).
+`may_move` looks for worker and reason. It is wider than the rules: what it lets pass they may still decline,
+and what they do it never hides.
 
 Algorithm 2's errors go on at every heartbeat (placement.rebalance has the rule; both planes agree on them).
 """

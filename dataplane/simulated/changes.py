@@ -17,7 +17,7 @@ from dataplane.simulated.records import DRAIN, IDLE, READY, Cluster, Engines
 
 @compiled
 def change_worker(ledger: Ledger, engines: Engines, cluster: Cluster, w: int, what: int) -> None:
-    """A worker becomes ready, is drained, or fails: then all it held waits in the cluster's queue anew."""
+    """A worker becomes ready, is drained, or fails: then all it held waits in the cluster's queue again."""
     ledger.runs[w].changed_s = cluster.clock[0].now_s
     if what == READY:
         ledger.workers[w].status = state.SERVING
@@ -54,7 +54,7 @@ def change_worker(ledger: Ledger, engines: Engines, cluster: Cluster, w: int, wh
 
 @compiled
 def put_back_prefilling(ledger: Ledger, engines: Engines, cluster: Cluster, w: int, r: int) -> None:
-    """A request whose prefill had begun at a worker waits in the cluster's queue anew."""
+    """A request whose prefill had begun at a worker waits in the cluster's queue again."""
     ledger.workers[w].queued -= 1
     ledger.workers[w].queued_context -= ledger.requests[r].prompt + ledger.requests[r].key
     put_back(ledger, engines, cluster, r)
@@ -62,7 +62,7 @@ def put_back_prefilling(ledger: Ledger, engines: Engines, cluster: Cluster, w: i
 
 @compiled
 def put_back(ledger: Ledger, engines: Engines, cluster: Cluster, r: int) -> None:
-    """A request that has lost its KV waits in the cluster's queue anew."""
+    """A request that has lost its KV waits in the cluster's queue again."""
     engines.requests[r].computed = 0
     engines.requests[r].chunk = 0
     forget_request(ledger, engines.host, r)

@@ -77,7 +77,7 @@ MOST_TEXTS = 1024  # of what has ended, the last
 
 
 class Bringing:
-    """Copies between caches, for workers that leave or come; off a source one at a time, slowing nobody."""
+    """Cache transfers for workers that leave or come; one at a time from a source, without slowing any."""
 
     def __init__(self, run: RunState, prices: Sequence[Price]) -> None:
         self._run, self._prices = run, prices

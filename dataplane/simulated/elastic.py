@@ -2,8 +2,8 @@
 
 The steps to a wanted number are scaler.reconcile's, as in the live plane. A worker is paid for from its
 launch to its stop, so a cold start and a drain cost what they take. The run's workers are slots: as many as
-may ever be there at once, of one kind or several, taken in order. A kind is the type of a profile; a wanted
-number that names kinds is followed in each of them by itself, one that does not in all of them together.
+may ever be there at once, of one kind or several, taken in order. A kind is the type of a profile. Wanted
+numbers by kind are followed in each kind by itself. One number is followed in all kinds together.
 """
 
 from __future__ import annotations

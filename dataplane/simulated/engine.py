@@ -1,8 +1,8 @@
 """One simulated engine: admission, step boundaries, and the state that is known after each.
 
-Between two events that matter (a request finishes, KV runs out, a request arrives that can be admitted) a
-worker only repeats decode steps whose length grows by the same amount each time, so a whole run of n steps
-lasts n·a + growth·n(n-1)/2 and is jumped at once. The result is that of going step by step (tests do).
+Three events matter: a request finishes, KV runs out, or a request arrives that can be admitted. Between two
+of them a worker only repeats decode steps, whose length grows by the same amount each time. So a run of n
+steps lasts n·a + growth·n(n-1)/2 and is jumped at once. The result is that of going step by step (tests do).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def begin_activity(ledger: Ledger, engines: Engines, w: int, now_s: float) -> No
 
 @compiled
 def begin_prefill(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
-    """Begin a step that carries prefill, by itself or beside the decoding requests."""
+    """Begin a step that carries prefill, by itself or together with the decoding requests."""
     k, worker, engine = ledger.coefficients[ledger.workers[w].variant], ledger.workers[w], engines.workers[w]
     step_s = batch.lasts_s(ledger, w, engine.prefill, engine.squares)
     engine.next_s = now_s + step_s * (1.0 + engine.slowdown)
@@ -235,7 +235,7 @@ def rest(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
 
 @compiled
 def look_for_loads(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
-    """Let a worker decide anew when the next load that is under way is done."""
+    """Let a worker decide again when the next load that is under way is done."""
     next_s = host_tier.next_load_s(ledger, engines.host, w, now_s)
     if next_s < np.inf and engines.workers[w].activity == IDLE:
         engines.workers[w].activity = LOADING

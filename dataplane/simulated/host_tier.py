@@ -1,19 +1,19 @@
 """A second tier of a worker's prefix cache, in host memory, as vLLM's OffloadingConnector keeps it.
 
-**Stored** is every full block of a prompt in the step that fills it, and, of what the request hit on the GPU,
-what is not in host memory: the first step of an admission offers all that it has. What is generated is not
-stored (vLLM's `offload_prompt_only`, which is on). A store that finds no room, since all that could go is new
-or being loaded, is tried again in the next step.
+**Stored** is every full block of a prompt, in the step that fills it. So are the blocks that the request hit
+on the GPU and that are not in host memory: the first step of an admission offers all that it has. What is
+generated is not stored (vLLM's `offload_prompt_only`, which is on). A store finds no room where all that
+could go is new or being loaded. It is tried again in the next step.
 
-**Evicted** is the block that was used longest ago. A use is when it is stored, and when a request that
-stored, offered or loaded it ends: then all its blocks are used anew, the last one first.
+**Evicted** is the block that was used longest ago. A block is used when it is stored, and when a request that
+stored, offered or loaded it ends. All blocks of that request are used then, the last one first.
 
-**Loaded** is what lies beyond the hit on the GPU. The request takes memory for it at once, leaves the queue,
-and is computed from the first step on that is planned after its blocks are there; it then goes before all
-that wait. Loads of a worker follow each other over its link. Who would load what another is loading waits,
-and those behind it go on. Memory must have room beside what prefills that have begun still need. A step is
-planned as before (`step.py`) in all else. The whole of a prompt may be loaded; its last token is
-computed again.
+**Loaded** is what lies beyond the hit on the GPU. The request takes memory for it at once and leaves the
+queue. It is computed from the first step on that is planned after its blocks are there, and then goes before
+all that wait. Loads of a worker follow each other over its link. A request that would load what another is
+loading waits, and those behind it go on. Memory must have room for a load in addition to what prefills that
+have begun still need. A step is planned as before (`step.py`) in all else. The whole of a prompt may be
+loaded; its last token is computed again.
 
 A copy (`caches.Caches`) is a block of the prefixes in host memory: in the line of those asleep by its last
 use, also while it is loaded (`users`). Requests and their ids are those of the engines' own caches. What
@@ -120,7 +120,7 @@ def offer(tier: HostTier, w: int, r: int, after: int) -> None:
 
 @compiled
 def make_room(tier: HostTier, w: int, new: int) -> bool:
-    """Evict until so many copies have room; False, and nothing is evicted, where that cannot be."""
+    """Evict until `new` copies have room. Returns False, and evicts nothing, where that cannot be."""
     chunks, worker = tier.chunks, tier.workers[w]
     need = new - chunks.workers[w].empty
     if need <= 0:
@@ -203,7 +203,7 @@ def use_ended(ledger: Ledger, tier: HostTier, w: int) -> None:
 def begin_load(
     ledger: Ledger, tier: HostTier, w: int, r: int, hits: int, cached: int, blocks: int, now_s: float
 ) -> None:
-    """A waiting request leaves the queue and takes memory: behind what it hits it loads so many blocks."""
+    """A waiting request leaves the queue and takes memory: behind what it hits it loads `blocks` blocks."""
     chunks, link, load = tier.chunks, ledger.host.links[w], tier.requests[r]
     block = int(ledger.coefficients[ledger.workers[w].variant][speed.BLOCK_TOKENS])
     load.from_block = cached // chunks.tokens

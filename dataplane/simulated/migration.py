@@ -1,22 +1,22 @@
 """Moves in the simulated plane, walked through migration.protocol's table.
 
 Two stages, as Llumnix measured them to suffice. All but the last block is copied while the request decodes
-on; then it stops at a step boundary of its source, the rest is copied, and it joins the target's batch at
-the target's next boundary.
+on. Then it stops at a step boundary of its source, and the rest is copied. It joins the target's batch at the
+target's next boundary.
 
     copy    tokens · bytes / bandwidth, both workers' steps `slowdown` longer
     pause   fixed + (tokens that came since + the last block) · bytes / bandwidth, then the boundary's wait
 
 What the target has cached as the copy begins is not copied, and kept there for the request.
 
-One move a worker at a time. What goes to a worker of another kind is computed anew: it stops at its source's
+One move a worker at a time. What goes to a worker of another kind is recomputed: it stops at its source's
 next boundary and waits in the target's queue. A request that ends, is preempted or loses its worker before
-the stop stays where it is (ABORTED); a target that fails after it leaves the request to the cluster's queue,
-to be prefilled anew (LOST).
+the stop stays where it is (ABORTED). A target that fails after the stop leaves the request to the cluster's
+queue, to be prefilled again (LOST).
 
-Room is reserved on the target before anything is copied: blocks for the tokens that are not there, and a
-seat in the batch, which admission there respects and decoding may preempt for. Requests join and leave
-compiled engine state at step boundaries only.
+Room is reserved on the target before anything is copied: blocks for the tokens that are not there, and a slot
+in the batch. Admission there respects it, and decoding may preempt for it. Requests join and leave compiled
+engine state at step boundaries only.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from dataplane.simulated.run import RunState
 
 
 class Room(NamedTuple):
-    """A worker's promise to a request of so many tokens: blocks, and copies of `cached` tokens kept for it.
+    """A worker's promise to a request of `tokens` tokens: blocks, and copies of `cached` tokens kept for it.
 
-    `life`: of the worker's cache, which may begin anew meanwhile.
+    `life`: of the worker's cache, which may start over meanwhile.
     """
 
     tokens: int
@@ -85,7 +85,7 @@ class Moves:
         return min((move.at_s for move in self.open), default=inf)
 
     def busy(self) -> frozenset[int]:
-        """Workers at either end of a copy, and those with a request off them that is being computed anew."""
+        """Workers at either end of a copy, and those with a request off them that is being recomputed."""
         rows = self._run.ledger.requests
         for source, (r, target) in tuple(self._computing.items()):
             if rows["worker"][r] != target or rows["phase"][r] not in (state.QUEUED, state.PREFILLING):

@@ -74,7 +74,7 @@ def release(ledger: Ledger, engines: Engines, w: int, r: int, tokens: int, block
 
 @compiled
 def look_again(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
-    """Something changed for a worker: it decides anew at its next boundary, and wakes if a request waits."""
+    """Something changed for a worker: it decides again at its next boundary, and wakes if a request waits."""
     if engines.workers[w].activity == DECODE_RUN:
         engines.workers[w].blocked = 0
         cut(ledger, engines, w, now_s)

@@ -46,7 +46,7 @@ def observe(
     busy: frozenset[int] = frozenset(),
     states: Sequence[str | None] | None = None,
 ) -> Snapshot:
-    """The fleet at `now_s`, the ledger brought up to it before; kinds go by their profiles' variants.
+    """The fleet at `now_s`, the ledger brought up to it before; kinds are those of the variants' profiles.
 
     `states`: of an elastic fleet's workers, None for those that are not there.
     """

@@ -40,8 +40,8 @@ def share_of(met: NDArray[np.bool_], workload: Workload) -> float:
 def joint(attained: NDArray[np.float64], asked: Sequence[float]) -> float:
     """The attainment of several classes as one number, A at least where each has what is asked of it.
 
-    That of the class that uses most of what it may miss, at the strictest class's scale:
-    1 - (1 - A) · max (share missed / share that may miss), A the highest attainment asked.
+    It is the attainment of the class that uses most of what it may miss, at the strictest class's scale:
+    1 - (1 - A) · max (share missed / share that may miss). A is the highest attainment asked.
     """
     if len(asked) == 1:
         return float(attained[0])
@@ -98,7 +98,7 @@ class Outcome:
     def attainment(self) -> float:
         """Share of requests within both targets, or of sessions within theirs if that is less.
 
-        With several SLO classes it is what `joint` says of them.
+        With several SLO classes the share of requests is `joint` of them.
         """
         requests = share_of(self.met, self.workload)
         if self.asked:

@@ -35,10 +35,10 @@ ENDLESS = 1 << 60
 class WorkerSpec:
     """One worker of the fleet and the changes to it (seconds since the trace's start).
 
-    One of several ranks is simulated as so many engines that step together; outcomes number those.
+    One of several ranks is simulated as that many engines that step together; outcomes number those.
 
     `ready_s`: when its start-up is over. `fails_s`: pairs (fails at, is back at); what it held is prefilled
-    anew elsewhere. `drain_s`: from when it admits nothing more. `link`: what a prefill worker hands KV
+    again elsewhere. `drain_s`: from when it admits nothing more. `link`: what a prefill worker hands KV
     over by; None: that takes no time.
     """
 
@@ -78,13 +78,13 @@ class RunState:
 
 
 class RunOptions(TypedDict, total=False):
-    """What a run may be given beside its load, workers, targets and policy.
+    """The options of a run, in addition to its load, workers, targets and policy.
 
     `predictor` guesses output lengths (by default: learned from the workload's own lengths, the planner's
     situation); `predicted_tokens` [requests] overrides its first guess, for experiments with misprediction.
     `patience`: a request the policy holds back is placed regardless after this many of its TTFT targets.
     `max_misses`: stop once more requests have missed (of a sample: of its whole), when only a yes or no is
-    wanted. `prefix_caching`: whether engines keep what a workload says its requests share. `agents`: so many
+    wanted. `prefix_caching`: whether engines keep what a workload says its requests share. `agents`: how many
     of the workload's sessions run at once (sending.py).
     """
 

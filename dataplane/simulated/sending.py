@@ -1,10 +1,12 @@
 """The sending of a run's requests: at the times of the workload, or, in sessions, after answers.
 
 In an open loop the rows are sent in order, at their times. In a closed loop a turn is sent `think_s` after
-the last of the answers it waits for is complete (after the step that begins there, where it is no time at
-all); a request that was turned away counts as answered then. What is known to be sent stands in a heap by
-(time, row). With `agents`, so many sessions run at once: the next one begins, in order of their first
-arrivals, the instant one has ended, and its first requests keep their distances.
+the last of the answers it waits for is complete. Where `think_s` is no time at all, it is sent after the step
+that begins there. A request that was turned away counts as answered at that moment. What is known to be sent
+stands in a heap by (time, row).
+
+`agents` is how many sessions run at once. The next one begins the instant one has ended, in order of their
+first arrivals. Its first requests keep their distances in time.
 
 An engine that plans ahead makes a request's tokens later. When the request comes amid a step, or what it
 waited for ends with one, the next step is planned already. That step, without those that join now, is what it
@@ -73,7 +75,7 @@ def new_sending(arrival_s: Floats, sessions: Sessions | None, agents: int | None
 
 
 def first_times(sending: Sending, arrival_s: Floats) -> Floats:
-    """When each request is sent, as far as it is known at the start; inf where it is not."""
+    """When each request is sent, where the start determines it; inf elsewhere."""
     if len(sending.left) == 0:
         return arrival_s
     sent_s = np.full(len(arrival_s), np.inf)
@@ -86,7 +88,7 @@ def first_times(sending: Sending, arrival_s: Floats) -> Floats:
 
 @compiled
 def next_send(ledger: Ledger, sending: Sending) -> tuple[float, int]:
-    """When the next request is sent, as far as it is known, and which; inf for none."""
+    """When the next request is sent, of those whose time is known, and which; inf for none."""
     if len(sending.left) == 0:
         r = sending.counts[0].sent
         if r >= len(sending.order):

@@ -1,9 +1,9 @@
 """The simulation of a fleet on a trace: which worker served each request, and when it had its tokens.
 
 **A stream** is simulated part after part, in memory for one part at a time. What has not ended when the next
-part begins goes along with it, at the head of its rows and in its order, so that the outcome of every request
-is the one that a run of all of them at once would give it. Requests that share prefixes or wait for each
-other, and policies that move requests, place them together or go by their number, need the whole.
+part begins goes along with it, at the head of its rows and in its order. So the outcome of every request is
+the one that a run of all of them at once would give it. Requests that share prefixes or wait for each other
+need the whole. So do policies that move requests, place them together or use their number.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def simulate(
 ) -> Outcome:
     """Run `workload` on `workers` to the end and return the outcome of every request.
 
-    `slo`: one, or one for each of the workload's SLO classes. `control`: what tick is told, and what moves
-    cost, under a policy with `+migrate`. The options are those of `RunOptions`.
+    `slo`: one, or one for each of the workload's SLO classes. `control`: what tick gets, and what moves cost,
+    under a policy with `+migrate`. The options are those of `RunOptions`.
     """
     state = prepare(workload, workers, slo, policy, **options)
     if state.rules.policy != EXACT and not state.migrates:

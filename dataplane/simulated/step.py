@@ -5,9 +5,9 @@ there are none. Then come requests whose KV has been loaded from host memory, th
 while budget, seats and memory last. What a step fills can be hit from its planning on. Without a prefix cache
 nothing is hit, and without a tier in host memory nothing is loaded: the rule is the same (`kv.py`).
 
-chunked        a step carries one token for each decoding request, then prefill up to a budget
-prefill-first  admits first, whole prompts; a step that admits is a prefill, any other a decode step
-split          a prefill worker chunks and only prefills; a decode worker admits first, and only decodes
+chunked        A step carries one token for each decoding request, then prefill up to a budget.
+prefill-first  It admits first, whole prompts. A step that admits is a prefill, any other a decode step.
+split          A prefill worker chunks and only prefills. A decode worker admits first, and only decodes.
 
 A step without prefill is the first of a run of decode steps, up to the first in which anything can change.
 """
@@ -192,9 +192,9 @@ def admit(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
 
 @compiled
 def to_hold(ledger: Ledger, w: int, length: int, chunk: int) -> tuple[int, int]:
-    """Tokens that memory must hold of a waiting request to admit it, and the blocks to be left beside them.
+    """Tokens that memory must hold of a waiting request to admit it, and the blocks that must stay free.
 
-    Where all is computed at once, or is there already, each request's next token is left a block.
+    Where all is computed at once, or is there already, a block stays free for each request's next token.
     """
     if ledger.workers[w].role == state.DECODE_ONLY:
         return length, ledger.workers[w].running_n + 1
@@ -228,7 +228,7 @@ def begin(
 def begin_load(
     ledger: Ledger, engines: Engines, w: int, r: int, copies: int, cached: int, blocks: int, now_s: float
 ) -> None:
-    """A waiting request begins to load; what it loads it has computed, but for one token at least."""
+    """A waiting request begins to load; what it loads counts as computed, except one token at least."""
     batch.dequeue(ledger, w, r)
     ledger.requests[r].phase = state.PREFILLING
     host_tier.begin_load(ledger, engines.host, w, r, copies, cached, blocks, now_s)
@@ -283,7 +283,7 @@ def tier_may_change(ledger: Ledger, engines: Engines, w: int) -> bool:
 
 @compiled
 def preempt_newest(ledger: Ledger, engines: Engines, w: int) -> None:
-    """Free the KV of the newest admitted request; it waits at the head, to be prefilled anew."""
+    """Free the KV of the newest admitted request; it waits at the head, to be prefilled again."""
     worker = ledger.workers[w]
     r = batch.drop_running(ledger, w, worker.running_n - 1)
     kv.give_back(ledger, engines, w, r)

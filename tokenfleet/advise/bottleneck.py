@@ -1,4 +1,4 @@
-"""The bottleneck of a replica on the traffic that it gets: the limit whose relief lets it carry the most."""
+"""The bottleneck of a replica on its traffic: the limit that, if relaxed, lets it carry the most."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEXT_TO_NOTHING = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """A limit, and the share of the replicas that a quarter more of it spares."""
+    """A limit, and the share of the replicas that a quarter more of it saves."""
 
     name: str
     spares: float

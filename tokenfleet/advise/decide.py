@@ -10,8 +10,8 @@ not shrink until then (`Advice.published`).
 A look that counted nothing holds the last advice. After WITHDRAWN_S it is no longer published, so that a
 scaler behind it falls back to its own number.
 
-The range is that of the line at the ends of the rate's interval, with a replica as much slower, or faster, as
-the step times may be off: 90 % for each.
+The range is that of the line at the ends of the rate's interval. At the upper end a replica is as much slower
+as the step times may be off, at the lower end as much faster. Rate and step times are each taken at 90 %.
 """
 
 from __future__ import annotations

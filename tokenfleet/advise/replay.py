@@ -39,7 +39,7 @@ SPARE_TIMES, SPARE = 2, 8  # slots over the most of the hindsight optimum
 
 @dataclass(frozen=True, slots=True)
 class ReplayRow:
-    """What a rule did with the day. `target`: of a baseline, as it is written."""
+    """What a rule did with the day. `target`: of a baseline, as a text."""
 
     rule: str
     target: str

@@ -96,6 +96,7 @@ def advise_command(flags: AdviseFlags) -> None:
 
     tokenfleet advise vllm-0:8000 vllm-1:8000 --gpu h100 --slo ttft=1s,tpot=50ms
     tokenfleet advise dns:vllm-headless:8000 --profile mine.yaml --slo ttft=1s,tpot=50ms --listen 0.0.0.0:9105
+
     tokenfleet advise --servers servers.txt --gpu h100 --slo ttft=1s,tpot=50ms --once --format json
     tokenfleet advise --replay day.csv --model llama-3.1-8b --gpu h100 --slo ttft=1s,tpot=50ms
     """

@@ -177,7 +177,7 @@ def compared(
     slo: Slo,
     counters: dict[str, int],
 ) -> list[ComparedFigure]:
-    """The figures, live beside simulated; both columns of the same requests. `counters` of the live fleet."""
+    """The figures, live and simulated; both columns of the same requests. `counters` of the live fleet."""
     theirs = simulated["ttft_s"], simulated["tpot_s"]
     figures = [ComparedFigure("attainment", met(ttft_s, tpot_s, slo), met(*theirs, slo), "share")]
     for name, live, other in (("TTFT", ttft_s, theirs[0]), ("TPOT", tpot_s, theirs[1])):
@@ -201,11 +201,11 @@ def first_tokens_s(
 ) -> NDArray[np.float64]:
     """Simulated times to the first token as a client would see them, shape [requests].
 
-    A profile says how long steps take in the mean; each takes longer or shorter by a scatter of its own, as
-    the fit's residuals say, here log-normal around that mean. A request waits for its first token through one
-    step or a few, so that its median and its tail are those of the scatter: without it the median of a noisy
-    host would be simulated too slow and its 90th percentile too fast. (A TPOT is a mean over many steps.)
-    What the way there and back adds is one of `overheads_s`.
+    A profile has the mean time of a step. Each step takes longer or shorter by a scatter of its own, as large
+    as the fit's residuals and here log-normal around that mean. A request waits for its first token
+    through one step or a few, so its median and its tail are those of the scatter. Without it a noisy host's
+    median would be simulated too slow and its 90th percentile too fast. (A TPOT is a mean over many steps.)
+    The way there and back adds one of `overheads_s`.
     """
     spread = worker.residuals.mean_relative / NORMAL_MEAN_ABS
     scatter = np.exp(spread * rng.standard_normal(len(ttft_s)) - spread**2 / 2.0)

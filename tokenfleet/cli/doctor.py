@@ -1,7 +1,7 @@
 """`tokenfleet doctor`: says what on this host, or on the nodes of a Ray cluster, would stop a fleet.
 
-With `--engine` two real engines are tried: a `tokenfleet serve` of its own, at ports of its own, so that what
-is tried is what will serve, and one request that is moved between them while it decodes. Its tokens must be
+`--engine` tries two real engines. It starts a `tokenfleet serve` of its own, at ports of its own, so that it
+tries what will serve. It moves one request between the engines while it decodes. The request's tokens must be
 those that it has when it stays where it is.
 """
 

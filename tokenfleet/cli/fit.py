@@ -277,6 +277,7 @@ def calibrate_command(flags: CalibrateFlags) -> None:
 
     tokenfleet calibrate --metrics host:8000 --profile llama-3.1-8b --gpu h100 --tp 1 --output mine.yaml
     tokenfleet calibrate --metrics a:8000 --metrics b:8000 --profile old.yaml --minutes 30 --output new.yaml
+
     tokenfleet calibrate --log requests.jsonl --profile old.yaml --output new.yaml
     tokenfleet plan --trace trace.csv --profile mine.yaml --slo ttft=400ms,tpot=30ms
     """

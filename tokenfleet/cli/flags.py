@@ -274,7 +274,7 @@ def _as_words(path: str, flag: str, value: Any) -> list[str]:
 
 
 def model_at(name: str) -> str:
-    """A model folder's whole path, or a Hugging Face name as it is. Raises BadInput for no such folder."""
+    """A model folder's whole path, or a Hugging Face name unchanged. Raises BadInput for no such folder."""
     return _folder_at(name, "config.json", "a model folder")
 
 

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """What `run` returns, or the code of the error that it raises, which is told on stderr."""
+    """What `run` returns, or the code of the error that it raises, which is printed on stderr."""
     try:
         return run()
     except Infeasible as error:

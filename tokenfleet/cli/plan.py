@@ -186,7 +186,7 @@ def plan_answer(plan: PlanFile, written: Path | None, show_all: bool) -> Iterato
 
 
 def is_exported(plan: PlanFile) -> bool:
-    """Whether `export` takes the plan as it is, without a flag more."""
+    """Whether `export` takes the plan without a flag more."""
     from controlplane.errors import BadInput
     from tokenfleet.export.deployment import deployment
 

@@ -101,8 +101,10 @@ def profile_command(flags: ProfileFlags) -> None:
 
     tokenfleet profile --model ./llama --output steps.csv -- --max-num-seqs 64
     tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --output my.yaml
+
     tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --output my.yaml
     tokenfleet profile --predict --model ./Qwen3-30B-A3B --gpu b200 --precision fp8 --output moe.yaml
+
     tokenfleet profile --predict --model deepseek-v3 --gpu h200 --data-parallel 8 --output dp.yaml
     tokenfleet profile --predict --model llama-3.1-70b --gpu l40s --tp 2 --pipeline-parallel 4 --output p.yaml
     """

@@ -1,4 +1,4 @@
-"""`tokenfleet scorecard`: shows predictions beside what was measured, and costs beside the cheapest's."""
+"""`tokenfleet scorecard`: compares predictions with measurements, and costs with the hindsight optimum."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ ACCURACY_COLUMNS = (
 
 
 def accuracy_cells(row: dict[str, Any]) -> list[str]:
-    """The errors of one ladder in percent, for a table of ACCURACY_COLUMNS."""
+    """The errors of one load sweep in percent, for a table of ACCURACY_COLUMNS."""
     errors, knee = row["errors"], row["knee"]
 
     def percents(name: str, *whats: str) -> str:

@@ -246,7 +246,7 @@ def simulation_lines(
 
 
 def latency_rows(outcome: Outcome, slo: Slo | None) -> Iterator[tuple[str, str]]:
-    """TTFT and TPOT at their quantiles, beside their limits, and how many requests are over them.
+    """TTFT and TPOT at their quantiles, with their limits, and how many requests are over them.
 
     `slo`: None where each class has limits of its own.
     """

@@ -1,1 +1,1 @@
-"""A running fleet beside its simulation: the replay and the overhead of HTTP."""
+"""The comparison of a running fleet with its simulation: the replay and the overhead of HTTP."""

@@ -6,7 +6,7 @@ request was really sent, so that a busy client is not taken for a slow server.
 
 **HTTP overhead** is the time that the way to an engine and back adds to a first token. A lone request on an
 idle fleet finds a gateway that shares its processor with no engine, and takes less. So the overhead is
-learned from replayed requests whose worker was idle when they arrived: they waited for no step but their own,
+learned from replayed requests whose worker was idle when they arrived. They waited only for their own step,
 and the rest of their time to first token is the overhead. A request's own step is found by its time and by
 the tokens that it prefilled; the clocks of client and engines have to agree to 20 ms.
 """
@@ -128,8 +128,8 @@ async def served_model(url: str, key: str | None, trust: ssl.SSLContext | None =
 async def overheads_s(endpoint: Endpoint, alone_s: float, rng: np.random.Generator) -> NDArray[np.float64]:
     """The overhead of HTTP and of the way to the engine on a first token, from a few lone requests.
 
-    `alone_s` is what the profile says of such a request. One more comes first and is not counted: it finds
-    things still to be loaded. One zero where none was answered.
+    `alone_s` is the profile's time to first token for such a request. One more comes first and is not
+    counted: it finds things still to be loaded. One zero where none was answered.
     """
     one = Workload(np.zeros(1), np.array([8]), np.array([1]))
     rounds = [(await replay(one, endpoint, rng)).ttft_s for _ in range(PROBES + 1)][1:]
@@ -235,7 +235,7 @@ def learned_overheads_s(
 ) -> Columns:
     """TTFT without the step, of the requests that found their worker idle; shape [found], seconds.
 
-    Only of requests whose step is told from all others by the tokens it prefilled.
+    A request counts only where the tokens prefilled tell its step from all others near it.
     """
     overheads = []
     first = np.searchsorted(steps.end_s, sent_unix_s - CLOCKS_S, side="right")

@@ -41,7 +41,7 @@ HEADERS = {
 
 
 class StaticFile(NamedTuple):
-    """A file as it is sent. `tag` changes with its content."""
+    """A file, ready to be sent. `tag` changes with its content."""
 
     body: bytes
     media_type: str

@@ -42,7 +42,7 @@ class Deployment:
     """A fleet to be deployed. `weights`: what the engines load.
 
     `schedule`: in the trace's own time. `document`: the plan's own text, for `serve --plan`, which is the
-    whole of the fleet. `unserved`: what of it no fleet runs. `products`: the labels of nodes, by type of GPU.
+    whole of the fleet. `unserved`: the plan's part that no fleet runs. `products`: node labels, by GPU type.
     """
 
     groups: tuple[WorkerGroup, ...]
@@ -72,7 +72,7 @@ class Deployment:
 
 
 def dns_name(text: str, most: int) -> str:
-    """A text as a part of an object's name, of so many characters at most."""
+    """A text as a part of an object's name, cut to `most` characters."""
     return "".join(c if c.isalnum() else "-" for c in text.lower()).strip("-")[:most]
 
 

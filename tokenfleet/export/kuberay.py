@@ -1,9 +1,9 @@
 """A fleet on KubeRay: a Ray cluster whose pods hold GPUs, and `serve --plan` as a Deployment that joins it.
 
 The gateway's pod is a Ray node with the GPUs of the first worker, since vLLM's front end looks for a GPU
-where it starts; Ray's head has none, and is ready without the fleet, which could not start otherwise. Pods
-reach each other at their own addresses, on ports that the system chooses. A pod that is told to end has its
-workers evacuated by the control API within its grace period.
+where it starts. Ray's head has no GPU. It is ready without the fleet, which could not start otherwise. Pods
+reach each other at their own addresses, on ports that the system chooses. Before a pod ends, the control API
+evacuates its workers within the pod's grace period.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _secret(variable: str, key: str) -> Object:
 
 
 def _budget(name: str, part: str, least: int) -> Object:
-    """So many pods of a part stay while nodes are drained, said in the one way that KubeRay's pods take."""
+    """At least `least` pods of a part stay while nodes drain, in the one form that KubeRay's pods take."""
     return _object("policy/v1", "PodDisruptionBudget", f"{name}-{part}", name) | {
         "spec": {"minAvailable": least, "selector": {"matchLabels": _labels(name, part)}}
     }

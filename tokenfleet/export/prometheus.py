@@ -1,9 +1,10 @@
 """Prometheus rules for the latency objective: the burn rates of its error budget, and alerts.
 
-A request is an *error* when it finished outside its targets, failed, or was turned away for want of room; a
-request that its client gave up or that a rate limit refused is not. Errors are counted per request by the
-gateway, so no histogram bucket has to lie near a target. The windows and factors are the usual ones for a
-budget of 30 days: 2 % of it in an hour or 5 % in six page, 10 % in a day or all of it in 30 make a ticket.
+A request is an *error* when it finished outside its targets, failed, or was turned away for want of room. A
+request that its client gave up or that a rate limit refused is no error. The gateway counts errors per
+request, so no histogram bucket has to lie near a target. The windows and factors are the usual ones for a
+budget of 30 days. An alert pages when 2 % of the budget is used in an hour, or 5 % in six hours. It makes a
+ticket at 10 % in a day, or at a rate that uses all of it in 30 days.
 """
 
 from __future__ import annotations

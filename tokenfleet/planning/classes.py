@@ -1,12 +1,12 @@
-"""The SLO classes of a plan: which request is of which, and what each of them costs.
+"""The SLO classes of a plan: the class of each request, and the cost of each class.
 
-A request's class is what a rule of `--class` says of its tenant, key or priority, else what the trace's
-column `slo_class` says. One without a class has the plain targets.
+A rule of `--class` gives a request its class by tenant, key or priority. Else the trace's column
+`slo_class` gives it. A request without a class has the plain targets.
 
-**Cost.** A class costs what the fleet costs beyond the cheapest one for the others, and alone what a fleet of
-its own would. Both are plans of that part of the requests, at the same confidence. The latter's sum is what
-separate fleets cost; the shared one costs less as far as classes have their peaks at different times, fill
-each other's workers, or have time to wait.
+**Cost.** A class costs what the fleet costs beyond the cheapest fleet for the other classes. Alone, it costs
+what a fleet of its own would. Both are plans of that part of the requests, at the same confidence. The costs
+alone add up to the cost of separate fleets. The shared fleet costs less to the extent that classes peak at
+different times, fill each other's workers, or have time to wait.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _RULED = ("tenant", "key", "priority")
 
 @dataclass(frozen=True)
 class ClassOfPlan:
-    """What becomes of a class on the fleet, and what it costs; a fleet is None where no plan found one.
+    """The outcome of a class on the fleet, and its cost; a fleet is None where no plan found one.
 
     `without`: the cheapest fleet for all others; `alone`: for this class. `binds`: whether it is the first to
-    miss its target one worker short. `runs_on`: the share of its requests on each kind of worker, most first.
+    miss its target one worker short. `runs_on`: the share of its requests on each worker type, most first.
     """
 
     of: SloClass
@@ -93,7 +93,7 @@ def _matching(trace: Trace, column: str, value: str) -> NDArray[np.bool_]:
 
 
 def present(workload: Workload, request: PlanRequest, name: str) -> tuple[Workload, tuple[SloClass, ...]]:
-    """The workload numbered by its classes, and these with what is due of them; () for plain requests alone.
+    """The workload numbered by its classes, and these with targets that keep deadlines; () if all is plain.
 
     Raises BadInput for a class without requests, and for a deadline that its longest answer cannot keep.
     """
@@ -111,7 +111,7 @@ def present(workload: Workload, request: PlanRequest, name: str) -> tuple[Worklo
 
 
 def part(workload: Workload, classes: Sequence[int]) -> Workload:
-    """The requests of some classes, these numbered anew in their order."""
+    """The requests of some classes; `classes` are renumbered from 0 in their order."""
     chosen = workload.take(np.isin(workload.slo_class, classes))
     number = np.full(len(workload.slo_classes), -1, np.int64)
     number[list(classes)] = np.arange(len(classes))

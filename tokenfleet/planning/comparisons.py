@@ -1,9 +1,9 @@
-"""The answer beside its neighbours: other rates, other policies, other targets.
+"""The answer and its neighbours: other rates, other policies, other targets.
 
-Other rates are Aladdin's Eq 7, workers as a line in the arrival rate, N = ⌈k5·r + c5⌉, learned from
-simulation; where so many agents run the sessions, in their number. The trace is replayed at several rates; at
-each, the count where attainment crosses the target is read between the last count that fails and the first
-that passes, on the logarithm of the share of misses.
+Other rates are Aladdin's Eq 7: workers as a line in the arrival rate, N = ⌈k5·r + c5⌉, learned from
+simulation. Where agents run the sessions, the line is in their number. The trace is replayed at several
+rates. At each, attainment crosses the target between the last count that fails and the first that passes. The
+crossing is read there on the logarithm of the share of misses.
 
 A target that cannot be met has a nearest one that can, found by loosening it as little as possible.
 """
@@ -57,8 +57,8 @@ _PLENTY = 8  # times the fluid bound: as good as endless workers
 class DemandLine:
     """N = slope · rate + intercept, with how well it fits and the points it was fitted to.
 
-    It holds for requests of such lengths: `prompt_tokens` and `output_tokens` are their means. `of_agents`:
-    their number stands in the place of the rate (requests a second), since they set it.
+    It holds for requests with the mean lengths `prompt_tokens` and `output_tokens`. `of_agents`: their number
+    takes the place of the rate (requests a second), since they set it.
     """
 
     of_agents: bool
@@ -71,7 +71,7 @@ class DemandLine:
 
 
 def demand_line(search: Search, sizing: Sizing) -> DemandLine | None:
-    """The line for one kind of worker on this trace; None where too few rates say something."""
+    """The line for one worker type on this trace; None where too few rates give a point."""
     assert sizing.workers is not None
     agents = search.terms.agents
     rate = search.workload.rate_rps if agents is None else float(agents)
@@ -146,7 +146,7 @@ class ScaledTarget:
 
 
 def baselines(search: Search, sizing: Sizing) -> tuple[Baseline, ...]:
-    """The needs of the usual policies, sized like `sizing` on the trace as it is. They know no headroom."""
+    """The needs of the usual policies, sized like `sizing` on the recorded trace. They know no headroom."""
     assert sizing.workers is not None
     plain = search.on(settings=PlacementSettings())
     cap = _HOPELESS * sizing.workers + 2
@@ -165,9 +165,9 @@ def baselines(search: Search, sizing: Sizing) -> tuple[Baseline, ...]:
 class TierWorth:
     """What host memory below the KV of a fleet's workers is worth on the trace.
 
-    `host_kv`: a worker's. `hit_rate` and `from_host`, the part of it that is loaded, of the plan's fleet, and
-    its `hit_rate_without`. `fleet` and `fleet_without`: the fewest workers on the trace, the memory's price
-    in that of the first; None: more than `tried`.
+    `host_kv`: a worker's. `hit_rate`: of the plan's fleet; `from_host`: the part of it that is loaded;
+    `hit_rate_without`: without the memory. `fleet` and `fleet_without`: the fewest workers on the trace;
+    None: more than `tried`. The price of `fleet` includes the memory.
     """
 
     host_kv: HostKv
@@ -229,7 +229,7 @@ def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
     """The fleet's size as both targets are eased and tightened, judged as the answer was.
 
     Looser targets never take more workers, so each search begins where the one before it ended. Where replays
-    take long all of them are sized on the recorded trace alone, the target that was asked for among them.
+    take long, all targets are sized on the recorded trace alone, the one that was asked for among them.
     """
     assert sizing.workers is not None
     on_trace = search.is_slow or sizing.confirmed is None
@@ -300,16 +300,16 @@ class NearestTarget:
 
 
 def nearest_feasible(search: Search, sizings: Sequence[Sizing]) -> NearestTarget | None:
-    """Of all kinds the least loosened target, the cheaper fleet among equals; None if nothing helps."""
+    """The least loosened target of all worker types, the cheaper fleet if equal; None if nothing helps."""
     targets = search.pool.map(lambda sizing: nearest_of_kind(search, sizing), sizings)
     return min((n for n in targets if n is not None), key=lambda n: (n.looser, n.fleet.cost), default=None)
 
 
 def nearest_of_kind(search: Search, sizing: Sizing) -> NearestTarget | None:
-    """The nearest target for one kind of worker, within the question's limits and at its confidence.
+    """The nearest target for one worker type, within the question's limits and at its confidence.
 
-    First only what a lone request or session breaks is loosened, then the time of sessions; where that is not
-    enough, every target is.
+    The first step loosens only the targets that a lone request or session breaks. The second loosens the time
+    of sessions. Where that is not enough, the third loosens every target.
     """
     target, session_s, profile = search.terms.slo, search.terms.session_s, sizing.worker_type.profile
     base = nearest_possible(profile, search.outline, target, search.question.attainment)

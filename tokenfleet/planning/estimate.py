@@ -1,22 +1,22 @@
-"""Bounds on a fleet's attainment, from replays in many replicates.
+"""Bounds on a fleet's attainment, from replays in many resampled traces.
 
-Each replicate is one draw of arrivals and one of coefficients. The traffic to come is one more of them, so
-that it is as likely to stand at any place among them: of W replicates ordered by their share of misses, the
-next one does not exceed the r-th with probability r/(W + 1), however they scatter (a conformal bound). The
-bound at a confidence c is the replicate at r = ⌈c·(W + 1)⌉, and a fleet holds when so many replicates meet
-the target; `replicates_for` says how many make that exact. Where W replicates are too few (r > W), the bound
-is the worst of them or, on the logarithm of the share of misses, y = log((m + 1/2)/(n + 1)), that of a
-normal's next draw,
+Each resampled trace is one draw of arrivals and one of coefficients. The traffic to come is one more of them,
+so each rank among them is equally likely. Order W resampled traces by their share of misses. The next one
+does not exceed the r-th with probability r/(W + 1), however they scatter (a conformal bound). The bound at a
+confidence c is the resampled trace at r = ⌈c·(W + 1)⌉. A fleet holds when r of them meet the target.
+`replicates_for` gives the W that makes this exact. Where W is too small (r > W), the lower of two attainments
+is the bound. One is the worst of them. The other is a normal's next draw, on the logarithm of the share of
+misses, y = log((m + 1/2)/(n + 1)):
 
     mean(y) + t(W - 1, confidence) · sd(y) · sqrt(1 + 1/W)
 
-whichever is lower. Replicates are made of the trace's own requests, so they hold no kind of miss that it does
-not: Jeffreys' bound on a share of which nothing was seen is a floor to the doubt, and a short trace cannot
-show a high target whatever the fleet.
+Resampled traces are made of the trace's own requests, so they hold no kind of miss that it does not.
+Jeffreys' bound on a share with no case seen is therefore a floor to the uncertainty. So a short trace cannot
+show a high target, whatever the fleet.
 
-**Several classes** are judged together: of each replicate counts the class that uses most of what it may miss
-(`dataplane.simulated.run.joint`), so that a fleet holds at a confidence where so many replicates give *every*
-class its own target at once. Bounds of each class by itself are beside it; none of them is what is judged.
+**Several classes** are judged together. In each resampled trace, the class that uses most of what it may miss
+counts (`dataplane.simulated.outcome.joint`). So a fleet holds at a confidence where r resampled traces give
+*every* class its own target at once. Each class has bounds by itself too; they decide nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SCREENED = 4  # replicates, the hardest known, that a fleet passes before all ar
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Attainment of a fleet: its mean over replicates, and one-sided bounds each held with `confidence`.
+    """Attainment of a fleet: its mean over resampled traces, and one-sided bounds, each at `confidence`.
 
     `low` is never above `expected`: see `estimate`.
     """
@@ -60,11 +60,11 @@ class Estimate:
 def estimate(
     misses: Sequence[int], requests: Sequence[int], confidence: float, showable: float | None = None
 ) -> Estimate:
-    """Bounds from two replicates or more: `misses[i]` of `requests[i]`; none is above `showable`.
+    """Bounds from two resampled traces or more, with `misses[i]` of `requests[i]`.
 
-    The bound is a quantile over replicates, and the mean is below it where a few bad replicates pull it down
-    and the confidence does not count them (below 0.95). Then the lower bound is the mean: a fleet whose mean
-    misses its target does not meet it, however many replicates do.
+    The lower bound is at most `showable`. It is a quantile over resampled traces. The mean can be below that,
+    where a few bad ones pull it down and the confidence does not count them (below 0.95). Then the mean is
+    the lower bound: a fleet whose mean misses its target does not meet it, however many resampled traces do.
     """
     missed, judged = np.asarray(misses, float), np.asarray(requests, float)
     replicates = len(missed)
@@ -86,18 +86,18 @@ def estimate(
 
 
 def rank(replicates: int, confidence: float) -> int:
-    """The number of replicates that must hold; more than there are where they are too few to tell."""
+    """The number of resampled traces that must hold; more than there are where they are too few to tell."""
     return math.ceil(confidence * (replicates + 1) - 1e-9)
 
 
 def replicates_for(confidence: float) -> int:
-    """The number of replicates to replay."""
+    """The number of resampled traces to replay."""
     needed = math.ceil(1.0 / (1.0 - confidence) - 1e-9) - 1
     return max(needed, REPLICATES) if needed <= MOST_REPLICATES else REPLICATES
 
 
 def most_showable(requests: int, confidence: float) -> float:
-    """The highest attainment that a trace of so many requests can show at all: Jeffreys, no misses seen."""
+    """The highest attainment that a trace of `requests` requests can show: Jeffreys, no misses seen."""
     return 1.0 - float(stats.beta.ppf(confidence, 0.5, requests + 0.5))
 
 
@@ -123,7 +123,7 @@ class TooFew(NamedTuple):
 
 
 def too_few(search: Search) -> TooFew | None:
-    """Whether the trace has too few requests, of several classes of one of them; None where it has enough."""
+    """Whether the trace, or one of its classes, has too few requests; None where it has enough."""
     confidence = search.question.confidence
     asked = [(len(search.workload), search.question.attainment, "")]
     if search.terms.classes:
@@ -140,10 +140,10 @@ def too_few(search: Search) -> TooFew | None:
 
 
 class Trial:
-    """A fleet in replicates, as many as it takes to tell whether its lower bound meets the target.
+    """A fleet in as many resampled traces as it takes to tell whether its lower bound meets the target.
 
-    Where replays take long the replicates that were hardest for other fleets come first, and one is broken
-    off once it is lost: of a fleet that fails it is known that it does, not by how much.
+    Where replays take long, the resampled traces that were hardest for other fleets come first. A replay is
+    broken off once it is lost. So a fleet that fails is known to fail, but not by how much.
     """
 
     def __init__(self, search: Search, fleet: Fleet) -> None:
@@ -190,9 +190,9 @@ class Trial:
 
 
 class ReplicateOutcome(NamedTuple):
-    """A fleet in one replicate; `hit_rate` is None where nothing is cached.
+    """A fleet in one resampled trace; `hit_rate` is None where nothing is cached.
 
-    `lost`: broken off as soon as more had missed than may; what had not ended counts as missed.
+    `lost`: broken off as soon as more had missed than may; requests that had not ended count as missed.
     """
 
     missed: int
@@ -218,12 +218,12 @@ def verdict_on(
 
 
 def showable_of(requests: Sequence[int], asked: Sequence[float], confidence: float) -> float:
-    """The highest joint attainment that so many requests of each class can show."""
+    """The highest joint attainment that `requests` requests of each class can show."""
     return joint(np.array([most_showable(n, confidence) for n in requests]), asked)
 
 
 def open_still(seen: Sequence[ReplicateOutcome], question: PlanRequest) -> bool:
-    """Whether as many replicates as must hold still may."""
+    """Whether the number of resampled traces that must hold can still be reached."""
     last = replicates_for(question.confidence)
     failed = sum(s.missed > (1.0 - question.attainment) * s.requests for s in seen)
     return failed <= max(last - rank(last, question.confidence), 0)
@@ -232,10 +232,10 @@ def open_still(seen: Sequence[ReplicateOutcome], question: PlanRequest) -> bool:
 def look(
     search: Search, fleet: Fleet, numbers: Sequence[int] | range, allowed: float | None = None
 ) -> list[ReplicateOutcome]:
-    """A fleet in each of the replicates.
+    """A fleet in each of the resampled traces.
 
-    A hopeless replicate is broken off: with a fifth of its requests missed, the rest counts as missed too.
-    With `allowed` it is as soon as more than that share has missed.
+    A hopeless replay is broken off: with a fifth of its requests missed, the rest counts as missed too. With
+    `allowed` it is broken off as soon as more than that share has missed.
     """
     hopeless = HOPELESS if not search.terms.classes else 1.0
 

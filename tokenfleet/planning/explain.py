@@ -1,9 +1,9 @@
 """The explanation of a plan: the constraint that binds one worker short of the answer, and when.
 
-The binding constraint is the one whose relief helps most: one worker short, the trace is replayed with the
-TTFT target, the TPOT target, that of sessions or the KV memory a quarter larger, or with prefill a fifth
-cheaper, and each relief is worth the attainment it adds. So the answer needs no theory of queues, and says
-what to buy.
+The trace is replayed one worker short, each time with one constraint eased. The TTFT target, the TPOT target,
+the target of sessions or the KV memory is a quarter larger, or prefill is a fifth cheaper. Each easing is
+worth the attainment that it adds, and the binding constraint is the one whose easing adds most. So the answer
+needs no theory of queues, and says what to buy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_SESSIONS = (*CONSTRAINTS, "session")
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The constraint that binds, what each relief would add to attainment, and the worst window."""
+    """The constraint that binds, the attainment gained by easing each constraint, and the worst window."""
 
     constraint: str
     relief: dict[str, float]
@@ -85,7 +85,7 @@ def _worst_class(search: Search, failing: Outcome) -> str | None:
 def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, float, float]:
     """(start, end, attainment) of the window of arrivals that met the targets least.
 
-    Windows with less than half the usual number of requests are passed over: one miss of two is no finding.
+    Windows with less than half the median number of requests are left out: one miss of two is no finding.
     """
     counts = slice(None) if outcome.workload.weight is None else outcome.workload.weight > 0
     arrival_s, met = outcome.arrival_s[counts], outcome.met[counts]
@@ -104,7 +104,7 @@ class AttainmentPlateau:
     """Worker counts between which attainment on the trace hardly differs, and what is missed there.
 
     `alone_ttft` and `alone_tpot`: shares of all requests that break that target on an idle worker, whatever
-    the count; `ttft_s` and `tpot_s` the targets that the slowest of them need, None where there are none.
+    the count. `ttft_s` and `tpot_s`: the targets that the slowest of them need; None where there are none.
     `missed`: share missed at the largest count.
     """
 
@@ -122,8 +122,8 @@ def plateau(
 ) -> AttainmentPlateau | None:
     """The flat part of the curve `on_trace` around the answer; None where another worker counts.
 
-    Flat: three counts or more in a row within a tenth of the misses that the target allows, at least half of
-    which are missed there, so that it is not that nearly all requests are served.
+    Flat: three counts or more in a row within a tenth of the misses that the target allows. At least half of
+    the allowed misses remain at the largest count, so it is not that nearly all requests are served.
     """
     allowed = 1.0 - search.question.attainment
     near = [workers]

@@ -1,9 +1,9 @@
-"""A fleet that could be bought: groups of equal workers, its cost, its simulation, and its spares on spot.
+"""A fleet that could be bought: groups of equal workers, its cost, simulation and standby workers on spot.
 
-Spot workers can be reclaimed, so N + k are bought for the N that must serve. How many stand is the binomial
-of scaler.weights, of rate r and cold start. While fewer than N stand, every request counts as missed; and so
-does every request that was running on a worker when it was reclaimed (share 1 - exp(-r·d), d the mean time of
-a request). Both are more than is really lost.
+Spot workers can be reclaimed, so N + k are bought for the N that must serve. The number that stand follows
+the binomial of scaler.weights, of rate r and cold start. While fewer than N stand, every request counts as
+missed. So does every request that was running on a worker when it was reclaimed (share 1 - exp(-r·d), d the
+mean time of a request). Both are more than is really lost.
 
     attainment >= low(N) · P(at least N of N + k stand) · exp(-r·d)
 """
@@ -104,7 +104,7 @@ class StandbyWorkers:
     """The workers bought beyond the serving fleet, and the attainment that reclaims leave.
 
     `availability`: share of the time in which every group has as many workers as it needs. `untouched`: share
-    of the requests whose worker is not reclaimed under them. `one_fewer`: availability with one spare less.
+    of the requests whose worker is not reclaimed under them. `one_fewer`: availability with one worker less.
     """
 
     serving: Fleet
@@ -133,10 +133,10 @@ def spares_for(
     cold_start_s: float,
     request_s: float,
 ) -> StandbyWorkers | None:
-    """The fewest spares, each where a dollar helps most, with which `low` of `serving` still meets `target`.
+    """The fewest standby workers, each where a dollar helps most, so that `low` of `serving` meets `target`.
 
-    `request_s`: mean time a request runs. None where no number of spares does, because reclaims hit too many
-    running requests (or `low` is no more than the target).
+    `request_s`: mean time a request runs. None where no number of standby workers is enough, because reclaims
+    hit too many running requests (or `low` is no more than the target).
     """
     missing = missing_share(reclaims_per_h, cold_start_s)
     untouched = math.exp(-reclaims_per_h * request_s / 3600.0)

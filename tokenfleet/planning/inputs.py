@@ -69,8 +69,8 @@ def gather(
 ) -> Gathered:
     """Everything a plan needs, for a trace as read. Raises BadInput or ProfileMissing, one line each.
 
-    `today` ages the prices; without it none is called old. `bias` lengthens the step times of every type of
-    worker, and is said among the warnings, as is what the trace doctor says of the trace.
+    `today` ages the prices; without it none is called old. `bias` lengthens the step times of every worker
+    type. The warnings include the bias and the trace doctor's findings.
     """
     request.consistent()
     refuse_without_sessions(trace.workload, request)

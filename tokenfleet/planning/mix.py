@@ -1,19 +1,19 @@
-"""Other fleets in place of the cheapest one of a kind: a mix of kinds, and one with spares for spot workers.
+"""Other fleets than the cheapest of one worker type: a mix of types, and one with standby workers on spot.
 
-**A mix** is taken where it is cheaper than any one kind of worker. On this trace one worker of kind v carries
-the share 1/N_v, N_v being the count (with a fraction) at which that kind alone just meets the target. The
-integer program picks the cheapest counts whose shares add up to one; the pick is then replayed like any
-fleet, since kinds that serve one stream together are more than their sum of shares, or less. A pick that
-fails is asked to carry more, until it passes or is no longer cheaper.
+**A mix** is taken where it is cheaper than any one worker type. On this trace one worker of type v carries
+the share 1/N_v. N_v is the count (with a fraction) at which that type alone just meets the target. The
+integer program picks the cheapest counts whose shares add up to one. The pick is then replayed like any
+fleet, since types that serve one stream together carry more than the sum of their shares, or less. A pick
+that fails is asked to carry more, until it passes or is no longer cheaper.
 
-**A pool of the classes' kinds**: shares like these say what a kind carries of all classes together, and one
-that is cheap for some may carry nothing of the others. So with several classes the kinds that each would have
-by itself are looked at as one fleet, up to twice as many of each as these fleets have together. Of all such
-fleets that are cheaper than the best known the middle one by dollars is replayed: if it holds, dearer ones
-are looked at no more, and if not, those that are a part of it; until none is left.
+**A pool of the classes' types**: shares like these say what a type carries of all classes together. A type
+that is cheap for some classes may carry nothing of the others. So with several classes, the types that each
+class would have by itself form one fleet, up to twice as many of each as these fleets have together. Of all
+such fleets cheaper than the best known, the middle one by dollars is replayed. If it holds, dearer ones are
+left out. If it fails, those that are a part of it are left out. This ends when none is left.
 
-**Spares**: on spot workers a plan is its serving fleet with the spares that it needs, and its cost and
-attainment after reclaims.
+**Standby workers**: on spot workers a plan is its serving fleet with the standby workers that it needs, and
+its cost and attainment after reclaims.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _limits(question: PlanRequest, types: Sequence[WorkerType]) -> MixSettings:
 
 
 def cheaper_pool(search: Search, apart: Sequence[Fleet], best: Fleet | None) -> Mixed | None:
-    """The cheapest verified fleet of the kinds in `apart`, the classes' own; None where `best` is no dearer.
+    """The cheapest verified fleet of the types in `apart`, the classes' own; None where `best` is no dearer.
 
     Split fleets are not mixed. `best` is None where no fleet is known that holds.
     """
@@ -126,7 +126,7 @@ def _cheaper(
 
 
 def _of(kinds: Sequence[WorkerType], counts: Sequence[int]) -> Fleet:
-    """The fleet of so many of each kind, without those of which there is none."""
+    """The fleet with these counts of each type, without types that have none."""
     chosen = sorted(zip(kinds, counts, strict=True), key=lambda pair: (pair[0].gpu or "", pair[0].tp_degree))
     return Fleet(tuple(WorkerGroup(kind, n) for kind, n in chosen if n))
 
@@ -141,7 +141,7 @@ def _holding(search: Search, mix: Fleet) -> Mixed | None:
 
 
 def fraction_needed(sizing: Sizing, question: PlanRequest) -> float:
-    """Workers, with a fraction, at which a kind just meets the target on the trace."""
+    """Workers, with a fraction, at which a type just meets the target on the trace."""
     assert sizing.workers is not None
     passed = sizing.on_trace[sizing.workers]
     failed = sizing.on_trace.get(sizing.workers - 1)
@@ -153,7 +153,7 @@ def fraction_needed(sizing: Sizing, question: PlanRequest) -> float:
 
 
 def with_spares(plan: Plan, question: PlanRequest, workload: Workload) -> Plan | None:
-    """`plan`, of `question` or a stricter one, with the spares it needs; None where none are enough."""
+    """`plan`, of `question` or a stricter one, with standby workers; None where none allowed suffice."""
     best = plan.best
     assert best is not None
     assert best.estimate is not None
@@ -188,13 +188,13 @@ def with_spares(plan: Plan, question: PlanRequest, workload: Workload) -> Plan |
 
 
 def stricter(question: PlanRequest) -> PlanRequest:
-    """The question with half of its allowed misses left to reclaims, and nothing said of them."""
+    """The question with half of its allowed misses left to reclaims, and without their rate."""
     target = 1.0 - (1.0 - question.attainment) * LEFT_TO_RECLAIMS
     return replace(question, attainment=target, reclaims_per_h=None)
 
 
 def no_spares_do(plan: Plan, question: PlanRequest) -> Plan:
-    """`plan` as infeasible: reclaims cost more than any number of spares mends, or than is allowed."""
+    """`plan` as infeasible: reclaims cost more than any number of standby workers mends or limits allow."""
     without = plan.best.fleet.label if plan.best else "-"
     reason = (
         f"on spot workers reclaimed {question.reclaims_per_h:g} times an hour no number of standby workers"
@@ -216,7 +216,7 @@ def _noted(note: str) -> str:
 
 
 def _one_fewer(plan: Plan, spares: StandbyWorkers) -> SmallerFleet | None:
-    """With spares, one worker fewer is one spare fewer."""
+    """With standby workers, one worker fewer is one of these fewer."""
     fewer, best = plan.one_fewer, plan.best
     if spares.workers == 0 or best is None or best.estimate is None or fewer is None:
         return fewer
@@ -227,7 +227,7 @@ def _one_fewer(plan: Plan, spares: StandbyWorkers) -> SmallerFleet | None:
 
 
 def _with_spares(schedule: Schedule, spares: StandbyWorkers) -> Schedule:
-    """As many spares at every time: the fewer workers serve, the more these cover."""
+    """As many standby workers at every time: the fewer workers serve, the more these cover."""
     stretches = tuple(
         ScheduleInterval(s.start_s, s.end_s, s.workers + spares.workers) for s in schedule.stretches
     )

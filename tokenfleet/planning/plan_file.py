@@ -430,7 +430,7 @@ class PlannedProfile(_Part):
     profile: dict[str, Any]
 
     def whole(self, where: str = "inputs.profiles") -> Profile:
-        """The profile itself. Raises BadInput for what is none, or of another worker than is said."""
+        """The profile itself. Raises BadInput for no profile, or for one of another worker than named."""
         profile = parse_profile(json.dumps(self.profile), f"{where}: profile")
         said = f"{self.model} on {self.gpu} TP{self.tp_degree} {self.ranks}".strip()
         if (found := f"{profile.model} on {profile.type_name}") != said:

@@ -1,9 +1,9 @@
 """The planner: finds the cheapest fleet that holds a target on a workload, and explains it.
 
-For each kind of worker a fluid bound starts a search on the trace as it is; the cheapest kinds are then
-confirmed in replicates (other arrivals, other coefficients) until the lower bound of attainment meets the
-target; a mix is taken where it is cheaper and holds as well. The rest explains the answer: one worker fewer,
-what binds and when, the worker line, the schedule, other policies, other targets.
+For each worker type, a fluid bound starts a search on the recorded trace. The cheapest types are then
+confirmed in resampled traces (other arrivals, other coefficients), until the lower bound of attainment meets
+the target. A mix is taken where it is cheaper and holds as well. The rest explains the answer: one worker
+fewer, what binds and when, the scaling rule, the scaling schedule, other policies, other targets.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def make_plan(
     replayer: Replayer | None = None,
     parts: Parts | None = None,
 ) -> Plan:
-    """The plan for `workload`; with `explained` false only the fleet and how sure it is (what-ifs).
+    """The plan for `workload`; with `explained` false only the fleet and its certainty (what-ifs).
 
-    The fleet is the same then; kinds that cannot be cheaper are sized on the trace alone. `scheduled`: the
-    schedule even so. `replayer` remembers replays; what-ifs of a family share it. `parts`: what is known of
-    the classes by themselves. An infeasible question is a plan with a reason. Raises
-    BadInput on an empty workload or no type of worker.
+    The fleet is the same then; worker types that cannot be cheaper are sized on the trace alone. `scheduled`:
+    the schedule is made even so. `replayer` remembers replays; what-ifs of a family share it. `parts`: the
+    known fleets of the classes by themselves. An infeasible question is a plan with a reason. Raises
+    BadInput on an empty workload or no worker type.
     """
     if len(workload) == 0:
         raise BadInput(f"{inputs.trace}: no requests to plan for")
@@ -360,7 +360,7 @@ def _explained(plan: Plan, still: Search, answer: Settled, winner: Sizing) -> Pl
 
 
 def _as_sizing(search: Search, mixed: Mixed, single: Sizing | None) -> Sizing:
-    """A mix to be explained like any fleet: a count of workers means so many in its proportions."""
+    """A mix to be explained like any fleet: a count of workers is taken in its proportions."""
     count = mixed.fleet.workers
     single = single or Sizing(mixed.fleet.groups[0].worker_type)
     sizing = Sizing(single.worker_type, fluid=single.fluid, mix=mixed.fleet, confirmed=count)
@@ -393,8 +393,8 @@ def _one_fewer(search: Search, winner: Sizing) -> SmallerFleet:
 def _binding(search: Search, winner: Sizing) -> Binding:
     """The binding constraint at the largest fleet that fails the trace.
 
-    Where that fleet is lost altogether (or there is none), no relief would show: then the smallest fleet that
-    does meet the target is made to fail by raising the rate.
+    Where that fleet is lost altogether (or there is none), easing a constraint would show nothing. Then the
+    smallest fleet that does meet the target is made to fail by raising the rate.
     """
     enough = winner.workers or winner.fewest
     if winner.on_trace.get(enough - 1, 0.0) >= STILL_TELLING:
@@ -404,7 +404,7 @@ def _binding(search: Search, winner: Sizing) -> Binding:
 
 
 def _doubt(search: Search, fleet: Fleet) -> Doubt:
-    """The scatter of attainment from each source of doubt alone."""
+    """The scatter of attainment from each source of uncertainty alone."""
 
     def scatter(source: Doubted) -> float:
         def one(replicate: int) -> float:
@@ -418,7 +418,7 @@ def _doubt(search: Search, fleet: Fleet) -> Doubt:
 
 
 def _others(search: Search, possible: Sequence[Sizing], winner: Sizing | None) -> tuple[Candidate, ...]:
-    """Every other kind that meets the target at least on the trace, cheapest first."""
+    """Every other worker type that meets the target at least on the trace, cheapest first."""
     rest = [s for s in possible if s is not winner and s.answer is not None]
 
     def one(sizing: Sizing) -> Candidate:

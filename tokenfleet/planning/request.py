@@ -57,10 +57,10 @@ POLICY_HELP = (
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What people are told of an option. `name` begins its sentences, `help` is its line in the help.
+    """An option's texts for people. `name` begins its sentences, `help` is its line in the help.
 
-    `flag` where it is not the field's name, `key` where what-ifs and addresses call it something shorter;
-    `needs` is the option without which it has no meaning.
+    `flag`: where it is not the field's name. `key`: where what-ifs and addresses use a shorter name.
+    `needs`: the option without which it has no meaning.
     """
 
     name: str
@@ -386,7 +386,7 @@ class PlanRequest:
         return bool(self.classes) and self.slo == tightest([one.value for one in self.classes])
 
     def consistent(self) -> PlanRequest:
-        """Itself. Raises BadInput where one option has no meaning beside the others."""
+        """Itself. Raises BadInput where one option has no meaning together with the others."""
         if self.profiles and (self.gpu or self.tp):
             raise BadInput("--profile: says which workers to plan with; leave out --gpu and --tp")
         if self.profiles and self.precision:
@@ -476,12 +476,12 @@ class Option:
 
     @property
     def constraints(self) -> list[Any]:
-        """What pydantic can check of the whole value, but for what the planner checks itself."""
+        """The checks of the whole value that pydantic can do, without those that the planner does itself."""
         return [m for m in self.metadata if isinstance(m, FieldInfo)]
 
     @property
     def item_constraints(self) -> list[Any]:
-        """What it can check of one item of a list, or of a value that may be left out."""
+        """The checks that it can do of one item of a list, or of a value that may be left out."""
         return [m for m in self._item_metadata if not isinstance(m, TextCodec)]
 
     @property

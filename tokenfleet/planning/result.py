@@ -110,11 +110,11 @@ class SmallerFleet:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """The scatter of attainment (standard deviation) from each source of doubt alone.
+    """The scatter of attainment (standard deviation) from each source of uncertainty alone.
 
-    Arrivals as they might have come, levels of the traffic that drift (0 where it is steady), coefficients
-    within their residuals. `traffic`: whether the trace shows that its levels change, and `of_rate` by how
-    much the rate is taken to (a standard deviation of its logarithm).
+    The sources are other arrivals, levels of the traffic that drift (0 where it is steady), and coefficients
+    within their residuals. `traffic`: whether the trace shows that its levels change. `of_rate`: how much
+    the rate is assumed to change (a standard deviation of its logarithm).
     """
 
     arrivals: float
@@ -138,7 +138,7 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class InfeasibleType:
-    """A kind of worker that is no alternative, and why."""
+    """A worker type that is no alternative, and why."""
 
     worker_type: WorkerType
     reason: str

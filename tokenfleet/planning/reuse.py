@@ -1,17 +1,17 @@
 """The reuse of prefixes on a plan's fleet: hit rate, what bounds it, and how many more sessions it bears.
 
 The **hit rate** is tokens of prompts that were found cached, by tokens of prompts, as vLLM counts them. The
-*ideal* one is that of caches which are one and forget nothing. It lies in the trace; the real one is an
+*ideal* hit rate is that of a single cache that forgets nothing. It lies in the trace; the real one is an
 outcome of workers, memory, placement and traffic. The **working set** is what requests sent within ten
-minutes bring to memory, what they share counted once. Where it outgrows the fleet's KV memory, a session's
-blocks are evicted before its next turn, which then computes them anew, evicts more, and takes longer.
+minutes bring to memory, with shared parts counted once. Where it outgrows the fleet's KV memory, a session's
+blocks are evicted before its next turn. That turn computes them again, evicts more, and takes longer.
 
-The **cliff** is found by replaying the fleet under more sessions, of the trace's own (draws.busier): the
-growth at which hits fall below half of what they were, and that at which attainment falls below the target.
-An overloaded fleet takes long to replay, so the next growths to be tried lie to both sides of where the
-straight line through what is known (in logarithms) would cross; once they are within a tenth of each other,
-the answer is where the line between them does. They are rough replays, where those are cheaper: a growth is a
-ratio.
+The **cliff** is found by replaying the fleet under more sessions, of the trace's own (draws.busier). It is
+the growth at which hits fall below half of what they were, and that at which attainment falls below the
+target. An overloaded fleet takes long to replay. So the next growths to be tried lie on both sides of where
+the straight line through the known ones (in logarithms) would cross. Once two growths are within a tenth of
+each other, the answer is where the line between them crosses. Rough replays are used where they are cheaper,
+since a growth is a ratio.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FleetSessions:
 
 @dataclass(frozen=True, slots=True)
 class PrefixReuse:
-    """The reuse of prefixes on a fleet; `low` and `high` bound the hit rate over replicates."""
+    """The reuse of prefixes on a fleet; `low` and `high` bound the hit rate over resampled traces."""
 
     hit_rate: float
     low: float
@@ -83,7 +83,7 @@ class PrefixReuse:
 
 
 def reuse_of(search: Search, fleet: Fleet, hit_rates: Sequence[float]) -> PrefixReuse | None:
-    """The reuse of `fleet`; None where nothing is cached. `hit_rates` are those of its replicates."""
+    """The reuse of `fleet`; None where nothing is cached. `hit_rates`: those of its resampled traces."""
     workload = search.workload
     if workload.prefixes is None:
         return None

@@ -3,19 +3,19 @@
 Windows begin at the change points of the rate (`traces.phases`). A trace of one phase has equal windows.
 
 A window begins with a lead-in, so that it does not start on an idle fleet, and is judged by the requests
-that arrive in it. Every window must meet the target where the fleet sized on the trace can; then workers
-are given back where they save most misses, until the whole trace meets the target too. What the full fleet
-has beyond the trace's own need (its margin for doubt) every window gets in proportion.
+that arrive in it. Every window must meet the target where the fleet sized on the trace can. Then workers are
+added where they save most misses, until the whole trace meets the target too. The full fleet has more
+than the trace's own need, as its margin for uncertainty; every window gets that margin in proportion.
 
-**Work that can wait** is counted where least else is to be done: each request of a class that may wait longer
-than LONGEST_WAIT_S is laid into the window before its deadline that has the least work so far for its length,
-and is due there as others are. Whether it really waits so long and no longer is replayed: all requests at
-their own times, on workers that come and go as the schedule says. Where that falls short of a target every
-window gets one worker more, a few times, and then there is no schedule.
+**Work that can wait** is counted where least else is to be done. That is each request of a class that may
+wait longer than LONGEST_WAIT_S. It is put into the window before its deadline that has the least work so far
+for its length, and is due there as others are. A replay shows whether it really waits so long and no longer:
+all requests at their own times, on workers that come and go as the schedule says. Where that falls short of a
+target, every window gets one worker more, a few times, and then there is no schedule.
 
-**A week** repeats: of a trace of seven days and more the windows are cells of `CELL_S` by the clock (UTC;
-the trace's own start where it has none), and those of the same hours of the same weekday get the same
-workers, the fewest that meet the target over all of them. So a month is four weeks of one pattern.
+**A week** repeats. In a trace of seven days and more, the windows are cells of `CELL_S` by the clock (UTC;
+the trace's own start where it has none). Cells of the same hours of the same weekday get the same workers,
+the fewest that meet the target over all of them. So a month is four weeks of one pattern.
 
 With a cold start L, a worker wanted from t on is ordered, and paid, at t - L. One that would be given back
 and wanted again within L is kept. So at t as many are paid as the schedule wants at most within [t, t + L].
@@ -56,7 +56,7 @@ TRIES = 4
 
 @dataclass(frozen=True, slots=True)
 class TraceClock:
-    """Where the workload's zero is in the week, and how fast its time passes beside the clock's."""
+    """The place of the workload's zero in the week, and how fast its time passes compared to the clock's."""
 
     since_monday_s: float  # of the workload's time
     faster: float = 1.0
@@ -144,7 +144,7 @@ class _Window:
         return self._misses[workers]
 
     def reach(self, workers: int) -> float:
-        """How many more may miss than `misses` said of so many workers, by the chance of its samples."""
+        """How many more may miss than `misses` counted at this number, by the chance of its samples."""
         return self._reach.get(workers, 0.0)
 
     def fewest(self, target: float, low: int, guess: int, most: int) -> int:
@@ -174,9 +174,9 @@ def _sampled(search: Search, start_s: float, end_s: float) -> Sample | None:
 def make_schedule(
     search: Search, sizing: Sizing, full: Fleet, clock: TraceClock = NO_CLOCK
 ) -> Schedule | None:
-    """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through.
+    """The schedule under `full`, a fleet of `sizing`'s worker type that meets the target all through.
 
-    Work that waits, and sessions, outlast windows: then the schedule is replayed as a whole, and has more
+    Work that waits, and sessions, outlast windows. Then the schedule is replayed as a whole, and has more
     workers where that falls short. None where that finds none.
     """
     changes_s = [phase.start_s for phase in phases_of(search.workload)[1:]]
@@ -199,7 +199,7 @@ def waits(search: Search) -> bool:
 
 
 def levelled(search: Search, profile: Profile, changes_s: Sequence[float] = ()) -> Search:
-    """The same requests with what may wait sent when it is best served, to be served then."""
+    """The same requests; those that may wait are sent when they are best served, to be served then."""
     workload, step = search.workload, profile.step
     edges = window_edges(workload, changes_s)
     widths = np.diff(edges)
@@ -250,7 +250,7 @@ def followed(search: Search, sizing: Sizing, stretches: Sequence[ScheduleInterva
 def _stays(
     counts: Sequence[int], stretches: Sequence[ScheduleInterval]
 ) -> Iterator[tuple[float, float | None]]:
-    """When each of so many workers comes and goes; None: it stays to the end."""
+    """When each worker comes and goes; None: it stays to the end."""
     for level in range(max(counts)):
         above = [count > level for count in counts]
         for is_there, run in groupby(zip(above, stretches, strict=True), itemgetter(0)):
@@ -406,7 +406,7 @@ class PaidSchedule:
 
 
 def paid(wanted: Sequence[ScheduleInterval], cold_start_s: float) -> PaidSchedule:
-    """The cost of the stretches (in order, no gap between them) when a start takes so many seconds."""
+    """The cost of the stretches (in order, no gap between them) when a start takes `cold_start_s`."""
     if not wanted:
         return PaidSchedule(cold_start_s, (), ())
     first_s, end_s = wanted[0].start_s, wanted[-1].end_s

@@ -1,8 +1,8 @@
-"""The search for a fleet: what is asked of which traffic, on which terms, and the replays that answer.
+"""The search for a fleet: the question, its traffic and terms, and the replays that answer it.
 
-**A replay is a function** of requests, workers, terms, seed and draw, so what was simulated once is
-remembered: of a plan the replays of the trace as it is, which its parts ask for again; of a family of
-what-ifs all.
+**A replay is a function** of requests, workers, terms, seed and draw, so its outcome is remembered. A plan
+remembers its replays of the recorded trace, which several of its parts ask for. A family of what-ifs
+remembers all replays.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def workload_digest(workload: Workload) -> str:
 
 
 class Replayer:
-    """Outcomes by what they are a function of. Used from several threads.
+    """Outcomes, kept by what they are a function of. Used from several threads.
 
-    `draws`: those of replicates, other rates and parts of the workload too, each with requests of its own.
+    `draws`: also keep outcomes of resampled traces, other rates and parts of the workload. Each of these has
+    requests of its own.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES, draws: bool = True) -> None:
@@ -62,7 +63,7 @@ class Replayer:
         self.recalled = 0
 
     def name_of(self, workload: Workload) -> str:
-        """The digest of a workload, made once of each; it is kept alive for that."""
+        """The digest of a workload, made once for each; its id is the key, so the workload is kept alive."""
         known = self._named.get(id(workload))
         if known is None:
             known = self._named[id(workload)] = workload, workload_digest(workload)
@@ -71,10 +72,10 @@ class Replayer:
     def get(
         self, key: tuple[Any, ...], most: float | None, own: Workload, simulate: Callable[[], Outcome]
     ) -> Outcome:
-        """The outcome of `key` when stopped past this share of misses; `simulate` makes it where it is new.
+        """The outcome of `key`, stopped past `most`, a share of misses; `simulate` makes it where it is new.
 
-        A run that went to its end answers every question that it would not have been stopped by. `own`: the
-        workload that an outcome takes no memory for.
+        A run that went to its end answers every question that would not have stopped it. `own`: the workload
+        that counts as no memory of an outcome.
         """
         whole = (*key, None)
         with self._lock:
@@ -116,8 +117,8 @@ class ServingTerms:
     """How requests are placed and judged.
 
     Searches place them without moves; `planning.moves` judges the answer with them.
-    `classes` where the workload has several; `slo` is the tightest's then. `session_s`: the target of whole
-    sessions. `agents`: so many sessions run at once.
+    `classes`: set where the workload has several; `slo` is then the tightest's. `session_s`: the target of
+    whole sessions. `agents`: the number of concurrent sessions.
     """
 
     slo: Slo
@@ -158,16 +159,16 @@ class ServingTerms:
         return ttft_s[of], tpot_s[of]
 
     def attained(self, met: NDArray[np.bool_], workload: Workload) -> float:
-        """The attainment of requests of which these are met."""
+        """The attainment of a workload whose requests in `met` are within their targets."""
         if self.asked:
             return joint(attained_by_class(met, workload), self.asked)
         return share_of(met, workload)
 
     def slos_at(self, faster: float) -> tuple[Slo, ...]:
-        """The targets of each class where time passes so many times faster.
+        """The targets of each class where time passes `faster` times as fast.
 
-        What may wait for hours waits for as many of the trace's own, or a busier day would be a shorter one,
-        most of it within reach.
+        A TTFT target over `LONGEST_WAIT_S` counts the trace's own time, so it is divided by `faster`.
+        Otherwise a busier day would be a shorter one, most of it within reach.
         """
         return tuple(
             replace(slo, ttft_s=slo.ttft_s / (faster if slo.ttft_s > LONGEST_WAIT_S else 1.0))
@@ -176,7 +177,7 @@ class ServingTerms:
 
 
 class Hardest:
-    """The share that was missed in each replicate by the fleet that met it last."""
+    """The share missed in each resampled trace by the last fleet replayed on it."""
 
     def __init__(self) -> None:
         self._missed: dict[int, float] = {}
@@ -188,13 +189,13 @@ class Hardest:
         self._missed[replicate] = share
 
     def first(self, numbers: Sequence[int]) -> list[int]:
-        """These replicates, the hardest first."""
+        """The numbers of these resampled traces, the hardest first."""
         return sorted(numbers, key=lambda i: (-self._missed.get(i, 0.0), i))
 
 
 @dataclass(frozen=True)
 class Search:
-    """One question about one traffic: what plans, sizings and explanations look for their fleets with."""
+    """One question about one traffic; plans, sizings and explanations search for fleets with it."""
 
     question: PlanRequest
     terms: ServingTerms
@@ -245,7 +246,7 @@ class Search:
         return replace(self, terms=replace(self.terms, **terms))
 
     def eased(self, ttft: float, tpot: float) -> Search:
-        """The same with targets so many times as loose, those of every class."""
+        """The same with looser targets in every class: TTFT times `ttft`, TPOT times `tpot`."""
         slo, classes = self.terms.slo, self.terms.classes
         classes = tuple(replace(c, slo=Slo(c.slo.ttft_s * ttft, c.slo.tpot_s * tpot)) for c in classes)
         return self.on(slo=Slo(slo.ttft_s * ttft, slo.tpot_s * tpot), classes=classes)
@@ -257,13 +258,13 @@ class Search:
 
     @property
     def may_miss(self) -> float:
-        """The share of the requests that may miss at most; with several classes what each may, summed."""
+        """The largest share of requests that may miss; with several classes, the sum of what each may."""
         if not self.terms.classes:
             return 1.0 - self.question.attainment
         return float((np.array(self.counts) * (1.0 - np.array(self.terms.asked))).sum() / len(self.workload))
 
     def hardest_first(self, numbers: Sequence[int]) -> list[int]:
-        """Replicates by what was missed in them; in their order where all are replayed to their end."""
+        """Resampled traces, most misses first; in their own order where all are replayed to their end."""
         return self.hardest.first(numbers) if self.is_slow else list(numbers)
 
     def meets(self, outcome: Outcome) -> bool:
@@ -280,11 +281,11 @@ class Search:
         most_missed: float | None = None,
         doubted: frozenset[Doubted] = EVERYTHING,
     ) -> Outcome:
-        """The outcome of the requests, or of `workload` instead, on `fleet` in a replicate.
+        """The outcome of the requests, or of `workload` instead, on `fleet` in a resampled trace.
 
-        `growth`: so many times the traffic, and where agents run the sessions so many times the agents.
-        Stopped once more than this share of the requests has missed, where only a yes or no is wanted.
-        `doubted`: what is drawn there, the rest being as it was.
+        `growth`: multiplies the traffic, and the agents where agents run the sessions. `most_missed`: stop
+        once more than this share of the requests has missed, where only a yes or no is wanted. `doubted`:
+        what is drawn there; the rest stays as recorded.
         """
         replayer, is_drawn = self.replayer, (replicate, growth, workload) != (AS_IT_IS, 1.0, None)
 
@@ -340,9 +341,9 @@ class Search:
 
 
 def missed(outcome: Outcome) -> int:
-    """Requests outside their targets, unfinished ones included; as many more as sessions miss theirs.
+    """Requests outside their targets, unfinished ones included; more where a larger share of sessions misses.
 
-    Of several classes as many as the worst of them misses, at the strictest one's scale.
+    With several classes: as many as the worst class misses, at the strictest one's scale.
     """
     if outcome.workload.weight is not None:
         return round((1.0 - outcome.attainment) * outcome.workload.requests)

@@ -1,7 +1,7 @@
-"""The sizing of one kind of worker: a bound from below, a search on the trace, then replicates.
+"""The sizing of one worker type: a bound from below, a search on the trace, then resampled traces.
 
 Requests that break their target with a worker all to themselves are found first: no count serves them in
-time. The other way round the most agents that one fleet carries are found in the same two steps.
+time. The same two steps, the other way round, find the most agents that one fleet carries.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _STOP_SOON = 2.0  # or at so many, where replays take long: those of overloaded 
 
 @dataclass
 class Sizing:
-    """The sizing of one kind of worker for one question.
+    """The sizing of one worker type for one question.
 
-    `on_trace` maps a worker count to attainment on the trace as it is; `sure` to the estimate.
-    `workers` is the smallest count that meets the target on the trace; `confirmed` the smallest that does
+    `on_trace` maps a worker count to attainment on the recorded trace; `sure` maps it to the estimate.
+    `workers` is the smallest count that meets the target on the trace. `confirmed` is the smallest that does
     so at the asked confidence. None: there is none, and `reason` says why.
     """
 
@@ -83,7 +83,7 @@ class Sizing:
 
     @property
     def cost(self) -> tuple[float, int, int]:
-        """That of the answer, which there must be."""
+        """The cost of the answer; there must be one."""
         assert self.answer is not None
         return self.answer.cost
 
@@ -135,7 +135,7 @@ def fewest(missed: Callable[[int], Any], allowed: Any, guess: int, most: int) ->
 
 
 def size_on_trace(search: Search, worker_type: WorkerType) -> Sizing:
-    """The smallest count that meets the target on the trace as it is, or the reason why there is none."""
+    """The smallest count that meets the target on the recorded trace, or the reason why there is none."""
     workload, profile = search.workload, worker_type.profile
     sizing = Sizing(worker_type, ceiling=ceiling(profile, search.outline, search))
     if sizing.ceiling < search.question.attainment:
@@ -165,9 +165,9 @@ def size_on_trace(search: Search, worker_type: WorkerType) -> Sizing:
 
 
 def size_all(search: Search) -> list[Sizing]:
-    """Every kind sized on the trace, but for those whose load alone costs far more than the cheapest found.
+    """Every worker type sized on the trace, except those whose load alone costs far above the cheapest found.
 
-    The kinds with the lowest floor (the fluid bound, in dollars or GPUs) come first.
+    The types with the lowest floor (the fluid bound, in dollars or GPUs) come first.
     """
     worker_types, pool = search.types, search.pool
     floors = pool.map(lambda worker_type: floor(search, worker_type), worker_types)
@@ -186,7 +186,7 @@ def size_all(search: Search) -> list[Sizing]:
 
 
 def floor(search: Search, worker_type: WorkerType) -> Fleet:
-    """The smallest fleet of a kind that the fluid bound allows."""
+    """The smallest fleet of a worker type that the fluid bound allows."""
     fewest = 2 if worker_type.is_split else 1
     most = ceiling(worker_type.profile, search.outline, search)
     if most < search.question.attainment:
@@ -196,7 +196,7 @@ def floor(search: Search, worker_type: WorkerType) -> Fleet:
 
 
 def fluid_workers(search: Search, worker_type: WorkerType) -> int:
-    """The bound from below; 1 for agents, since they send when they come to it, in whatever time."""
+    """The bound from below; 1 for agents, since they send when they get to it, in whatever time."""
     if search.terms.agents is not None:
         return 1
     profile, workload = worker_type.profile, search.outline
@@ -264,8 +264,8 @@ def passes_on_trace(search: Search, sizing: Sizing, workers: int) -> bool:
 def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
     """Raise the count until its lower bound meets the target; sets `confirmed`, or `reason`.
 
-    The search begins at the count found on the trace, since what fails there is no answer; it ends at
-    `most`, past which the kind would be no bargain.
+    The search begins at the count found on the trace, since what fails there is no answer. It ends at
+    `most`, past which the worker type would be no bargain.
     """
     assert sizing.workers is not None
     limits = (search.question.most_workers(sizing.worker_type), most, past_hope(sizing, search.workload))
@@ -310,7 +310,7 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
 class MostAgents:
     """The most `agents` for whom a fleet holds a `target` at a confidence, with the estimate of that.
 
-    `on_trace`: the most for whom it does on the trace as it is. The trace has `sessions`, which bound both.
+    `on_trace`: the most for whom it does on the recorded trace. The trace has `sessions`, which bound both.
     """
 
     agents: int
@@ -321,9 +321,9 @@ class MostAgents:
 
 
 def most_agents(search: Search, fleet: Fleet, tell: Callable[[str], None] = lambda _: None) -> MostAgents:
-    """The most sessions at once that `fleet` carries, each followed by the next; `tell` hears of each trial.
+    """The most concurrent sessions `fleet` carries, each followed by the next; `tell` hears of each trial.
 
-    Raises Infeasible where a single one is too many, or the trace too short to show the target.
+    Raises Infeasible where a single one is too many, or the trace is too short to show the target.
     """
     if few := too_few(search):
         raise Infeasible(few.reason)
@@ -359,7 +359,7 @@ def most_agents(search: Search, fleet: Fleet, tell: Callable[[str], None] = lamb
 
 
 def workers_could_hold(search: Search, worker_type: WorkerType) -> bool:
-    """Whether endless workers meet the target in as many replicates as must hold."""
+    """Whether endless workers meet the target in as many resampled traces as must hold."""
     last = replicates_for(search.question.confidence)
 
     def reaches(replicate: int) -> bool:
@@ -372,7 +372,7 @@ def workers_could_hold(search: Search, worker_type: WorkerType) -> bool:
 
 
 def past_hope(sizing: Sizing, workload: Workload) -> int:
-    """Workers that are as good as endless: many times what the load needs, or so many for each request."""
+    """Workers that are as good as endless: many times what the load needs, or `PER_REQUEST` a request."""
     return max(min(max(FAR * sizing.fluid, 64), PER_REQUEST * len(workload)), sizing.fluid, sizing.fewest)
 
 
@@ -408,7 +408,7 @@ def prefill_share(worker_type: WorkerType, search: Search) -> float:
 
 
 def alone_ttft_s(profile: Profile, workload: Workload) -> NDArray[np.float64]:
-    """Seconds [requests] to each first token on an idle worker that has cached all that ever was there."""
+    """Seconds [requests] to each first token on an idle worker that has cached every earlier request."""
     return profile.alone_ttfts_s(workload.prompt_tokens, workload.ideal_hits)
 
 

@@ -1,4 +1,4 @@
-"""Simulations side by side on threads, and the watch that is told of a plan's progress.
+"""Simulations in parallel on threads, and the watch that follows a plan's progress.
 
 The compiled simulator releases the GIL, so threads are enough.
 """
@@ -17,9 +17,10 @@ R = TypeVar("R")
 
 
 class Threads:
-    """A pool for what runs side by side, which may itself run things side by side.
+    """A pool for tasks that run in parallel, which may themselves run tasks in parallel.
 
-    A thread of the pool that needs an answer does what no other thread has begun, so none waits for itself.
+    A thread of the pool that needs an answer runs the task itself where no other thread has begun it. So
+    none waits for itself.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, count: int) -> None:

@@ -1,8 +1,8 @@
 """The full replay of a long trace on the fleet that samples found, and what the sampling cost.
 
-Every request of the trace is replayed once, as a stream. Where fewer meet the target than the sample said, a
-worker is added and the trace replayed again. What a plan then says of the trace (attainment, latencies,
-utilisation) is of that replay.
+Every request of the trace is replayed once, as a stream. Where fewer than asked meet their targets, a worker
+is added and the trace replayed again. The plan's figures for the trace (attainment, latencies, utilisation)
+are those of that replay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_MORE = 8  # workers
 
 @dataclass(frozen=True)
 class Whole:
-    """What became of all requests: attainment, (requests, attainment) of each class, latencies."""
+    """The outcome of all requests: attainment, (requests, attainment) of each class, latencies."""
 
     attainment: float
     classes: tuple[tuple[int, float], ...]
@@ -75,7 +75,8 @@ def _parts(workload: Workload) -> Iterator[Workload]:
 def verified(search: Search, winner: Sizing, best: Candidate) -> tuple[Candidate, Sampled]:
     """The smallest fleet from `best` on that meets the target on every request; sets `winner.confirmed`.
 
-    `best` where none of `MOST_MORE` workers more do, or the policy takes no stream: `Sampled` says which.
+    Gives `best` where up to `MOST_MORE` more workers do not suffice, or the policy takes no stream. `Sampled`
+    says which.
     """
     assert search.traffic.sampler is not None
     assert winner.confirmed is not None

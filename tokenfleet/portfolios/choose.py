@@ -6,21 +6,21 @@ An *offer* o is one way to serve one model: what it takes in each window of time
     subject to  Σ x_o = 1                      for each model
                 Σ used_l(o, w) · x_o <= most_l     for each limit l and window w
 
-used_l counts GPUs of some *pools* (the GPUs of one type in one zone), GPUs, or dollars an hour. That at most
-a share s of the GPUs are on spot is Σ (spot_o(w) - s · gpus_o(w)) · x_o <= 0; a fleet that may be partly on
-spot is several offers. Fleets are the planner's own, whole, so what is chosen is what it has replayed.
+used_l counts GPUs of some *pools* (the GPUs of one type in one zone), all GPUs, or dollars an hour. At most a
+share s of the GPUs on spot means Σ (spot_o(w) - s · gpus_o(w)) · x_o <= 0. A fleet that may be partly on spot
+is several offers. Fleets are the planner's own, whole, so what is chosen is what it has replayed.
 Windows tie no offers together: a model that sleeps while another is awake leaves it its GPUs.
 
-Workers that have a part of a GPU are on it with others of that pool and price. Whole GPUs are bought for each
+Workers that have a part of a GPU share it with others of that pool and price. Whole GPUs are bought for each
 such *group* (`controlplane/scaler/limits.py`).
 
 All GPUs of a pool that are shared are cut alike: with y_pn binary, Σ_n y_pn <= 1, and x_o <= y_pn for offers
-of 1/n of its GPUs. Parts that are alike always fit into so many GPUs, and no worker has more neighbours than
+of 1/n of its GPUs. Equal parts always fit into the whole GPUs bought, and no worker has more neighbours than
 its plan allows for.
 
-How far a limit is from making the answer cheaper is another solve, with the limit's excess to be least and
-the cost to be less; integer programs have no useful duals. The least share on spot is a ratio: Dinkelbach's
-method, from any choice down.
+How far a limit is from making the answer cheaper is another solve: the least excess of the limit at a lower
+cost. Integer programs have no useful duals. The least share on spot is a ratio: Dinkelbach's method finds it,
+from any choice down.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TIE = 1e-6  # dollars a GPU: of equally dear answers the one with fewer GPUs, a
 
 
 class Group(NamedTuple):
-    """GPUs that are shared: of a pool, each by so many workers, at dollars an hour for each GPU."""
+    """Shared GPUs of a pool, each with `workers_per_gpu` workers, at dollars an hour for each GPU."""
 
     pool: int
     workers_per_gpu: int
@@ -52,8 +52,8 @@ class Group(NamedTuple):
 class Offer:
     """One way to serve model number `model`: GPUs by pool [windows, pools], dollars an hour [windows].
 
-    `on_spot`: of the GPUs those on spot [windows], or as many in each window. `shared`: the GPUs of which its
-    workers have parts; None: theirs are whole.
+    `on_spot`: the GPUs on spot [windows], or one number for every window. `shared`: the GPUs that its workers
+    have parts of; None: theirs are whole.
     """
 
     model: int
@@ -65,8 +65,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most in every window: of the GPUs of these pools, of all GPUs (`gpus`), of dollars an hour (`usd`),
-    or of the share of GPUs that are on spot (`spot`)."""
+    """A limit: the most that may be taken in every window.
+
+    `of`: the GPUs of these pools, all GPUs (`gpus`), dollars an hour (`usd`), or the share of GPUs on spot
+    (`spot`).
+    """
 
     of: tuple[int, ...] | Literal["gpus", "usd", "spot"]
     most: float
@@ -163,7 +166,7 @@ def _least_share(question: Question, which: int, below_usd_per_h: float | None) 
 
 
 def cheapest_relaxation(question: Question, prices: Sequence[float]) -> dict[int, float]:
-    """By how much limits must grow, by their number, where the growth of each has a price and is cheapest."""
+    """The cheapest growth of limits that leaves a choice, by limit number; `prices`: of each one's growth."""
     every = range(len(question.limits))
     program = _Program(question, frozenset(every))
     excess = program.least_excess(dict(zip(every, prices, strict=True)))

@@ -1,12 +1,15 @@
-"""The fleets that the models of a portfolio could have: for each model and type of GPU the planner's own.
+"""The fleets that the models of a portfolio could have: for each model and GPU type the planner's own.
 
-Each model is planned by itself on every type of GPU that it may have, on demand, on spot or both, with its
+Each model is planned by itself on every GPU type that it may have, on demand, on spot or both, with its
 schedule. These plans, in each zone that the model may be in, are the offers among which choose.py chooses.
-Where the share on spot is limited, so is the fleet planned on spot with some of its workers on demand, which
-stay while others come and go; with as many spares, but for the time when it has none on spot. Reclaims can
-take fewer of it, so it attains at least what its plan says.
-Where several workers may be on a GPU, a model that one worker of one GPU serves is planned once more on
-workers that have such a part of it (Profile.shared), on demand: a reclaim would take all that are on it.
+
+Where the share on spot is limited, there are more offers: the fleet planned on spot, with some of its workers
+on demand. Those stay while others come and go. The fleet has as many standby workers, except while none of it
+is on spot. Spot interruptions can take fewer of it, so it attains at least what its plan says.
+
+Where several workers may be on a GPU, a model that one worker of one GPU serves is planned once more. Its
+workers then have such a part of a GPU (Profile.shared), on demand: a spot interruption would take all that
+are on it.
 """
 
 from __future__ import annotations
@@ -38,9 +41,9 @@ PARTLY_ON_DEMAND = 8  # numbers of a fleet's workers
 
 
 class GpuPurchase(NamedTuple):
-    """A type of GPU, how it is bought, and how many workers are on one.
+    """A GPU type, how it is bought, and how many workers are on one.
 
-    `on_demand`: of a fleet on spot the workers that are not; while as many or fewer serve, all of them.
+    `on_demand`: the workers of a fleet on spot that are on demand. While as many or fewer serve, all are.
     """
 
     gpu: str
@@ -58,9 +61,9 @@ Without = dict[tuple[int, GpuPurchase], str]  # why a model, by its number, has 
 
 @dataclass(frozen=True)
 class Made:
-    """A model's fleet of one type of GPU in one zone, and when it has how many workers.
+    """A model's fleet of one GPU type in one zone, and when it has how many workers.
 
-    `on_demand_usd_per_h`: of a worker, where some of a fleet on spot are on demand.
+    `on_demand_usd_per_h`: of a worker on demand, where some of a fleet on spot are on demand.
     """
 
     model: int
@@ -73,13 +76,13 @@ class Made:
 
     @property
     def spares(self) -> int:
-        """Workers beyond those that serve, for reclaimed ones."""
+        """Standby workers: those beyond the ones that serve, for spot interruptions."""
         return 0 if self.plan.spares is None else self.plan.spares.workers
 
     def bought(self, workers: int) -> tuple[float, float, float]:
-        """GPUs, those of them on spot, and dollars an hour when so many workers are planned.
+        """GPUs, those of them on spot, and dollars an hour when `workers` are planned.
 
-        Spares are on spot, and there are none while all that serve are on demand.
+        Standby workers are on spot, and there are none while all that serve are on demand.
         """
         on_demand = min(self.kind.on_demand, workers - self.spares) if self.kind.on_demand else 0
         fleet = apportioned(self.fleet, on_demand if on_demand == workers - self.spares else workers)
@@ -95,9 +98,10 @@ class Made:
 class PlanTasks:
     """The plans to make: each with its model's number and its GPU. Their numbers are their places.
 
-    `bare`: the same of models that have adapters, without them, by model and kind of GPU. `adapters`: each
-    one's share of its model's requests, by model. `parts`: by the number of another, the plans on parts of
-    GPUs to make where that is a single worker's, by the workers on a GPU, or why there is none.
+    `bare`: the same of models that have adapters, without them, by model and GPU purchase. `adapters`: each
+    one's share of its model's requests, by model. `parts`: by the number of another plan, the plans on parts
+    of GPUs, to make where that plan has one GPU. They are listed by the workers on a GPU; a text says why
+    there is none.
     """
 
     tasks: tuple[tuple[int, GpuPurchase, Task], ...]
@@ -113,7 +117,7 @@ class PlanTasks:
 
 
 def tasks_of(portfolio: Portfolio, today: date | None = None) -> PlanTasks:
-    """A plan to make for each model and type of GPU.
+    """A plan to make for each model and GPU type.
 
     Raises BadInput for a trace, a model or a price that is not known, and GPUs that no model may have.
     """

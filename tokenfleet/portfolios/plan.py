@@ -1,8 +1,8 @@
 """The plan of a portfolio: the cheapest choice among the fleets that its models could have (offers.py).
 
 All schedules are laid on one axis of time: that of the clock where every trace has one, all days being alike;
-else all traces begin together. Beside its trace a model has its whole fleet. The requests of a model's LoRA
-adapters are among its own: what they add is told by a plan of its fleet without them.
+else all traces begin together. Outside its trace a model has its whole fleet. The requests of a model's LoRA
+adapters are among its own. A plan of its fleet without them shows what they add.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ DAY_S = 86_400.0
 class Row:
     """What one model gets: its plan, and what the whole fleet costs if it never changes (dollars an hour).
 
-    `usd_per_h`: on the schedule. `others`: the same of the kinds of GPU that were not taken, those partly on
-    spot left out, or why there is no fleet of them. `zone` is None where the limits name none. `beside`: the
-    models that may be on the GPUs of which it has parts. `adapters`: each one's share of the model's
-    requests; `adapters_usd_per_h`: what the whole fleet costs more for all of them (None: not known, or there
+    `usd_per_h`: on the schedule. `others`: the same for each GPU purchase that was not taken, those partly on
+    spot left out, or why there is no fleet of it. `zone` is None where the limits name none. `beside`: the
+    other models that may be on GPUs that it has parts of. `adapters`: each one's share of the model's
+    requests. `adapters_usd_per_h`: what the whole fleet costs more for all of them (None: not known, or there
     are none).
     """
 
@@ -68,7 +68,7 @@ class Row:
 class Use:
     """A limit, the most that is taken of it at any time, and what more of it saves.
 
-    `saves_usd_per_h` with `more`: the least growth after which the answer is cheaper; None where none is.
+    `more`: the least growth that makes the answer cheaper; `saves_usd_per_h`: by how much. None: none does.
     """
 
     name: str
@@ -136,7 +136,7 @@ def cheapest(
     without: Without,
     warnings: tuple[str, ...],
 ) -> PortfolioPlan:
-    """The cheapest choice among these fleets within the limits, without what is told of adapters.
+    """The cheapest choice among these fleets within the limits, without the figures of adapters.
 
     Raises Infeasible, with the cheapest relaxation, where the limits leave no choice.
     """

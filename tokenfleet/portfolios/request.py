@@ -1,24 +1,24 @@
 """The portfolio file: models with their traces and targets, and the limits that they share.
 
-schema: tokenfleet.portfolio/1
-limits: {gpus: {h100: 16, a100: 32}, max-gpus: 40, budget-usd-per-h: 90, spot-share: 0.5,
-  zones: {east-a: {h100: 8, a100: 32}, east-b: {h100: 16}}, models-per-gpu: 2}
-defaults: {gpu: [h100, a100], confidence: 0.95}
-models:
-- {name: chat, trace: chat.csv, model: llama-3.1-70b, slo: {ttft: 1.6s, tpot: 75ms}}
-- {name: code, trace: [mon.csv, tue.csv], model: llama-3.1-8b, slo: "ttft=400ms,tpot=30ms", rate-scale: 2,
-   spot: [no, yes], reclaims-per-h: 0.05, cold-start: 5m, zones: [east-a]}
-- {name: support, adapter-of: chat, trace: support.csv}
+    schema: tokenfleet.portfolio/1
+    limits: {gpus: {h100: 16, a100: 32}, max-gpus: 40, budget-usd-per-h: 90, spot-share: 0.5,
+      zones: {east-a: {h100: 8, a100: 32}, east-b: {h100: 16}}, models-per-gpu: 2}
+    defaults: {gpu: [h100, a100], confidence: 0.95}
+    models:
+    - {name: chat, trace: chat.csv, model: llama-3.1-70b, slo: {ttft: 1.6s, tpot: 75ms}}
+    - {name: code, trace: [mon.csv, tue.csv], model: llama-3.1-8b, slo: "ttft=400ms,tpot=30ms",
+       rate-scale: 2, spot: [no, yes], reclaims-per-h: 0.05, cold-start: 5m, zones: [east-a]}
+    - {name: support, adapter-of: chat, trace: support.csv}
 
-A model's fields, and `defaults`, are the flags of `tokenfleet plan` without their dashes, and `zones`, those
-it may be in (all, where none are given). With `spot: [no, yes]` it may be on demand or on spot. A model is in
-one zone, since its requests move among its workers; zones have the GPUs that are named there and no others.
-With `models-per-gpu: 2` (or 4; 1 where it is left out) up to so many workers of small models are on one GPU.
-A LoRA adapter has a trace and nothing else: its model's workers serve it, within its model's targets. Paths
-are from the file's folder.
+A model's fields, and `defaults`, are the flags of `tokenfleet plan` without their dashes. A model also has
+`zones`, those it may be in (all, where none are given). With `spot: [no, yes]` it may be on demand or on
+spot. A model is in one zone, since its requests move among its workers. Zones have the GPUs that are named
+there and no others. With `models-per-gpu: 2` (or 4; 1 where it is left out) up to that many workers of small
+models are on one GPU. A LoRA adapter has a trace and nothing else: its model's workers serve it, within its
+model's targets. Paths are from the file's folder.
 
-Of the plan that is made of it (`tokenfleet.portfolio-plan/1`, which view.py writes), a reader for those who
-serve it: each model's own plan, and the limits.
+The module also reads the plan of a portfolio (`tokenfleet.portfolio-plan/1`, which view.py writes) for those
+who serve it: each model's own plan, and the limits.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ class AdapterTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model to plan for: its requests, what is asked of their fleet (twice where it may be on demand or on
-    spot), the zones it may be in (None: any), and its adapters."""
+    """A model to plan for: its requests, what is asked of their fleet, its zones and its adapters.
+
+    `asked`: two requests where the fleet may be on demand or on spot. `zones`: where it may be (None: any).
+    """
 
     name: str
     traces: tuple[Path, ...]
@@ -71,8 +73,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Portfolio:
-    """Models, and what all of them may take: GPUs by type, GPUs, dollars an hour, the share of GPUs on spot
-    (None: no limit), GPUs by zone and type (none: one place without an end), and workers on one GPU."""
+    """Models, and what all of them may take together.
+
+    The limits are GPUs by type, all GPUs, dollars an hour and the share of GPUs on spot (None: no limit).
+    `zones`: GPUs by zone and type; none: one place without an end. `models_per_gpu`: workers on one GPU.
+    """
 
     models: tuple[Model, ...]
     gpus: Mapping[str, int]
@@ -146,10 +151,13 @@ class _Planned(BaseModel):
 
 @dataclass(frozen=True)
 class PlannedPortfolio:
-    """The plan of each model, by name, its zone where it has one, and the limits of all: of GPUs by type, of
-    GPUs (max-gpus), of dollars an hour (budget-usd-per-h), and of GPUs by zone and type. `adapters`: the
-    names of each model's. `on_demand`: of each model's workers the most that are on demand, of one on demand
-    infinity; `on_demand_usd_per_h`: what they cost more, where others are on spot."""
+    """The plan of each model, by name, its zone where it has one, and the limits of all.
+
+    The limits are of GPUs by type, of GPUs (max-gpus), of dollars an hour (budget-usd-per-h), and of GPUs by
+    zone and type. `adapters`: the names of each model's. `on_demand`: the most workers of each model that are
+    on demand; infinity for a model on demand. `on_demand_usd_per_h`: what they cost more, where others are on
+    spot.
+    """
 
     plans: Mapping[str, PlanFile]
     gpus: Mapping[str, int]
@@ -188,7 +196,7 @@ def read_planned_portfolio(path: Path) -> PlannedPortfolio:
 def _on_demand(
     planned: _Planned, plans: Mapping[str, PlanFile], path: Path
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The workers on demand of the models of which it is told, and what they cost more. Raises BadInput."""
+    """The workers on demand of the models whose `spot` is known, and their extra cost. Raises BadInput."""
     on_demand: dict[str, float] = {}
     more_usd: dict[str, float] = {}
     for i, model in enumerate(planned.models):

@@ -1,13 +1,13 @@
-"""The accuracy of profiles on measured runs: each run simulated, beside what was measured.
+"""The accuracy of profiles on measured runs: each run is simulated and compared with its measurements.
 
-A file of runs is YAML (`tokenfleet.runs/1`: model, GPUs, engine settings) that names a table of requests,
-CSV, JSON lines or Parquet, with one row a request (docs/accuracy.md). Rows of one `rate_rps` are one run, and
-begin with empty caches; a row without times is served too, but not judged: it warms the caches.
+A file of runs is YAML (`tokenfleet.runs/1`: model, GPUs, engine settings). It names a table of requests (CSV,
+JSON lines or Parquet) with one row a request (docs/accuracy.md). Rows of one `rate_rps` are one run, which
+begins with empty caches. A row without times is served, to warm the caches, but not judged.
 
     error of a figure = predicted / measured - 1         per run; of several runs the median of its size
-    knee              = the highest rate up to which the share of requests in time holds the target
+    saturation point  = the highest rate up to which the share of requests in time holds the target
 
-Rates past the measured knee are queues that grow until the run ends: their errors are left out.
+Rates past the measured saturation point are queues that grow until the run ends: their errors are left out.
 """
 
 from __future__ import annotations
@@ -251,9 +251,9 @@ def _held(shares: Sequence[float], attainment: float) -> int:
 
 
 def accuracy_of(ladder: Ladder, profile: Profile, calibrates: bool) -> dict[str, Any]:
-    """The errors of a ladder's runs under a profile (`Ladder.worker`), or one calibrated on the lowest rates.
+    """The errors of a sweep's runs under a profile (`Ladder.worker`), or one calibrated on the lowest rates.
 
-    Runs that were calibrated on are not judged. Raises BadInput for a ladder with too few to do that.
+    Runs that were calibrated on are not judged. Raises BadInput for a sweep with too few runs to judge any.
     """
     skipped, fit = CALIBRATED_ON if calibrates else 0, None
     if len(ladder.runs) <= skipped:
@@ -314,7 +314,7 @@ def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def overall(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The medians over ladders; of those with a knee, seen or predicted, how many are met or one rate off."""
+    """Medians over sweeps. Of saturation points, seen or predicted, how many are met or one rate off."""
     knees = [one["knee"] for one in found]
     apart = [abs(k["rates_apart"]) for k in knees if k["measured_rps"] or k["predicted_rps"]]
     errors = {

@@ -1,16 +1,17 @@
 """Diagnostics of measurements: the host's speed while they ran, and batches that the linear model misses.
 
-**Host speed.** A shared host is faster or slower for seconds or minutes at a time, and everything that is
+**Host speed.** A shared host is faster or slower for seconds or minutes at a time. Everything that is
 measured meanwhile is off by about the same factor. Grid points are visited again and again in random order,
 so that factor can be estimated from the points' own times:
 
     log t = batch + slowness(visit) + noise
 
 A batch's term is its median over visits. The slowness of a visit is read off the *other* visits near it in
-time, each by what its steps took beyond their batches' terms: their mean with weights exp(-gap / window_s),
-shrunk towards 0 by the weight of PRIOR visits. The visit itself does not count, so that a step which was slow
-alone stays slow and only what neighbours share is taken out. The window is the one that predicts visits best;
-where none predicts them better than a constant speed by LEAST_GAIN, nothing is taken out.
+time. Each counts by what its steps took beyond their batches' terms. Slowness is their mean with weights
+exp(-gap / window_s), shrunk towards 0 by the weight of PRIOR visits. The visit itself does not count. So a
+step that was slow alone stays slow, and only what neighbours share is taken out. The window is the one that
+predicts visits best. Where none predicts them better than a constant speed by LEAST_GAIN, nothing is taken
+out.
 
 **Linear breaks** are batches that the linear step model misses by more than its own scatter.
 Samples are sorted into cells, by phase (prefill alone, decode alone, both) and by size in powers of two
@@ -47,9 +48,9 @@ FEWEST = 3  # samples of a cell
 class HostSpeed:
     """Steps take `slowness` times as long as at the run's mean speed, shape [steps].
 
-    `window_s` is over how long the machine stays as it is, None where no common change was found (slowness
-    is 1 then). `off`, `off_left`: by how much a visit's steps are off their batches' usual time, in the mean
-    and as a share, before the machine's slowness is taken out and after.
+    `window_s` is how long the machine keeps its speed, None where no common change was found (slowness is 1
+    then). `off`, `off_left`: by how much a visit's steps are off their batches' usual time, in the mean and
+    as a share, before the machine's slowness is taken out and after.
     """
 
     slowness: Columns
@@ -186,6 +187,6 @@ def linear_breaks(samples: StepSamples, robust: bool) -> list[Break]:
 
 
 def form_of(model: StepModel) -> list[str]:
-    """The terms that cross-validation has put beside the plain four, in words."""
+    """The terms that cross-validation has added to the plain four, in words."""
     terms = [term.words for term in STEP_TERMS if term.words and coefficients(model)[term.name]]
     return terms + [f"hinge at {h.start:g} {h.of.replace('_', ' ')}" for h in model.hinges]

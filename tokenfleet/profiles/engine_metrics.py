@@ -1,9 +1,9 @@
 """vLLM's Prometheus metrics: the counters of each engine on a page, and what it did between two scrapes.
 
-Any vLLM's `/metrics`, a gateway's too: engines are told apart by their labels (`engine`, `worker`). Names
-differ by version, and counters that a version does not have are done without where that can be: `NAMES` lists
-them, newest first. Two scrapes between which a counter fell (a restart), a number is not finite or more than
-LONGEST_S passed say nothing.
+The page is any vLLM's `/metrics`, or a gateway's. Labels tell its engines apart (`engine`, `worker`). Names
+differ by version: `NAMES` lists them, newest first. A counter that a version lacks is done without where
+possible. Two scrapes give no figures if a counter fell between them (a restart), a number is not finite, or
+more than LONGEST_S passed.
 
 Only the lines that are used are read: a page has some thousand, and a hundred servers are looked at every few
 seconds.

@@ -134,11 +134,11 @@ def calibrated(
     prefix_caching: bool = True,
     policy: str = "round-robin",
 ) -> tuple[Profile, list[FittedFactor], Goodness]:
-    """`around` corrected by a short log: decode and prefill so many times as long, the first token's rest.
+    """`around` corrected by a short log: factors on decode and prefill, and the first token's rest.
 
-    Three numbers that a few minutes can tell, each drawn to what it was by CALIBRATION_DOUBT: the four
-    coefficients of `fit_log` need a log in which they all matter. What they do not make fit is told, and
-    joins the profile's doubt.
+    A few minutes can tell these three numbers; each is drawn to what it was by CALIBRATION_DOUBT. The four
+    coefficients of `fit_log` need a log in which they all matter. The misfit that remains is returned, and
+    joins the profile's uncertainty.
     """
     many = measured & (log.workload.output_tokens > 1)
     if not many.any():

@@ -8,7 +8,7 @@ is taken by itself. Of each part, with m its mean latency in the log and p in th
     misfit = max(|log(m / p)| - 2·se, 0)        se of m - p over m, requests paired; no part of below 10
 
 and a latency's misfit is the quadratic mean over the parts. Past `BOUNDS` a profile is refused: no factor on
-step times makes it right. Below, the misfit joins the doubt of the profile, which widens every plan.
+step times makes it right. Below, the misfit joins the profile's uncertainty, which widens every plan.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Goodness:
 
     @property
     def doubt(self) -> float:
-        """What the misfit adds to the relative doubt of step times, of which first tokens tell least."""
+        """The misfit's part in the relative uncertainty of step times; first tokens count least."""
         return max((DOUBT[name] * off for name, off in self.misfit.items()), default=0.0)
 
     @property

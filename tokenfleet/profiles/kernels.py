@@ -1,7 +1,7 @@
 """A rank's steps as aiconfigurator-core's operation tables have them, to fit and to check.
 
-Tables of attention in data parallel have all ranks do the same. Decode is taken to be so, as padding makes
-it; of prefill, a rank's own part is what is not in experts or on the way to them, and of that its share.
+In tables of attention in data parallel, all ranks do the same. Decode is taken to be so, as padding makes it.
+A rank's own part of prefill is the time outside experts and the way to them, and its share of the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNSEEN, UNSEEN_MIXTURE = 0.10, 0.25
 
 
 class Windows(NamedTuple):
-    """The share of the layers that attend to so many tokens, where the tables have all attend to all."""
+    """The share of the layers that attend to `tokens` tokens, where the tables have all attend to all."""
 
     share: float
     tokens: int
@@ -40,7 +40,7 @@ class Kernels:
     windows: Windows | None = None
 
     def prefill_s(self, prompts: int, length: int) -> float:
-        """Of a step of prefill beside ranks that prefill nothing."""
+        """The time of a rank's prefill step, while the other ranks prefill nothing."""
         alone_ms = self.engine.predict_prefill_latency(prompts, length, 0)
         if self.windows is not None and length > self.windows.tokens:
             # A token of a window attends to the window's tokens, and time goes by pairs of tokens.
@@ -51,7 +51,7 @@ class Kernels:
         return float(alone_ms / 1e3 * self.uneven)
 
     def experts_s(self, prompts: int, length: int) -> float:
-        """Of the time in experts and on the way to them, where all ranks prefill as much, one rank's part."""
+        """One rank's part of the time in experts and on the way to them, where all ranks prefill as much."""
         operations, _ = self.engine.run_static_per_op(batch_size=prompts, isl=length, osl=2)
         return float(sum(ms for name, ms, *_ in operations if "moe" in name) / 1e3 / self.ranks)
 

@@ -4,9 +4,9 @@
 measured in 2023, and the two profiles that reproduce Aladdin's tables. A later shelf answers only for a
 GPU that no earlier one has, so an old measurement is never taken for a current one by accident.
 
-`LearnedProfiles` are those that fleets have learned, a cache: one file each, named by a digest of its key,
-which is what step times depend on. A file holds key and profile, and is there whole or not at all. One that
-cannot be read, or is of another form, is said so in one line and written anew.
+`LearnedProfiles` caches the profiles that fleets have learned. Each is one file, named by a digest of its
+key, which is what step times depend on. A file holds key and profile, and is there whole or not at all. A
+file that cannot be read, or has another form, gets one line in the log and is written again.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def write_profile(profile: Profile, path: Path | str) -> None:
 
 
 def library_folder() -> Path:
-    """The folder of the shipped profiles: in the wheel, or in the repository beside the package."""
+    """The folder of the shipped profiles: in the wheel, or in the repository next to the package."""
     package = Path(__file__).resolve().parents[1]
     packed = package / "_profiles"
     return packed if packed.is_dir() else package.parent / "profiles"
@@ -167,7 +167,7 @@ def _of_gpu(gpu: str, profiles: Iterable[Profile], gpus: Sequence[str]) -> list[
 
 
 def canonical_gpus(name: str) -> tuple[str, ...]:
-    """The library's names a GPU name may mean, best first; an unknown name comes back as it is.
+    """The library's names a GPU name may mean, best first; an unknown name comes back normalised.
 
     `h100`, `H100_SXM`, `NVIDIA H100 80GB HBM3` mean `h100-sxm`; `a100-80gb` and `h100-80gb` are names of
     their own (the machines measured in 2023); a PCIe card is not an SXM one.

@@ -1,14 +1,14 @@
 """Engine measurements: a table of steps (CSV), which grows while it is measured, or a request log (JSONL).
 
-A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`, optionally
-`prefill_sum_sq`, `prefill_sequences`, the labels `point` and `repeat` (of `tokenfleet profile`) or `worker`
-(of a running fleet's `steps.csv`), and `at_s`, Unix time: when that visit began, or the step was over.
-A log has one request a line with its arrival, first-token and last-token times (or, as access logs have them,
-TTFT and E2E since its arrival) and its token counts, in Tokenfleet's names or those of common benchmarks.
+A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`. Optional columns are
+`prefill_sum_sq`, `prefill_sequences`, and labels: `point` and `repeat` (of `tokenfleet profile`) or `worker`
+(of a running fleet's `steps.csv`). `at_s` is optional too, Unix time: when that visit began, or the step was
+over. A log has one request a line: its token counts and its arrival, first-token and last-token times. Access
+logs have TTFT and E2E since the arrival instead. Names are Tokenfleet's or those of common benchmarks.
 
 `tokenfleet profile` appends to its table `M.csv` one visit to a grid point at a time. `M.csv.json` has the
-environment, how often each point was visited and the CSV's length after the last visit; anything beyond that
-length was being written when the process ended, and is cut off before the measurement continues.
+environment, how often each point was visited and the CSV's length after the last visit. Anything beyond that
+length was being written when the process ended: it is cut off before the measurement continues.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def is_request_log(path: Path) -> bool:
 def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = None) -> StepSamples:
     """A table of steps. Raises BadInput naming the file, the line and the column.
 
-    A designed grid's steps are one a batch (`by_point`). With `tell` they are as at the machine's mean speed
-    where the table says when they ran, and it is told of that speed; without, they are as measured.
+    A designed grid's steps are one a batch (`by_point`). With `tell`, and times in the table, they are as at
+    the machine's mean speed, and `tell` is given that speed. Otherwise they are as measured.
     """
     names, rows = _steps_table(path)
     column = {name: numbers(path, rows, name) for name in names if name not in LABELS}

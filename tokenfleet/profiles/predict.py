@@ -2,24 +2,24 @@
 
 The package (optional: `pip install 'tokenfleet[predict]'`) adds up the kernels of a model's layers on a GPU
 from tables of single operations. Its step times are fitted like any measurement. Two things that tables
-cannot show are added and stated: the host's time a step (`Source.host_s`, which a running fleet's refit
-corrects), and an error of UNSEEN, or UNSEEN_MIXTURE, beside the fit's own, joined with how far its mixed
-steps are from the fitted ones.
+cannot show are added and stated. One is the host's time a step (`Source.host_s`), which a running fleet's
+refit corrects. The other is an error next to the fit's own: UNSEEN, or UNSEEN_MIXTURE, joined with how far
+the tables' mixed steps are from the fitted ones.
 
 The package predicts any batch, also far beyond its tables. So it is asked only for batches that the model's
 context and the worker's KV allow, and a model or GPU without tables is refused.
 
-Weights have the precision of the model's configuration, or the one that is asked for, KV 16 bits; experts are
-split over a worker's GPUs like other weights, unless they are to stay whole. A mixture's steps are fitted
-with the experts that they touch. KV of latent attention is counted once. Where layers attend to a window or
-keep a state, a token is what it takes in the others, and the window or state is a request's own (`KvModel`),
-as vLLM's groups of layers have it; their step times are in the fit's terms of sequences and context, from
-contexts on that fill the window.
+Weights have the precision of the model's configuration, or the one that is asked for. KV has 16 bits unless
+asked otherwise. Experts are split over a worker's GPUs like other weights, unless they are to stay whole. A
+mixture's steps are fitted with the experts that they touch. KV of latent attention is counted once. Where
+layers attend to a window or keep a state, a token takes KV in the other layers only. The window or state is a
+request's own (`KvModel`), as in vLLM's groups of layers. Step times are then in the fit's terms of sequences
+and context, from contexts on that fill the window.
 
-A worker may be ranks in lockstep (`controlplane/perfmodel/ranks.py`). Attention in data parallel: the tables
-have all ranks do the same, which decode is taken to be; of prefill the time in experts and on the way to them
-is one rank's part, and `shared_token_s`. A pipeline: a batch's time through all stages and between them, each
-stage as long as the one with most layers.
+A worker may be ranks in lockstep (`controlplane/perfmodel/ranks.py`). With attention in data parallel, all
+ranks do the same in the tables, and decode is taken to be so. Of prefill, the time in experts and on the way
+to them is one rank's part, and `shared_token_s`. A pipeline's step is a batch's time through all stages and
+between them, each stage as long as the one with most layers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """GPU prices an hour, from the dated list that ships or from the user's own file; none is guessed.
 
-schema: tokenfleet.prices/1
-prices:
-- {gpu: h100-sxm, on_demand: 2.69, spot: 1.52, date: 2026-05-22, source: "where from"}
-- {gpu: h100-sxm, provider: coreweave, on_demand: 6.16, spot: 2.46, date: 2026-09-28, source: "where from"}
-- {gpu: a100-sxm, on_demand: 1.39, host_memory_gib: 0.004, date: 2026-03-10, source: "where from"}
+    schema: tokenfleet.prices/1
+    prices:
+    - {gpu: h100-sxm, on_demand: 2.69, spot: 1.52, date: 2026-05-22, source: where from}
+    - {gpu: h100-sxm, provider: coreweave, on_demand: 6.16, spot: 2.46, date: 2026-09-28, source: where from}
+    - {gpu: a100-sxm, on_demand: 1.39, host_memory_gib: 0.004, date: 2026-03-10, source: where from}
 
-Where no provider is asked for, a GPU's price of a kind is that of its first row that has one. A row may price
-a GiB of host memory that keeps KV, too; where it does not, the GPU's price is taken to include it.
+Where no provider is asked for, a GPU's price of a kind is that of its first row that has one. A row may also
+price a GiB of host memory that keeps KV. Where it does not, the GPU's price is taken to include it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kind_of(spot: bool = False, reserved: bool = False) -> Kind:
 class GpuPrice:
     """US dollars for one GPU for one hour, when and where that was the price.
 
-    `host_memory_gib`: those of a GiB of host memory beside it; 0 where the GPU's price includes it.
+    `host_memory_gib`: the price of a GiB of host memory for an hour; 0 where the GPU's price includes it.
     """
 
     usd: float

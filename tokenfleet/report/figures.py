@@ -108,7 +108,7 @@ class _Scale:
         return self.start + (at - low) / ((high - low) or 1.0) * (self.end - self.start)
 
     def ticks(self, most: int, whole: bool) -> list[tuple[float, str]]:
-        """At most so many round values within the range; on a logarithmic axis the powers of ten."""
+        """At most `most` round values within the range; on a logarithmic axis the powers of ten."""
         if self.log:
             powers = range(
                 math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1

@@ -76,9 +76,9 @@ def progress_bar(is_shown: bool | None = None) -> Iterator[Watch]:
 
 @contextmanager
 def counted_bar(text: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-    """A bar of `total` equal things, of which some are `done`.
+    """A bar of `total` equal things, some of them `done`.
 
-    What it gives is called after one more of them, or so many, and may be told the `description` of the next.
+    Call what it yields after one more, or with a count; it also takes the next one's `description`.
     """
     with _progress(MofNCompleteColumn(), None) as progress:
         task = progress.add_task(text, total=total, completed=done)

@@ -80,7 +80,7 @@ def share_text(share: float) -> str:
 
 
 def asked_text(share: float) -> str:
-    """A share that somebody asked for, without digits that nobody typed: 99 %."""
+    """A requested share, without digits that were not typed: 99 %."""
     return f"{share * 100:.6g} %"
 
 

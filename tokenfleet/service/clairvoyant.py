@@ -1,7 +1,7 @@
-"""The clairvoyant: the cheapest fleet of one type of worker for a day that is known beforehand.
+"""The hindsight optimum: the cheapest fleet of one worker type for a day that is known in advance.
 
 Each window of five minutes gets the fewest workers that keep every class in time in the exact simulator, by
-the step times measured by the day's end; a worker that would idle for less than a cold start is kept, and one
+the step times measured by the day's end. A worker that would idle for less than a cold start is kept, and one
 that comes pays for its cold start (planning.schedule). Beyond MOST_REQUESTS every n-th window is simulated,
 and the others get workers by their rates.
 """

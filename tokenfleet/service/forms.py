@@ -46,7 +46,7 @@ class SampleTrace(_Form):
 
 
 class HistoryTrace(_Form):
-    """What this fleet has served of late, such as the last `1h` or `7d`."""
+    """The requests that this fleet served recently, such as in the last `1h` or `7d`."""
 
     since: Annotated[str, Field(min_length=1, max_length=20, examples=["1h", "7d"])]
 
@@ -345,7 +345,7 @@ class KnownModel(BaseModel):
 
 
 class KnownHistory(BaseModel):
-    """What this fleet has served, as far as it is kept; times are Unix seconds."""
+    """The history that is kept of what this fleet served; times are Unix seconds."""
 
     requests: int
     first_s: float | None

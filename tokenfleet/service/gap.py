@@ -1,15 +1,15 @@
-"""The clairvoyant gap: what a fleet cost over the cheapest that would have served the same requests, by day.
+"""The excess cost: what a fleet cost over the cheapest that would have served the same requests, by day.
 
-The cheapest are the clairvoyant's (clairvoyant.py). With P workers paid, S serving, T asked for by the
-scaler's rule at the time, U by the same line at the rate that came, V at that rate by the line as measured by
-the day's end, and C the clairvoyant's, worker-time by worker-time,
+The cheapest fleet is the hindsight optimum (`clairvoyant.py`). P workers were paid, and S served. T is what
+the scaler's rule asked for at the time, and U what the same line asks for at the rate that came. V is what
+the line as measured by the day's end asks for at that rate. C is the optimum's. Worker-time by worker-time,
 
     P - C = (P - S) + max(S - T, 0) + min(S - T, 0) + (T - U) + (U - V) + (V - C)
             starts    hold            not there yet   forecast  model     margin
             and drains
 
-The clairvoyant's own cold starts are taken off the first. So the parts add up to the whole. Where an operator
-fixed the number S - C is `fixed`; where no line of single workers decided (several types, load alone) it is
+The optimum's own cold starts are taken off the first, so the parts add up to the whole. Where an operator
+fixed the number, S - C is `fixed`. Where no line of single workers decided (several types, load alone), it is
 `not told apart`. Stretches without a log count for neither side.
 """
 
@@ -64,7 +64,7 @@ class Amount(TypedDict):
 
 
 class Gap(TypedDict):
-    """A day's gap as JSON says it; `least`, `ratio` and parts where there is a clairvoyant."""
+    """A day's excess cost in JSON; `least`, `ratio` and parts where there is a hindsight optimum."""
 
     schema: str
     day: str
@@ -81,7 +81,7 @@ class Gap(TypedDict):
 def parts_of(
     timeline: LogWindows, requests: Requests, best: Clairvoyant, types: Mapping[str, WorkerType]
 ) -> dict[str, dict[str, float]]:
-    """Worker-seconds by part of the gap and by type; they add up to what is paid over the clairvoyant's."""
+    """Worker-seconds by part of the excess cost and by type; they add up to what is paid over the optimum."""
     rates = [requests.rate_rps(*window) for window in timeline.windows.tolist()]
     ruled = [look.rule for _, look, _ in timeline.pieces if look.rule is not None]
     since = ruled[-1].slope / ruled[-1].given_slope if ruled and ruled[-1].given_slope > 0 else None
@@ -205,9 +205,9 @@ def _remarks(best: Clairvoyant, timeline: LogWindows, types: int) -> list[str]:
 
 
 def gaps(data: Path, start_s: float, now_s: float, days: int = 7) -> list[Gap]:
-    """The gaps of the last days of a folder's log from `start_s` on, oldest first, today's so far among them.
+    """Excess costs of the last days of a folder's log from `start_s` on, oldest first, today's so far too.
 
-    A whole day is computed once and kept beside the log. Raises BadInput for what cannot be read.
+    A whole day is computed once and kept next to the log. Raises BadInput for what cannot be read.
     """
     folder = data / "history"
     of = [d for d in logged_days(folder) if day_begin_s(d) + DAY_S > start_s and day_begin_s(d) < now_s]

@@ -1,8 +1,8 @@
 """Plan jobs and kept plans in the database: each change of a job (queued, claimed, ended) is one transaction.
 
-A job is begun by `claim`, which no two callers can win, and ended by `finish`, which writes the plan and the
-state together and only while the attempt it belongs to is still the job's present one. So whatever is
-killed in between, a job has at most one result, and a job without one is queued again by `requeue`.
+`claim` begins a job, and no two callers can win it. `finish` ends it: it writes the plan and the state
+together, and only while its attempt is still the job's present one. So whatever is killed in between, a job
+has at most one result, and a job without one is queued again by `requeue`.
 
 Kept plans are those of jobs and those that a fleet was served under.
 """

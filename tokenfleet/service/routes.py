@@ -1,9 +1,8 @@
 """The HTTP routes of the plan service, and its metrics.
 
-`POST /v1/traces` takes a trace, `POST /v1/plans` makes a job of a trace and targets, `POST /v1/portfolios`
-one of a portfolio, and the other routes follow, show, list and cancel jobs. Handlers are plain functions,
-so that FastAPI runs them in threads beside the event loop. Jobs are counted in the database when Prometheus
-asks.
+`POST /v1/traces` takes a trace. `POST /v1/plans` makes a job of a trace and targets, `POST /v1/portfolios`
+one of a portfolio. The other routes follow, show, list and cancel jobs. Handlers are plain functions, so that
+FastAPI runs them in threads and the event loop stays free. The database counts jobs when Prometheus asks.
 """
 
 from __future__ import annotations
@@ -277,7 +276,7 @@ class JobCollector(Collector):
 
 
 class GapCollector(Collector):
-    """The last whole day's clairvoyant gap, where one is known: `tokenfleet_gap_ratio` and its parts."""
+    """The last whole day's excess cost, where one is known: `tokenfleet_gap_ratio` and its parts."""
 
     def __init__(self, last_gap: Callable[[], Gap | None]) -> None:
         self._last_gap = last_gap

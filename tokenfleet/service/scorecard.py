@@ -1,8 +1,8 @@
 """A plan's scorecard: its predictions, its fleet's measurements, and the bias of its profile.
 
 The traffic a plan was made for is never quite the traffic that comes. So the plan's fleet is replayed on the
-requests that it really got: only beside that does a difference in latency show the profile's own error, and
-by how much its step times are wrong.
+requests that it really got. Only against that replay does a difference in latency show the profile's own
+error, and by how much its step times are wrong.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 class PlanReplay:
     """Latencies (seconds) and attainment of the replay, and the step times that would have been right.
 
-    With decode and prefill `decode` and `prefill` times as long as the profile says, mean TPOT and median
-    TTFT of the replay come within `remaining` (ratios, observed / replayed) of what was observed.
+    Decode then takes `decode` and prefill `prefill` times as long as the profile says. With these, mean TPOT
+    and median TTFT of the replay are within `remaining` (ratios, observed / replayed) of what was observed.
     """
 
     ttft_s: np.ndarray

@@ -41,7 +41,7 @@ class Uploads:
         return summary
 
     def draft(self) -> Path:
-        """An empty file beside the others, for a body to be written to."""
+        """An empty file next to the others, for a body to be written to."""
         handle, path = tempfile.mkstemp(prefix="part-", dir=self._folder)
         os.close(handle)
         return Path(path)
@@ -113,7 +113,7 @@ def summary_of(trace: Trace, upload: str, name: str, size: int) -> dict[str, Any
 
 
 def sample_path() -> Path | None:
-    """The trace that ships: in the wheel, or in the repository beside the package; None if not here."""
+    """The trace that ships: in the wheel, or in the repository next to the package; None if not here."""
     package = Path(__file__).resolve().parents[1]
     places = (package / "_sample" / SAMPLE, package.parent / "examples" / SAMPLE)
     return next((place for place in places if place.is_file()), None)

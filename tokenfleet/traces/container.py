@@ -1,7 +1,7 @@
 """Files that hold a trace's rows, in CSV, JSON or Parquet, identified by content.
 
 A file is opened as a polars lazy frame, so that only the few columns wanted are ever held. A text file's
-columns arrive as text and are converted by the reader, which can then quote a bad value as it is written.
+columns arrive as text. The reader converts them, and can then quote a bad value as written.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 A mix has a prompt side and an output side, drawn independently, prompts first. Independence is close to
 the truth in the two measured mixes: rank correlation of prompt and output 0.07 (azure-conv), 0.05 (sharegpt).
 
-`S`, `M`, `L` are the generated workloads of Llumnix (OSDI '24, Table 1), to the token: over a legacy
+`S`, `M`, `L` are the generated workloads of Llumnix (OSDI '24, Table 1), to the token. Over a legacy
 RandomState seeded with 0xCADE, 10,000 prompts and then 10,000 outputs are the paper's S-S, M-M and L-L.
 
 Arrivals are Poisson, Gamma renewals with a chosen burstiness, or a daily swing. The first request arrives at
 0 and each next one a gap later. `rng` is a numpy Generator, or the legacy RandomState, whose stream never
-changes; drawn from the latter, the gaps are those of the published Llumnix workloads (one
-`exponential(1/rate)` or `gamma(1/cv², cv²/rate)` a request).
+changes. From the latter, the gaps are those of the published Llumnix workloads (one `exponential(1/rate)` or
+`gamma(1/cv², cv²/rate)` a request).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The identity of a trace's requests: what their sequences share, and the turns of sessions.
 
-Prefixes come from `hash_ids`, or from lengths: a turn's prompt then begins with the prompt and the answer of
-the turn before, where it is that long, and otherwise with its declared system prompt alone, where it has one.
+Prefixes come from `hash_ids`, or from lengths. With lengths, a turn's prompt begins with the prompt and
+answer of the turn before, where it is that long, else with its declared system prompt alone, if any.
 
-Formats with ids of prompts only do not say which blocks an answer filled. Where a later prompt begins with
-all the full blocks of an earlier one, which brought the last of them into the trace, and is long enough for
-its answer too, the blocks that follow and that no request had before are the earlier one's answer: they are
-added to its list. Blocks of one request alone are left out, as they are its own.
+Formats with ids of prompts only do not say which blocks an answer filled. The answer of a prompt shows where
+a later prompt begins with all its full blocks and is long enough for the answer too. The earlier one must
+have brought the last of them into the trace. The blocks that follow and that no request had before are its
+answer: they are added to its list. Blocks of one request alone are left out, as they are its own.
 """
 
 from __future__ import annotations

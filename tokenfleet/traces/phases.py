@@ -1,7 +1,7 @@
 """The phases of a trace: stretches of time with one request rate each, between change points.
 
 Change points are found as the autoscaler finds them (`controlplane.scaler.traffic`), in all of the trace at
-once: on counts in bins of `BIN_S`, wider in a long trace and in one of few requests. A phase lasts at least
+once. Counts are in bins of `BIN_S`, wider in a long trace and in one of few requests. A phase lasts at least
 `LEAST_S`, less in a trace below 40 minutes and more in one above 4 hours.
 """
 

@@ -1,14 +1,13 @@
 """The trace reader: any known format in any known file, checked and put in order.
 
-Strict where the data would be meaningless (a missing column, a value that is no number, NaN, a negative
-time or token count, an empty prompt): BadInput names file, row, column, value and what was expected.
-Lenient, with a warning, where a real log is merely untidy: rows out of order are sorted, requests that
-returned nothing are dropped, blank rows and unknown further columns are passed over. Equal arrival times
-are fine.
+It is strict where the data would be meaningless: a missing column, a value that is no number, NaN, a negative
+time or token count, an empty prompt. BadInput names file, row, column, value and what was expected. It warns
+where a real log is merely untidy: it sorts rows out of order, drops requests that returned nothing, and
+passes over blank rows and unknown further columns. Equal arrival times are fine.
 
-Times become seconds. Dates and other clocks count from the first arrival; `arrival_s` of the plain format and
-of Tokenfleet's request history is kept as written, as its zero is the start of the recording, unless the
-first arrival comes later than the whole recording lasts.
+Times become seconds. Dates and other clocks count from the first arrival. `arrival_s` of the plain format and
+of Tokenfleet's request history is kept as written, as its zero is the start of the recording. It too counts
+from the first arrival if that comes later than the whole recording lasts.
 """
 
 from __future__ import annotations

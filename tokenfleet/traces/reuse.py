@@ -2,9 +2,9 @@
 
 A request's hit is the longest run of its prompt's first blocks that earlier requests had, prompts and answers
 alike; at least one token is always computed. With every block ever seen kept, hits are *ideal*. The distance
-of a reuse is the number of unique tokens that requests touched since the last one that had the block: a cache
-that forgets the least recently used first serves those with distances up to its size. Requests count as
-touching all their blocks at their arrivals.
+of a reuse is the number of unique tokens that requests touched since the last one that had the block. A
+least-recently-used cache serves those with distances up to its size. Requests count as touching all their
+blocks at their arrivals.
 """
 
 from __future__ import annotations

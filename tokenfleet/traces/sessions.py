@@ -1,13 +1,14 @@
 """The turns of a trace's sessions: which row follows which, and what each waits for.
 
-A turn waits for the turns before it where the time to think is known: from `think_s`, or, in a history, from
-its own arrival and the answer of its session that had ended last. Elsewhere it comes at its recorded time.
+A turn waits for the turns before it where its think time is known. That is `think_s`, or, in a history, the
+time to its arrival from the answer of its session that had ended last. Elsewhere it comes at its recorded
+time.
 
-In Weka traces a sub-agent starts after the turn of its parent that is before `parent_turn`, and that turn
-waits for it. Recorded starts that contradict this are moved: turns that wait start when the last answer they
-wait for is complete, and their agent's later turns as much later. Waits other than an agent's for its own
-last answer are taken from these starts, as are those for an answer without `api_s`: there the recorded
-`think_s` counts from an earlier answer, whose end was known.
+In Weka traces a sub-agent starts after the turn of its parent that is before `parent_turn`, which waits for
+it. Recorded starts that contradict this are moved: turns that wait start when the last answer they wait for
+is complete, and their agent's later turns as much later. Waits other than an agent's for its own last answer
+are taken from these starts. So are those for an answer without `api_s`: there the recorded `think_s` counts
+from an earlier answer, whose end was known.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class RequestRows:
 
 @dataclass(frozen=True)
 class Links:
-    """Turns of sessions, by rows of the file: `before` [links] of `owner` [links], the one that a prompt
-    continues first; `think_s` [rows], NaN for one that waits for nothing; `rank` [rows] breaks ties of time.
+    """Turns of sessions, by rows of the file. `before` [links] precede `owner` [links], first the one that
+    its prompt continues. `think_s` [rows]: NaN if it waits for nothing. `rank` [rows] breaks ties of time.
     """
 
     session: Ints

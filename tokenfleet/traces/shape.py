@@ -1,7 +1,7 @@
 """The shape of a trace in figures: rate, burstiness, tails, drift, and the attainment that it can resolve.
 
 - CV of gaps: standard deviation over mean of inter-arrival times; 1 for Poisson.
-- Fano index at a window w: variance over mean of the counts in windows of w seconds; 1 for Poisson at
+- Fano index at a window w: variance over mean of the counts in windows of w seconds. It is 1 for Poisson at
   every w, and larger the more requests come in crowds.
 - Half-width at n requests: an attainment of p judged from n independent requests is known to within
   z·sqrt(p(1-p)/n), z = 1.96 for 95 %.
@@ -47,9 +47,9 @@ class ThirdsRatio:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Everything `trace check` measures. `fano` is keyed by window length, seconds; `rates_rps` are the
-    mean rates of equal spans of time, first to last. `resolution_s` is the coarsest step of which every
-    arrival is a multiple, 0 where it is finer than a millisecond. Undefined figures are nan.
+    """Everything `trace check` measures. `fano` is keyed by window length, seconds; `rates_rps` are the mean
+    rates of equal spans of time, first to last. `resolution_s` is the coarsest step that divides every
+    arrival time, 0 where it is finer than a millisecond. Undefined figures are nan.
     """
 
     requests: int

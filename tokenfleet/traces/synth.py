@@ -6,12 +6,12 @@
 
     turns, think times (seconds)   a side as above: fixed:N, uniform:LOW:HIGH, lognormal:MEAN:CV
 
-With turns, arrivals are those of sessions, and the two lengths those of a turn's message and answer: its
+With turns, arrivals are those of sessions, and the two lengths those of a turn's message and answer. A turn's
 prompt is all that came before in its session and the message. Recorded times take 20 ms for each token of an
 answer.
 
-Prompts, outputs and gaps are drawn in this order from one legacy RandomState: its stream never changes
-between numpy versions, and with the published seed `S-S`, `M-M`, `L-L` are Llumnix's workloads.
+Prompts, outputs and gaps are drawn in this order from one legacy RandomState. Its stream never changes
+between numpy versions. With the published seed `S-S`, `M-M`, `L-L` are Llumnix's workloads.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def synthesise(arrival_law: str, lengths: str, requests: int, seed: int = PUBLIS
 
 @dataclass(frozen=True, slots=True)
 class SessionLaws:
-    """Laws of sessions: their turns, the seconds to think before each but the first, the tokens of a system
-    prompt that all share, and the context beyond which a session has no further turn.
+    """Laws of sessions: their turns, and the seconds to think before each but the first. All share a system
+    prompt of `system_tokens`. A session has no further turn beyond a context of `context_tokens`.
     """
 
     turns: str
@@ -73,7 +73,7 @@ class SessionLaws:
 def synthesise_sessions(
     arrival_law: str, lengths: str, requests: int, laws: SessionLaws, seed: int = PUBLISHED_SEED
 ) -> tuple[Workload, SystemPrompts | None]:
-    """At most so many requests of sessions, and their system prompt; raises BadInput as `synthesise` does."""
+    """At most `requests` requests of sessions, and their system prompt. Raises BadInput as `synthesise`."""
     load = synthesise(arrival_law, lengths, requests, seed)
     rng = np.random.RandomState((seed + 1) % 2**32)
     turns = _side("--turns", laws.turns, 1.0).draw(requests, rng)

@@ -1,7 +1,7 @@
 """Requests from the files of load tools, LiteLLM and OpenTelemetry, as the columns of the plain format.
 
 These files nest what a table has in columns. A reader turns one JSON object of a file into rows of COLUMNS.
-A value is kept as it is written, so that the trace reader can quote a bad one.
+A value is kept as written, so that the trace reader can quote a bad one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A trace: a workload with its source and the corrections that reading it took; and several traces as one.
 
-Traces that all carry a real clock (dates, Unix times) are laid on it, so that what overlapped still
-overlaps. Traces whose clocks do not meet (a gap longer than all of them together), and traces of which any
-has only relative times, are overlaid: each keeps its own times and all begin at zero, as the services
-behind them would run side by side on one fleet.
+Traces that all carry a real clock (dates, Unix times) are laid on it, so that what overlapped still overlaps.
+They are overlaid if any has only relative times, or if their clocks do not meet (a gap longer than all of
+them together). Each then keeps its own times and all begin at zero, as if their services ran on one fleet.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class Trace:
 
     `clock_start_s` is the Unix time (seconds) of the workload's zero, None where the file's times are
     relative. `tenant` [requests] indexes `tenants`; a file without tenants has the one called "default".
-    `warnings` are whole lines for a person; the counts behind them are `out_of_order` (rows that came
-    before an earlier arrival and were sorted in), `empty_outputs` (requests that returned nothing and
-    were dropped) and `blank_rows`. `from_lengths`: the workload's prefixes follow from its sessions, lengths
-    and `systems`. `assumed`: what a trace rests on that is drawn instead of recorded.
+    `warnings` are whole lines for a person. The counts behind them are `out_of_order` (rows that came before
+    an earlier arrival and were sorted in), `empty_outputs` (requests that returned nothing and were dropped)
+    and `blank_rows`. `from_lengths`: the workload's prefixes follow from its sessions, lengths and `systems`.
+    `assumed`: what a trace rests on that is drawn instead of recorded.
     """
 
     name: str

@@ -50,7 +50,7 @@ def write_trace(
     overwrite: bool = False,
     on_rows: Callable[[int], object] = lambda rows: None,
 ) -> None:
-    """Write `trace` to `path`, whole or not at all; `on_rows` is told of each batch of rows written.
+    """Write `trace` to `path`, whole or not at all; `on_rows` gets the size of each batch of rows written.
 
     Raises BadInput if the suffix does not suit `form`, the file exists and `overwrite` is false, or the
     system refuses the write.

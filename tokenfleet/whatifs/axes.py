@@ -1,7 +1,7 @@
 """The axes and scenarios of a what-if grid: `--vary rate=0.5,1,2 --vary slo.ttft=400ms,800ms` makes six.
 
-An axis is a *promise* (what clients are told), a *choice* (how it is kept) or a *circumstance* (what is not
-ours to choose). Scenarios compete only in the same circumstances.
+An axis is a *promise* (to clients), a *choice* (how to keep it) or a *circumstance* (not ours to choose).
+Scenarios compete only in the same circumstances.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def checked(key: str, value: str) -> Value:
 
 
 def changed(request: PlanRequest, changes: Changes) -> PlanRequest:
-    """`request` with the changes of a cell. Raises BadInput where one has no meaning beside the others."""
+    """`request` with the changes of a cell. Raises BadInput where one has no meaning with the others."""
     after = request
     for key, text in changes.items():
         axis = AXES[key]

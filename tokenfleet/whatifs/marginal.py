@@ -38,7 +38,7 @@ NO_CLOCK = TimeOfDay()
 def marginal(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) -> dict[str, list[dict[str, Any]]]:
     """For each numeric axis: its steps between neighbouring values.
 
-    `usd_per_hour` and `gpus` are what going from `from` to `to` adds (`cold-start`: to the schedule's price);
+    `usd_per_hour` and `gpus` are what going from `from` to `to` adds (`cold-start`: to the schedule's price).
     `per_unit` is USD an hour (GPUs where a price is unknown) per unit of the axis, seconds for durations.
     """
     result: dict[str, list[dict[str, Any]]] = {}

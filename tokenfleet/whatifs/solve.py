@@ -54,7 +54,7 @@ def families(tasks: Sequence[Task]) -> list[Family]:
 
 
 def solve(family: Family) -> Iterator[tuple[int, Result]]:
-    """The number and the result of each task, as soon as it is there. What has no plan has its reason."""
+    """The number and the result of each task, as soon as ready. A task without a plan has its reason."""
     replayer = Replayer()
     with threads(family.threads) as pool:
         for task in family.tasks:

@@ -57,7 +57,7 @@ class RoleOrder(_Order):
 
 
 class MoveOrder(_Order):
-    """A running request, and the worker it shall go to; without one the fleet chooses."""
+    """A running request, and the worker to move it to; without one the fleet chooses."""
 
     request_id: str = Field(min_length=1, max_length=256)
     target: str | None = Field(None, min_length=1, max_length=64)
@@ -76,7 +76,7 @@ class RestartOrder(_Order):
 
 
 class UpdateOrder(RestartOrder):
-    """The model and the vLLM flags of all workers from now on; what is left out stays as it is."""
+    """The model and the vLLM flags of all workers from now on; a field left out does not change."""
 
     model: str | None = Field(None, min_length=1, max_length=4096)
     flags: list[str] | None = Field(None, max_length=256)
@@ -101,7 +101,7 @@ class NoteDecision(_Order):
 
 
 class MoveDecision(_Order):
-    """The controller's: a request, and the worker it shall go to. `advisory`: only recorded."""
+    """The controller's: a request, and the worker to move it to. `advisory`: only recorded."""
 
     request_id: str = Field(min_length=1, max_length=256)
     target: str = Field(min_length=1, max_length=64)

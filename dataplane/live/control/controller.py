@@ -1,14 +1,14 @@
 """The controller: the process of a live fleet that decides, by a round of the port every heartbeat.
 
-It looks at the fleet through the control API and acts through it, and may die without harm: gateways go on
+It looks at the fleet through the control API and acts through it. It may die without harm: gateways go on
 placing requests with what they know, and nothing is moved or scaled. Started again, it begins with an empty
-state, but for the counts that forecasts are made from, where the fleet keeps data. They are written when a
-bin closes, whole beside their place and then renamed into it, so that a controller killed at any time leaves
-those of some moments ago. Counts by bin, no requests. What workers there were, and what was wanted of them,
-goes to the fleet's log.
+state. Only the counts that forecasts are made from are kept, where the fleet keeps data. They are written
+when a bin closes, whole under another name and then renamed. So a controller killed at any time leaves those
+of some moments ago. They are counts by bin, no requests. The workers that there were, and what was wanted of
+them, go to the fleet's log.
 
-Run by the fleet as `python -m dataplane.live.control.controller`, its settings as JSON on stdin. It ends
-when its parent does.
+Run by the fleet as `python -m dataplane.live.control.controller`, its settings as JSON on stdin. It ends when
+its parent does.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def run(settings: ControllerSettings) -> None:
 
 
 def main() -> None:
-    """Read the settings from stdin and run; whoever started it may have been ended before it wrote them."""
+    """Read the settings from stdin and run; do nothing where the parent ended before it wrote them."""
     os.setpgrp()  # Ctrl-C is for the fleet, which then ends this one
     use_kernel_cache()
     if settings := sys.stdin.read():

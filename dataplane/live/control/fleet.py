@@ -1,11 +1,11 @@
-"""A whole live fleet, put together and run until it is told to stop.
+"""A whole live fleet, put together and run until it is stopped.
 
-gateway (vLLM's server, FleetCore) ── links ── workers (Ray actors, or emulated engines)
-   │  with --gateways N: N processes with vLLM's servers ── Unix socket ── FleetCore
-   └─ control API ── HTTP ── controller (its own process: decides, and may die without harm)
+    gateway (vLLM's server, FleetCore) ── links ── workers (Ray actors, or emulated engines)
+       │  with --gateways N: N processes with vLLM's servers ── Unix socket ── FleetCore
+       └─ control API ── HTTP ── controller (its own process: decides, and may die without harm)
 
 All but the supervisor above it (supervisor.py) is one core. When it dies, its successor is put together the
-same way, but finds gateways and workers there, and in the estate's record what they are.
+same way. It finds gateways and workers there, and in the estate's record what they are.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class FleetSettings:
     `slo` None: DEFAULT_SLO, eased where no engine of the fleet could meet it. `kept`: profiles of before.
     `moves`: whether the controller may move requests between serving workers (else only draining ones are).
     `attainment`: the share of requests that should be within their targets. `move_bytes_per_s`: what copies
-    may take of a worker, `move_share`: of a core's time. `headroom`: the share of KV kept free beside a
-    high-priority request. None of both is CPU_MOVES where copying takes the
-    cores that compute, no bound elsewhere. `nodes_wait_s`: how long GPUs may be missing of a Ray cluster.
-    `share`: the most workers of one model of several, at first. `site`: where workers may be.
-    `emulated_start_s`: how long emulated engines take to start.
+    may take of a worker, `move_share`: of a core's time. Both None: CPU_MOVES where copying takes the cores
+    that compute, no bound elsewhere. `headroom`: the share of KV kept free on a worker with a
+    high-priority request. `nodes_wait_s`: how long GPUs may be missing of a Ray cluster. `share`: the most
+    workers of one model of several, at first. `site`: where workers may be. `emulated_start_s`: how long
+    emulated engines take to start.
     """
 
     gateway: GatewaySettings
@@ -264,7 +264,7 @@ class _Fleet:
         return core
 
     async def start_workers(self) -> None:
-        """Start the first workers, or adopt those that are there, and load the controller beside them."""
+        """Start the first workers, or adopt those that are there, while the controller loads."""
         settings, core, estate = self.settings, self.core, self.estate
         if settings.engine == "vllm":
             self._tell("joining Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray")

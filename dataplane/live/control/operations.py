@@ -208,7 +208,7 @@ class Operations:
         }
 
     def share(self) -> dict[str, Any]:
-        """What a portfolio's broker goes by: the share, and the workers asked for, needed and held."""
+        """The input of a portfolio's broker: the share, and the workers asked for, needed and held."""
         pool = self.cluster
         asked = sum(pool.asked_kinds.values())
         needed = asked if self.needed is None or not self.auto else min(asked, self.needed)
@@ -391,7 +391,7 @@ class Operations:
         self.cluster.scale(kinds, change.reason, change.facts)
 
     def note(self, note: Note) -> None:
-        """Record what the controller has to say of the fleet's size."""
+        """Record the controller's note about the fleet's size."""
         self.events.record(time.time(), note.kind, note.reason, **dict(note.facts))
 
     async def decide_migrate(self, name: str, target: str, reason: str, advisory: bool) -> None:

@@ -110,8 +110,8 @@ class ControllerSettings:
     `parent`: the process to end with. `worker_types`: the fleet's, with the profiles given. `data`: the
     folder that demand and the fleet's log are kept in; None keeps none. `moves`: whether requests move
     between serving workers. `policy`: of placement, where all profiles are known; `headroom`: for
-    high-priority requests. `attainment`: of requests of none of the `classes`. `tells_need`:
-    whether the fleet is told what it needs, of what it asks for.
+    high-priority requests. `attainment`: of requests of none of the `classes`. `tells_need`: whether the
+    controller reports to the fleet how many of the workers asked for are needed.
     """
 
     control: str

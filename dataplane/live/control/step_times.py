@@ -1,8 +1,8 @@
 """Step times of the workers against their profile, and the profile corrected by them.
 
-Each telemetry message carries the steps executed since the one before; `perfmodel.refit` learns from the
-first of them, since long ones are likelier to be the last before a message. Placement is told when the
-refitted model has moved, operators see the factors, and a sudden change is an event of the fleet's log.
+Each telemetry message carries the steps executed since the one before. `perfmodel.refit` learns from the
+first of them, since long ones are likelier to be the last before a message. Placement is notified when
+the refitted model has moved. Operators see the factors. A sudden change is an event of the fleet's log.
 """
 
 from __future__ import annotations
@@ -123,11 +123,10 @@ class KindTimes:
 class StepTimes(Collector):
     """The refits of those kinds of a fleet whose profile is known, by name.
 
-    A profile that counts drafts is of tokens, where engines tell of steps: it stays as it is.
+    A profile that counts drafts is of tokens, but engines report steps: it is not refitted.
 
-    `attached`: the workers there are, `kind_of`: their kind. Workers of a kind take turns, so that each is
-    heard as often as the others and a large fleet learns as fast as a small one, for the same time of the
-    gateway's.
+    `attached`: the workers there are, `kind_of`: their kind. Workers of a kind take turns, so each is heard
+    as often as the others. A large fleet learns as fast as a small one, for the same time of the gateway's.
     """
 
     def __init__(

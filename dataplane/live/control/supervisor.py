@@ -1,12 +1,12 @@
 """The supervisor: the process of `tokenfleet serve` that keeps a core running, or those of several models.
 
 It decides nothing and loads nothing. `tokenfleet serve` reads its flags, loads vLLM, binds its sockets, and
-forks: the child stays as it is and becomes the fork server of cores and gateways, the parent becomes this
+forks. The child becomes the fork server of cores and gateways, with all that loaded. The parent becomes this
 program. So the next core begins within seconds, and waiting takes no memory.
 
 A core that has served and then dies, or hangs for `silent_s` and is killed, gets a successor. One that ends
 by itself ends the fleet. SIGTERM and SIGINT go on to the core. It is killed if it does not end, as where Ray
-does not answer or a model compiles or loads for long; then what is left below it is killed.
+does not answer or a model compiles or loads for long. Then what is left below it is killed.
 
 The fleets of several models have a core each and one more process before them, the front.
 """
@@ -56,8 +56,8 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds: `silent_s` of a core that hangs, or is stopped; `last_s` of one that was asked to end, whose
-    loop stops before its workers have; `end_s` for what is below to end by itself."""
+    """Seconds: `silent_s` of a core that hangs, or is stopped. `last_s` of one that was asked to end: its
+    loop stops before its workers have. `end_s` for what is below to end by itself."""
 
     silent_s: float = 30.0
     last_s: float = 60.0

@@ -1,10 +1,12 @@
 """The scheduler of an emulated engine: batch composition, admission, preemption and KV block ownership.
 
-It follows vLLM V1's rules, which the simulated plane calls `chunked`: one token for each decoding segment,
-the next chunk of each running prefill, then waiting segments in order of (priority, arrival), all within
-`max_batched_tokens`; admission by free blocks; when a block is missing the newest admitted segment is
-preempted and recomputed later. KV is counted in blocks, and holds are those of the real connector (`Holds`):
-a loader whose KV has arrived stays in the batch with its blocks pinned and is not computed.
+It follows vLLM V1's rules, which the simulated plane calls `chunked`. A step takes one token for each
+decoding segment, the next chunk of each running prefill, then waiting segments in order of (priority,
+arrival). All are within `max_batched_tokens`. Admission is by free blocks. When a block is missing, the
+newest admitted segment is preempted and recomputed later.
+
+KV is counted in blocks. Holds are those of the real connector (`Holds`): a loader whose KV has arrived stays
+in the batch with its blocks pinned and is not computed.
 """
 
 from __future__ import annotations

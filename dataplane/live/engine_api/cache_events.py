@@ -56,7 +56,7 @@ def number_of(text: str) -> int:
 
 
 class CachedBlocks:
-    """The blocks that one engine has cached, in blocks of so many tokens. It begins with none."""
+    """The blocks that one engine has cached, each of `block_tokens` tokens. It begins with none."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens

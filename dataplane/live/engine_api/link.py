@@ -76,10 +76,10 @@ class Telemetry:
     """A worker's load after one of its steps; counters grow from the worker's start.
 
     `context_tokens` is what the decoding sequences held at the step's start, `prefill_tokens` what the step
-    computed of prompts, `prefill_sum_sq` its Σ (end² - start²). `executed` are the last steps, the
-    newest last, all since the telemetry before the last one at least (up to a few hundred): messages come at
-    their own times, and long steps are likelier to be the last before one. Readers tell by `steps` which of
-    them are new to them. `kv_fetched`: bytes that its ranks have fetched, by the way that they took;
+    computed of prompts, `prefill_sum_sq` its Σ (end² - start²). `executed` are the last steps, the newest
+    last. They are all since the telemetry before the last one at least (up to a few hundred). Messages come
+    at their own times, and long steps are likelier to be the last before one. Readers see by `steps` which of
+    them are new to them. `kv_fetched`: bytes that its ranks have fetched, by the way that they took.
     `host_loaded_bytes`, `host_loading_s`: those loaded from host memory, and how long its ranks took in all.
     """
 
@@ -101,7 +101,7 @@ class Telemetry:
     host_loading_s: float = 0.0
 
     def since(self, steps: int) -> tuple[Executed, ...]:
-        """Those executed steps that came after the worker's first `steps`, as far as they are told."""
+        """The executed steps after the worker's first `steps`, as far as `executed` holds them."""
         new = min(max(self.steps - steps, 0), len(self.executed))
         return self.executed[len(self.executed) - new :]
 
@@ -115,7 +115,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The LoRA adapters that a worker holds, after it was told to load `asked`; `error` if it could not."""
+    """The LoRA adapters that a worker holds, after an order to load `asked`; `error` if it could not."""
 
     held: tuple[int, ...]
     asked: int

@@ -89,8 +89,8 @@ class Adapter(msgspec.Struct, array_like=True, omit_defaults=True):
 class EngineRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A segment as an engine gets it. `arrival_time` is Unix time; a lower `priority` goes first.
 
-    `prompt_token_ids` is a list, or None beside embeddings.
-    `abort_immediately`: it only carries a message to the engine's KV connector (kv_messages.py).
+    `prompt_token_ids` is a list, or None where the prompt is embeddings. `abort_immediately`: it only carries
+    a message to the engine's KV connector (kv_messages.py).
     """
 
     request_id: str

@@ -56,7 +56,7 @@ def checked_source(source: str) -> str:
 
 
 def read_notice(source: str, worker: str) -> Notice | None:
-    """What a source says of this machine and a worker on it, if anything. Blocks, for a few seconds at most.
+    """A source's notice for this machine and a worker on it, if any. Blocks, for a few seconds at most.
 
     Raises OSError where it cannot be asked, BadInput where its answer cannot be read.
     """

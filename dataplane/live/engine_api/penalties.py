@@ -6,8 +6,8 @@ vLLM computes, for a token t with c(t) of it among the outputs (OpenAI's definit
 
 where rep is the repetition penalty of tokens seen in prompt or output. In a continuation the earlier outputs
 are prompt; rep still sees them, c does not. A logits processor adds what the earlier ones are due. The first
-model runner of vLLM calls it before its own penalties, so that it undoes rep where it will be applied on top;
-the second one, which GPUs use, calls it after them.
+model runner of vLLM calls it before its own penalties, so it undoes rep where rep will be applied on top. The
+second one, which GPUs use, calls it after them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processes of a host and tasks of a process: who ends with whom, what is left to a successor, memory, cores.
 
-Workers share a host's cores out by abstract Unix sockets, whose names belong to the host and go with the
-process that holds them: a share is free again when its worker has ended, however it ended.
+Workers share a host's cores out by abstract Unix sockets. Their names belong to the host and go with the
+process that holds them. So a share is free again when its worker has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class Cores:
 
 
 class RayDaemon:
-    """The raylet that started this process. Without it nobody can reach the actor to end it."""
+    """The raylet that started this process. Without it the actor cannot be reached to end it."""
 
     def __init__(self, name: str = "raylet") -> None:
         parent = os.getppid()

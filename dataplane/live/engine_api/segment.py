@@ -4,10 +4,10 @@ A continuation's prompt is the client's prompt followed by the tokens already se
 must not depend on where one ends and the other begins. `OBSTACLES` lists the request options for which it
 does; `segment_request` adjusts those that can be adjusted:
 
-- max_tokens and min_tokens count what is left;
-- presence and frequency penalties count the earlier tokens through `penalties.CarriedPenalties`;
-- a grammar is advanced over the earlier tokens by the engine's connector, before it masks the next one;
-- prompt logprobs were delivered with the first token and are not asked for again.
+- max_tokens and min_tokens count what is left.
+- Presence and frequency penalties count the earlier tokens through `penalties.CarriedPenalties`.
+- A grammar is advanced over the earlier tokens by the engine's connector, before it masks the next one.
+- Prompt logprobs were delivered with the first token and are not asked for again.
 
 Stop strings, text and logprob records live above the fleet and do not notice a new segment.
 """

@@ -2,7 +2,7 @@
 
 Rows are those of `tokenfleet fit` (prefill_tokens, sequences, context_tokens, step_s, prefill_sum_sq,
 prefill_sequences). A step's time runs from the end of the previous step to its own end if work was left in
-between, so it holds everything that a client waits for: scheduling, the model, sampling and output. The first
+between. So it holds everything that a client waits for: scheduling, the model, sampling and output. The first
 step after a pause runs from its own begin. With asynchronous scheduling the engine begins a step while the
 last one still runs, so that begin counts only if it is later than the last end.
 """
@@ -48,7 +48,7 @@ class Step:
 
 
 def step_stats(load: Mapping[str, int]) -> dict[str, int] | None:
-    """What a step's statistics tell a gateway besides vLLM's own, in their `kv_connector_stats`.
+    """The statistics of a step for a gateway, added to vLLM's own in their `kv_connector_stats`.
 
     The tokens of prompts that it computed; None for a step that computed nothing. `load`: `step_load`'s.
     """

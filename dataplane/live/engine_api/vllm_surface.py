@@ -196,7 +196,7 @@ def host_chunks(offloading: OffloadingConnector) -> int:
 
 
 def loads_of(stats: Any) -> tuple[int, float]:
-    """What statistics of vLLM's offloading, or None, say of loads from host memory: bytes, and seconds."""
+    """Loads from host memory by statistics of vLLM's offloading: bytes, and seconds; 0 of both for None."""
     counted = {} if stats is None else stats.reduce()
     return int(counted.get(_Offloaded.LOAD_BYTES, 0)), float(counted.get(_Offloaded.LOAD_TIME, 0.0))
 
@@ -204,9 +204,9 @@ def loads_of(stats: Any) -> tuple[int, float]:
 def sleep_while_spinning() -> None:
     """Make this process give its core away while it waits for vLLM's shared-memory queues.
 
-    They spin on `sched_yield`. On a host whose cores are the engine's accelerator the spinning takes a core
-    from other processes, and since Linux 6.18 (a yielding task forfeits its virtual runtime) two processes
-    that yield on one core keep the kernel's own threads waiting: loopback connections stalled for seconds.
-    vLLM's other way, for old Pythons, is `sleep(0)`, which sleeps some 50 us.
+    They spin on `sched_yield`. On a host whose cores are the engine's accelerator, the spinning takes a core
+    from other processes. Since Linux 6.18 a yielding task forfeits its virtual runtime. So two processes that
+    yield on one core keep the kernel's own threads waiting: loopback connections stalled for seconds. vLLM's
+    other way, for old Pythons, is `sleep(0)`, which sleeps some 50 us.
     """
     _utils.USE_SCHED_YIELD = False

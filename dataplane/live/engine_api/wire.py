@@ -18,8 +18,8 @@ encoding, so nothing is lost or copied by field; everything else is msgpack of p
                        cached  CacheChange as a map: what changes, and all of it when asked
                        lost    reason
 
-Both sides bound their queues. A worker that cannot deliver a gateway's outputs disconnects that gateway: its
-segments are aborted and it is told `lost`. A gateway whose worker's queue is full waits in `add`.
+Both sides bound their queues. A worker that cannot deliver a gateway's outputs disconnects that gateway: it
+aborts the gateway's segments and sends `lost`. A gateway whose worker's queue is full waits in `add`.
 """
 
 from __future__ import annotations

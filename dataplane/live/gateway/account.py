@@ -3,9 +3,9 @@
 Every change is counted here (a request put on a worker, its tokens, its end), so ten requests that arrive
 between two telemetry messages are spread over the workers. The ledger counts a worker's decode steps; here a
 step is a batch of outputs in which decoding requests got a token. A request that got none (preempted, or its
-chunk was left out of the step) is set back by one, so generated = key + step stays exact. Engines say what
-each step has computed of prompts; what the step in progress takes of them, and when it ends, goes by the
-ledger's own rule. Of a worker whose step times are not known, only its KV and its seats bound what it takes.
+chunk was left out of the step) is set back by one, so generated = key + step stays exact. Engines report the
+prompt tokens that each step computed. The ledger's own rule gives those of the step in progress, and its end.
+Of a worker whose step times are not known, only its KV and its seats bound what it takes.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Account:
             self.begin_step(worker, now_s)
 
     def expect(self, request: Tracked, worker: WorkerId | None) -> None:
-        """Count a request on the worker that it is on its way to, beside where it is; None: no more."""
+        """Count a request on the worker that it is on its way to, and still where it is; None: no more."""
         w, tokens = self._expected.pop(request.id, (state.NONE, 0))
         if w != state.NONE:
             self._led.workers[w]["queued"] -= 1

@@ -145,8 +145,8 @@ class Unread:
     """A queue of batches with one reader. `tell` never waits, so that batches keep their order.
 
     A bounded asyncio.Queue would not do: of two senders waiting for a place, the later may be woken
-    first, and a request that has just moved has two senders. With a `sink`, which takes each batch as it is
-    told, nothing is queued.
+    first, and a request that has just moved has two senders. With a `sink`, nothing is queued: it takes each
+    batch at once.
     """
 
     def __init__(self, most: int) -> None:
@@ -234,9 +234,9 @@ class AdapterBook:
     """The LoRA adapters that workers hold, by their ids, and the loads that are asked for.
 
     A request carries the path of its adapter, and a worker that does not hold it loads it before the request.
-    So an adapter is loaded once when it is named to the fleet, which tells whether it can be, and on other
-    workers as requests come to them; placement prefers those that hold it. An engine forgets the least used
-    beyond its `--max-cpu-loras`.
+    So an adapter is loaded once when it is named to the fleet: that shows whether it can be loaded. Other
+    workers load it as requests come to them. Placement prefers workers that hold it. An engine forgets the
+    least used adapters beyond its `--max-cpu-loras`.
     """
 
     def __init__(self) -> None:

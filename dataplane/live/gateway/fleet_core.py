@@ -3,11 +3,11 @@
 It takes the place of AsyncLLM's EngineCoreClient. A request is assigned on arrival, tracked by its token
 list, and its outputs come back under its own id whatever worker made them. Invariants:
 
-- a request listens to at most one segment; outputs of any other segment id are dropped;
-- tokens enter `Tracked.output_token_ids` and the front end's queue in the same instant and order, so each
-  reaches the client exactly once;
-- a segment that ends in an error, or whose worker is lost, is replayed from prompt and tokens so far on
-  another worker; only when that is impossible does the client see an error, and it always sees it.
+- A request listens to at most one segment; outputs of any other segment id are dropped.
+- Tokens enter `Tracked.output_token_ids` and the front end's queue in the same instant and order, so each
+  reaches the client exactly once.
+- A segment that ends in an error, or whose worker is lost, is replayed from prompt and tokens so far on
+  another worker. Only when that is impossible does the client see an error, and it always sees it.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class FleetCore(FrontEndClient):
     ) -> None:
         """Take over a request of an earlier core with its tokens so far: as if its worker had been lost.
 
-        It goes back to that worker, which has its text cached, where this core has adopted it. Where nobody
-        knows what made its tokens, it fails rather than go on with another model.
+        Where this core has adopted that worker, it goes back there, since its prefix is cached there. Where
+        it is unknown which weights made its tokens, it fails rather than go on with another model.
         """
         tracked = self._track(request)
         tracked.resume(tokens, first_s, time.monotonic(), core)

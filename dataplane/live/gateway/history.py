@@ -1,7 +1,7 @@
 """The record of served requests and step times, for length prediction and for refitting.
 
-Where a data folder is given, `history/` gets a row for each request that ended (`tokenfleet plan --since 1h`
-reads it), and `steps.csv` a line for each engine step, which reads as measurements (`tokenfleet fit
+Where a data folder is given, `history/` gets a row for each request that ended; `tokenfleet plan --since 1h`
+reads it. `steps.csv` gets a line for each engine step, and can be read as measurements (`tokenfleet fit
 --measurements`). Beyond STEP_FILE_BYTES the older half of the steps is deleted. Every step is written: a
 sample taken at intervals would hold too many of the long ones.
 """
@@ -38,10 +38,10 @@ STEP_COLUMNS = (
 class History:
     """Finished requests and step samples; `lengths` is what they teach about output lengths.
 
-    The last requests of the same model that the folder knows are remembered from the start, so that a fleet
-    that begins anew predicts as it did. `prior_tokens` is expected of every output until enough has been
-    seen. With `prefixes` rows say, in salted digests, what requests share. Raises BadInput for a folder that
-    cannot be written.
+    From the start it remembers the last requests of the same model in the folder, so that a restarted fleet
+    predicts as before. Until enough has been seen, every output is expected to have `prior_tokens`. With
+    `prefixes`, rows have salted digests of what requests share. Raises BadInput for a folder that cannot be
+    written.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class History:
         self._written_s = 0.0
 
     def expected_tokens(self, prompt_tokens: int, generated: int = 0) -> int:
-        """Output tokens to expect in all of a request that has made so many and goes on."""
+        """Output tokens to expect in total from a request that has made `generated` of them and goes on."""
         return max(generated + 1, round(float(self.lengths.predict(prompt_tokens, generated))))
 
     def add(self, tracked: Tracked, outcome: str) -> None:

@@ -49,7 +49,7 @@ class KeyClaims(Protocol):
     async def claim(self, name: str, digest: bytes) -> StoredAnswer | None:
         """The answer that is kept under a name, waiting for one that is being made; None: make it.
 
-        Raises OtherBody. Whoever gets None must `settle`.
+        Raises OtherBody. A caller that gets None must `settle`.
         """
 
     async def settle(self, name: str, answer: StoredAnswer | None) -> None:
@@ -103,7 +103,7 @@ class Answers:
         running.over.set()
 
     async def release(self, holder: object) -> None:
-        """Whoever made these answers is gone: the next in line run."""
+        """The holder that was making these answers is gone: the next in line run."""
         for name in [name for name, running in self._under_way.items() if running.holder == holder]:
             await self.settle(name, None)
 

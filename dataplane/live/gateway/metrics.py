@@ -201,7 +201,7 @@ class Metrics:
 class EngineFamilies(Collector):
     """vLLM's `vllm:` families from a registry, `engine` index replaced by `worker` name.
 
-    Indices without a worker (spare slots, workers gone) are left out.
+    Indices without a worker (unused slots, workers gone) are left out.
     """
 
     def __init__(

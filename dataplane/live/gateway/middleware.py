@@ -1,9 +1,9 @@
 """The gateway's ASGI middleware: keys, rate limits, SLO headers, and refusals with a true status.
 
-It is named to vLLM's server by that server's own `--middleware` flag and delays the start of a response until
-the first piece of the body. By then the request has been placed or turned away, so a refusal can still be a
-429 with `Retry-After` although vLLM has begun to stream, and the header `x-tokenfleet-worker` is known. After
-a failure in mid-stream vLLM writes an error event and then `[DONE]`: the event gets the fleet's reason, and
+vLLM's server loads it by its own `--middleware` flag. It delays the start of a response until the first piece
+of the body. By then the request has been placed or turned away. So a refusal can still be a 429 with
+`Retry-After` although vLLM has begun to stream, and the header `x-tokenfleet-worker` is known. After a
+failure in mid-stream vLLM writes an error event and then `[DONE]`. The event gets the fleet's reason, and
 `[DONE]` is dropped, so that no broken stream looks complete.
 """
 
@@ -45,11 +45,13 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass(slots=True)
 class DoorPolicy:
-    """The gateway's keys and default targets; `allow` counts a request of a key and says in how many seconds
-    it may come; `abandon` ends the requests of a client that has left; `claims` are the fleet's idempotency
-    keys. `page` is where a browser on this machine that opens `/` is sent. `closing` is why no request is let
-    in any more, or empty; while `is_leaving`, answers end their connections. `server` is uvicorn's.
-    `classes`: the targets of each SLO class."""
+    """The gateway's keys and default targets, and what its front door calls.
+
+    `allow` counts a request of a key and returns in how many seconds it may come. `abandon` ends the requests
+    of a client that has left. `claims` are the fleet's idempotency keys. A browser on this machine that opens
+    `/` is sent to `page`. `closing` is why no request is let in any more, or empty. While `is_leaving`,
+    answers end their connections. `server` is uvicorn's. `classes`: the targets of each SLO class.
+    """
 
     keys: KeyRing
     default_slo: Slo

@@ -2,10 +2,9 @@
 
 A request's blocks are named by hashes of its tokens; a cache salt or a LoRA adapter makes another tree. A
 request with more than text in its prompt, or whose prompt's log probabilities are asked for, is a tree of its
-own.
-What an engine tells comes as numbered changes, after all of it was asked for. Where numbers are missing it is
-asked for anew, and until it has come nothing else is believed. The cache of an engine that tells nothing is
-taken to be one of vLLM's, with what it was given here.
+own. The gateway asks an engine for its whole cache; from then on the engine sends numbered changes. Where
+numbers are missing the gateway asks for all of it again, and believes nothing else until that has come. The
+cache of an engine that tells nothing is taken to be one of vLLM's, with what it was given here.
 
 Workers whose engine caches no prefixes, or in blocks that the first one's do not divide into, have no mirror.
 What lies in host memory below KV is known where engines tell, and of them alone.
@@ -59,10 +58,11 @@ class Found(NamedTuple):
 class Hits:
     """Tokens of the prompts that a worker was given, since it came.
 
-    `hit`: those that its engine found, `loaded`: those of them that it loaded from host memory; `expected`:
-    those that were expected to be found as the requests were placed; `off`: by how much the two differ,
-    request by request; `ideal`: those that any worker had computed before, which one cache of all workers
-    with room for everything would hit.
+    - `hit`: those that its engine found.
+    - `loaded`: those of the hits that it loaded from host memory.
+    - `expected`: the hits expected when the requests were placed.
+    - `off`: by how much `hit` and `expected` differ, request by request.
+    - `ideal`: those that any worker had computed before, as an unlimited cache of all workers would hit.
     """
 
     queried: int = 0

@@ -147,10 +147,9 @@ class Ticket:
     """One HTTP request. The first five, `session` and `slo_class` come with it, the fleet writes the rest.
 
     `sent_s`: when it came to the door, on this machine's monotonic clock; None once a part has taken that as
-    its arrival.
-    `worker` is where the request (or its first part) was first placed; `failure` why a stream that had
-    begun could not be finished; `client_left` that it went away before its answer was complete (`answered`);
-    `requests` the parts that have not ended.
+    its arrival. `worker`: where the request (or its first part) was first placed. `failure`: why a stream
+    that had begun could not be finished. `client_left`: the client went away before its answer was complete
+    (`answered`). `requests`: the parts that have not ended.
     """
 
     id: str

@@ -1,7 +1,7 @@
 """The gateway's HTTP server: vLLM's OpenAI server, with FleetCore beneath it and the middleware before it.
 
-It holds the server's half of vLLM's private surface (front end and launch functions), apart from
-vllm_surface.py since importing it loads vLLM's whole HTTP stack, which a worker does not need. The same
+It holds the server's half of vLLM's private surface: front end and launch functions. It is apart from
+vllm_surface.py, since importing it loads vLLM's whole HTTP stack, which a worker does not need. The same
 version check and the same contract tests cover both.
 """
 
@@ -54,7 +54,7 @@ class Gateway:
             self.certificate = ServerCertificate(*settings.certificate, (settings.host,))
 
     async def follow(self, keys: KeyRing, say: Callable[[str, str], None]) -> None:
-        """Take certificate and keys anew when their files change; `say(kind, line)` what came of it."""
+        """Reload certificate and keys when their files change; `say(kind, line)` reports the result."""
         following = []
         if self.certificate is not None:
             told = partial(say, "certificate")
@@ -70,9 +70,9 @@ class Gateway:
         return bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning
 
     def revised(self, model: str, flags: Sequence[str]) -> dict[str, Any]:
-        """The engine settings of workers with another model or other flags, beneath this server as it is.
+        """The engine settings of workers with another model or other flags, beneath this unchanged server.
 
-        Raises BadInput for what vLLM refuses, and for what the server itself would have to be told.
+        Raises BadInput for what vLLM refuses, and for settings that would change the server itself.
         """
         names = () if "--served-model-name" in flags else ("--served-model-name", *self._names)
         asked = replace(self.settings, model=model, engine_flags=(*flags, *names))

@@ -34,7 +34,7 @@ MOST_UNSENT = 64 << 20  # bytes of outputs that a gateway may leave untaken
 
 @dataclass(slots=True, eq=False)
 class OpenTicket:
-    """A ticket by its gateway's number, how many requests of it are open, and what the gateway was told."""
+    """A ticket by its gateway's number, the number of its open requests, and the news last sent of it."""
 
     number: int
     ticket: Ticket
@@ -42,7 +42,7 @@ class OpenTicket:
     told: TicketNews | None = None
 
     def news(self) -> TicketNews | None:
-        """What the fleet has written on the ticket since its gateway was told."""
+        """The changes on the ticket since the last news to its gateway; None if there are none."""
         ticket, refusal = self.ticket, self.ticket.rejection
         why, wait_s = (None, 0) if refusal is None else (refusal.reason, refusal.retry_after_s)
         now = TicketNews(self.number, ticket.worker, why, wait_s, ticket.failure)
@@ -107,7 +107,7 @@ class CoreServer:
         self.core.unread.sink = self._share_out
 
     def await_gateways(self, names: Sequence[str]) -> None:
-        """Of these an earlier core has let go: until they are here, for BACK_S, nobody's claim is new."""
+        """Hold new claims until these gateways of an earlier core are here, for BACK_S at most."""
         self._awaited = set(names)
         asyncio.get_running_loop().call_later(BACK_S, self._all_back.set)
 

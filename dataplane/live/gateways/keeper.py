@@ -1,8 +1,8 @@
 """The gateways' processes, kept running: started, replaced when they die, renewed on demand, ended together.
 
-All share one listening socket, which the fleet's supervisor holds, so that no connection is refused while a
-gateway is there or on its way, and none that has not been accepted dies with a gateway. They outlive the core
-that has started them; its successor keeps them.
+All share one listening socket, which the fleet's supervisor holds. So no connection is refused while a
+gateway is there or on its way, and a connection that has not been accepted does not die with a gateway. The
+processes outlive the core that has started them; its successor keeps them.
 """
 
 from __future__ import annotations

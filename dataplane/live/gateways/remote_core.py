@@ -1,7 +1,7 @@
 """The fleet's core as a gateway in a process of its own sees it: the engine client beneath vLLM's front end.
 
-Requests go to the core as they are, outputs come back in its order; what the fleet writes on a request's
-ticket comes before them. When the core is lost, all that is open waits for its successor, which is told of it
+Requests go to the core unchanged, and outputs come back in its order. What the fleet writes on a request's
+ticket comes before them. When the core is lost, all that is open waits for its successor, and is sent to it
 with the tokens that have come. When none comes, or the core ended on purpose, every open stream ends in an
 explicit error, and new requests get 503.
 """

@@ -22,10 +22,10 @@ NOT_ACCEPTING = (1 << 31) - 1  # vLLM's own mark, in place of a number of connec
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """What a gateway is told: first what all are, then what its keeper adds.
+    """The settings of a gateway's process: first those that all share, then those that its keeper adds.
 
-    `listening` and `loads` are descriptors, of the socket and of the table of loads, in which `index` is this
-    gateway's place. `core`: where the core listens; `metrics`: the folder of vLLM's metrics.
+    `listening` and `loads` are descriptors, of the socket and of the table of loads. `index` is this
+    gateway's place in that table. `core`: where the core listens; `metrics`: the folder of vLLM's metrics.
     """
 
     gateway: GatewaySettings
@@ -43,8 +43,8 @@ PROCESS_SETTINGS = TypeAdapter(ProcessSettings)
 
 
 class Loads(MutableSequence[int]):
-    """The connections of each gateway on a shared socket, in shared memory; a place nobody has does not
-    accept."""
+    """The connections of each gateway on a shared socket, in shared memory; a place without a gateway does
+    not accept."""
 
     def __init__(self, descriptor: int) -> None:
         self._cells = memoryview(mmap.mmap(descriptor, 4 * MOST_GATEWAYS)).cast("i")

@@ -1,10 +1,10 @@
 """The wire between a fleet's core and its gateways: messages of frames on a Unix stream socket.
 
 Requests and outputs travel in vLLM's own msgpack encoding, everything else as msgpack of plain values. Both
-ends are on one machine, run as one user, and find each other in a folder that only that user can enter, so
-that nothing more is asked of who connects. A gateway that dies, or a core, is an end of the stream. A core's
-successor listens where it did: gateways greet it, claim again what they had claimed, add again what is open
-there, with its tokens so far, and ask again what was not answered.
+ends run on one machine as one user. They find each other in a folder that only that user can enter, so
+nothing more is asked of a peer that connects. A gateway or a core that dies ends the stream. A core's
+successor listens at the same address. Gateways greet it and claim again what they had claimed. They add again
+what is open there, with its tokens so far, and ask again what was not answered.
 
     gateway → core   hello    [wire version, vllm version, name]
                      add      NewRequest, EngineRequest (vLLM's frames)
@@ -48,7 +48,7 @@ class MessageType(IntEnum):
 
 
 class NewRequest(msgspec.Struct, array_like=True, frozen=True):
-    """What the core needs to know of an HTTP request beside the engine's request, and when it was sent.
+    """What the core needs of an HTTP request in addition to the engine's request, and when it was sent.
 
     `ticket` counts the gateway's tickets. `sent_s`: when it came to the door, by the machine's clock.
     `tokens`: its output so far, of one that an earlier core was given, and `first_s` when it had its first.

@@ -6,8 +6,8 @@ process and once in each rank's. Only what NIXL's and LMCache's connectors use i
 An engine that uses it needs `kv_load_failure_policy="fail"`. Blocks are moved where the KV cache is one group
 of layers that keep every token's KV (`why_fixed`); in any other engine the connector only counts.
 
-A continued request whose output follows a grammar comes with its tokens so far: the grammar is advanced over
-them as soon as it is compiled, which the scheduler waits for in any case.
+A continued request whose output follows a grammar comes with its tokens so far. The grammar is advanced over
+them when its compilation ends, which the scheduler waits for in any case.
 
 vLLM's own iteration details count requests and tokens but not the context they hold, and a decode step's time
 grows with context. The connector sees every scheduled step, and its stats travel with the step's outputs; so
@@ -198,8 +198,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Loads that are complete in every rank.
 
-        A loader is not handed on to the scheduler, which would compute a token of it: its blocks are put
-        where the next request finds them, and it waits, owning them, until it is dropped.
+        A loader is not handed on to the scheduler, which would compute a token of it. Its blocks go into the
+        prefix cache, where the next request finds them. It waits, owning them, until it is dropped.
 
         Where a load inside a step has failed, the scheduler ends the requests that run with its blocks. Those
         that have ended in the meantime have left wrong blocks in the prefix cache, or to be read.
@@ -328,10 +328,10 @@ KEEPS_ALL = {"FullAttentionSpec", "MLAAttentionSpec"}  # vLLM's kinds of layers 
 def why_fixed(cache: Any, drafts: Any) -> str:
     """Why no request of an engine with this KV cache configuration and drafts can be moved; empty if it can.
 
-    A layer that drops what lies behind its window, or folds it into a state, has no block for each position
-    of a request: what the target wants may be gone at the source. Drafts from the text so far need nothing
-    of their own; a model that drafts has KV of its own, with which no move was tried. A cache of several
-    precisions zeroes blocks at the begin of a step, before a reader of those blocks is turned away.
+    A layer that drops what lies behind its window, or folds it into a state, does not have a block for each
+    position. So what the target wants may be gone at the source. Drafts from the text so far (n-grams) need
+    no KV of their own. A draft model has its own KV, with which no move was tried. A cache of several
+    precisions zeroes blocks at the start of a step, before a reader of those blocks is turned away.
     """
     if drafts is not None and drafts.method != "ngram":
         return f"its engine takes drafts by {drafts.method}"

@@ -1,16 +1,16 @@
 """One-copy transport of KV bytes: reading the memory of another process of the machine, at a limited rate.
 
-A `Bypass` is a way for a payload around the connection on which it is asked for; here, the kernel's:
-`process_vm_readv` (Linux) needs nothing of the process that is read, whose core may be busy computing, and
-takes half the work of a socket. The kernel allows it between processes of one user, unless a policy forbids
-it (Yama's ptrace_scope, a container's seccomp profile); then the socket carries the bytes.
+A `Bypass` is a way for a payload around the connection on which it is asked for. This module has the
+kernel's, `process_vm_readv` (Linux). It needs nothing of the process that is read, whose core may be busy
+computing, and takes half the work of a socket. The kernel allows it between processes of one user, unless a
+policy forbids it (Yama's ptrace_scope, a container's seccomp profile); then the socket carries the bytes.
 
 The kernel itself says from the socket which process to read (`peer`): a number that was sent could mean
 another process, in another container.
 
 On a host whose cores are the accelerator a copy lengthens steps: it takes its processor time from the engines
-that compute there. Bytes per second say little of that, since the time a byte takes depends on the machine;
-so a copy, by memory or by socket, counts the processor time it used, and pauses (`Pacer`) until that is a
+that compute there. Bytes per second show little of that, since the time a byte takes depends on the machine.
+So a copy, by memory or by socket, counts the processor time it used. It pauses (`Pacer`) until that is a
 small share of the time that has passed.
 """
 
@@ -97,7 +97,7 @@ class Copy:
 
 
 class Bypass(Protocol):
-    """A way for the payload of a fetch beside the connection, between two processes that both have it."""
+    """A way for the payload of a fetch around the connection, between two processes that both have it."""
 
     @property
     def way(self) -> str:

@@ -1,12 +1,11 @@
 """The scheduler's side of moves: the segments that may be read, and the blocks that outlive their segments.
 
-A *lease* begins when a move does: the segment's block table is offered to readers, and when the segment ends,
-for any reason but an error, its blocks stay. A *hold* is that stay, in which they may be read. Both end by
+A *lease* begins when a move does: the segment's block table is offered to readers. When the segment ends, for
+any reason but an error, its blocks stay. A *hold* is that stay, in which they may be read. Both end by
 `release`, or by themselves at a deadline, so that a gateway that dies in mid-move costs memory for seconds
-only. A loader asks for a hold
-on itself, which ends when a later request drops it. Where the engine can leave a loaded request as it is
-(`arrived`), the loader is not computed: one token of it takes as long as one of the moved request, and every
-request on the target would wait for it.
+only. A loader asks for a hold on itself, which ends when a later request drops it. Where the engine can leave
+a loaded request uncomputed (`arrived`), the loader is not computed. One token of it would take as long as one
+of the moved request, and every request on the target would wait for it.
 
 This module does not know vLLM: the connector (connector.py) reports what the scheduler did and passes on the
 answers.
@@ -32,7 +31,7 @@ class LoadJob:
 
 @dataclass(slots=True)
 class StepOrders:
-    """What the ranks are told at the start of a step."""
+    """The scheduler's orders to the ranks at the start of a step."""
 
     offered: dict[str, list[int]] = field(default_factory=dict)
     withdrawn: list[str] = field(default_factory=list)

@@ -1,22 +1,22 @@
-"""Host memory below an engine's KV, beside moves: vLLM's own offloading, called by our connector.
+"""Host memory below an engine's KV, together with moves: vLLM's own offloading, called by our connector.
 
 vLLM's `OffloadingConnector` decides in the scheduler what is stored, evicted and loaded (LRU, chunks of one
 block, prompts alone): docs/engine.md has it step by step. `TieredConnector` owns one and passes every hook
-on. vLLM's `MultiConnector` would do that too, but it tells statistics one level deeper than the worker reads
-them, rebuilds them by names that only registered connectors have, and lets a move's loader wait while the
-other child looks its blocks up. Here a segment with KV to load from another worker is not looked up at all.
+on. vLLM's `MultiConnector` would do that too, but it nests statistics one level deeper than the worker reads
+them, and rebuilds them by names that only registered connectors have. It also lets a move's loader wait while
+the other child looks its blocks up. Here a segment with KV to load from another worker is never looked up.
 
-Two things the offloading connector cannot see are told to it:
+The offloading connector cannot see two things, so this module passes them to it:
 
 1. Blocks that a load between steps will write belong to no step's requests. A block that its last owner's
-   copy to host memory still reads must not be among them, or text of one request would be stored as that of
-   another: they count as allocated in this step (`fence_blocks`), so that vLLM ends such copies first.
+   copy to host memory still reads must not be among them, or one request's KV would be stored as another's.
+   So they count as allocated in this step (`fence_blocks`), and vLLM ends such copies first.
 2. Blocks of a load inside a step that failed were to be stored as any others of a prompt. All that is in host
    memory is forgotten then: the copies that have begun are void, and moves whose tail fails are rare.
 
 On a CPU vLLM's half in the ranks refuses to work (`CPUOffloadingSpec.get_worker`). `CpuMemorySpec` is that
-spec with ranks' copies of our own (`CpuCopies`); on a GPU vLLM's is used as it is. One thread of each rank
-copies, in the order asked, and a job is told as finished when its bytes are there. A copy that fails ends the
+spec with ranks' copies of our own (`CpuCopies`); on a GPU vLLM's is used unchanged. One thread of each rank
+copies, in the order asked, and reports a job as finished when its bytes are there. A copy that fails ends the
 engine: vLLM has no word for a job that failed.
 """
 
@@ -45,7 +45,7 @@ from dataplane.live.kv.connector import MigrationConnector, StepMetadata, StepSt
 
 
 class TieredConnector(MigrationConnector):
-    """Moves, and host memory below KV. Settings beside its base's: vLLM's, such as `cpu_bytes_to_use`."""
+    """Moves, and host memory below KV. It adds vLLM's settings, such as `cpu_bytes_to_use`, to its base's."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

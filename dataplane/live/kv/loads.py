@@ -1,6 +1,6 @@
 """A rank's side of moves: serve the blocks that are offered, and fetch those it was ordered to load.
 
-A load between steps runs on a small pool of threads, and the request waits; a load inside a step (short
+A load between steps runs on a small pool of threads, and the request waits. A load inside a step (short
 tails) runs on the engine's thread, which waits for it. A load that fails is reported and not retried: the
 scheduler fails the request, and the coordinator of the move decides what follows.
 """

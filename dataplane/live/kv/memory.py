@@ -1,7 +1,7 @@
 """A rank's KV cache as blocks of opaque bytes.
 
 A layer's cache is a tensor whose first dimension counts blocks. The inside of a block (heads, positions, how
-keys are packed for the CPU's tiles) belongs to the kernel: a block is moved as the bytes it is, so both ends
+keys are packed for the CPU's tiles) belongs to the kernel. A block is moved as opaque bytes, so both ends
 must run the same model, dtype, block size and instruction set. No value is ever converted.
 
 `DirectMemory` sends from and receives into the cache itself; it needs host tensors whose blocks lie in one
@@ -28,8 +28,8 @@ Who reads the cache without this module (nixl.py) has no stream: it waits for th
 **Block tables** of running segments are shared between the engine's thread and the transfer threads.
 The engine's thread learns the tables at the start of each step, before anything is written in it. A reader
 takes a `Grant`, reads the blocks, and then asks whether the grant still holds. A grant ends when the segment
-is preempted or freed. That is learnt before the step that could hand its blocks to another request writes, so
-a grant that still holds after the read means that the bytes are the segment's own.
+is preempted or freed. The tables learn that before the step that could hand its blocks to another request
+writes. So a grant that still holds after the read means that the bytes are the segment's own.
 """
 
 from __future__ import annotations
@@ -325,8 +325,8 @@ class StagedMemory:
 class HostRing:
     """Slots of host memory for copies, made once: pinning, and a page fault every few KiB, take time.
 
-    A slot is free again when nothing refers to the array that `take` has given any more, and is given again
-    once the last copy out of it or into it has passed, which goes on by itself if a reader gives up.
+    A slot is free again once nothing refers to the array that `take` returned. It is handed out again once
+    the last copy out of it or into it has passed. If a reader gives up, that copy goes on by itself.
     """
 
     def __init__(self, slots: int, slot_bytes: int, is_pinned: bool) -> None:

@@ -11,11 +11,11 @@ Memory is registered once. A peer's layers are prepared once, one strided descri
 names blocks of it. The holder asks whether its grant still holds after the reader has told that it is done:
 NIXL itself sees no preemption.
 
-A peer that falls silent stays "in progress" for ever in NIXL, and once it speaks again its bytes arrive, also
-after the read has been released and the peer removed (NIXL 1.5.1; tests). So nothing is read into the cache
-itself: reads go into slots, buffers beside the cache on its device, which are copied from. A read that has
-not ended in its time is given up with its slot, which is used again once NIXL says that it has ended; until
-then that peer is left to sockets.
+A read from an unresponsive peer stays "in progress" for ever in NIXL. Once the peer responds again its bytes
+arrive, even after the read has been released and the peer removed (NIXL 1.5.1; tests). So nothing is read
+into the cache itself: reads go into slots, separate buffers on the cache's device, and are copied from there.
+A read that has not ended in its time is given up with its slot. The slot is used again once NIXL says that
+the read has ended; until then that peer is left to sockets.
 
 NIXL's own progress thread would take a core of each rank. Without it both ends call into NIXL while a read
 goes on: over TCP the holder's part of it is done there.
@@ -256,7 +256,7 @@ def installed() -> str:
 
 
 def bypasses(asked: Asked, address: str, memory: KvMemory) -> list[NixlTransport]:
-    """The ways around sockets that a rank at this address has besides its host's own.
+    """The ways around sockets that a rank at this address has in addition to its host's own.
 
     `auto`: NIXL within a host, for KV in GPUs; between host memories it loses to sockets. The memory is
     registered here: at the first move the engine's steps and the holder's time would wait for it. Raises

@@ -1,9 +1,9 @@
 """The KV transport: copies KV bytes from the rank that holds them to the rank that loads them.
 
 `KvTransport` is the seam: serving blocks and fetching them. `SocketTransport` is for hosts: TCP between
-machines (`tcp://host:port`), within TLS; Linux abstract Unix sockets on one (`unix://name`, no
-file, no port). A server at a TCP address has such a socket as well, named after the address; abstract names
-are a host's own, so who reaches it is on the same host.
+machines (`tcp://host:port`), within TLS; Linux abstract Unix sockets on one (`unix://name`, no file, no
+port). A server at a TCP address has such a socket as well, named after the address. Abstract names are a
+host's own, so a reader that reaches it is on the same host.
 
 One exchange on a connection, all integers big-endian:
 
@@ -12,14 +12,14 @@ One exchange on a connection, all integers big-endian:
     then, if ok, the payload, and one byte: 1 if the blocks were the segment's own until the end
 
 `ways` are those around the connection that the reader has (direct.py, nixl.py). If the answer names one of
-them, no payload follows: the reader takes it itself from where the `offer` says, and sends a byte, 1 if it
-could; after a 0 the payload comes all the same. The last byte is asked after the payload has been taken.
+them, no payload follows. The reader takes it itself from where the `offer` points, and sends a byte, 1 if it
+could. After a 0 the payload comes all the same. The last byte is asked after the payload has been taken.
 
 The reader pulls. A connection carries one fetch at a time and concurrent fetches take one connection each:
 two fetches in one byte stream would wait for each other.
 
 **TLS between hosts.** Both ends make the same certificate out of a worker's secret and accept no other. A
-reader is told the secret over its encrypted link, together with what to fetch, so no certificate is handed
+reader gets the secret over its encrypted link, together with what to fetch. So no certificate is handed
 around or renewed: one lives as long as its worker. Ed25519 signs the same bytes the same way, so the secret
 is the certificate. Session keys are fresh for each connection.
 """
@@ -288,8 +288,8 @@ class SocketTransport:
 def reserve_addresses(host: str, ranks: int) -> tuple[tuple[str, ...], Callable[[], None]]:
     """An address for each rank to serve at, and what to call once they do.
 
-    On a loopback host these are abstract sockets, which need no reserving; else ports, each kept by a bound
-    socket that does not listen, so that nothing else takes it while the engine starts.
+    On a loopback host these are abstract sockets, which need no reserving. Elsewhere they are ports. A bound
+    socket that does not listen keeps each, so that nothing else takes it while the engine starts.
     """
     if host in ("127.0.0.1", "localhost", "::1"):
         name = f"tokenfleet-kv-{secrets.token_hex(8)}"
@@ -450,9 +450,9 @@ def contexts(secret: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def sealed(connection: socket.socket, secret: str, accepted_within_s: float | None = None) -> socket.socket:
-    """A connection within TLS, or as it is if it does not leave the host. Raises OSError, and closes it.
+    """A connection within TLS, or unchanged if it does not leave the host. Raises OSError, and closes it.
 
-    `accepted_within_s`: it was accepted, and whoever dialled has so long to prove that it knows the secret.
+    `accepted_within_s`: it was accepted, and its peer has this time to prove that it knows the secret.
     """
     if connection.family == socket.AF_UNIX:
         return connection

@@ -3,18 +3,18 @@
 The truth is the client's token list, F tokens long with the prompt. The KV of positions 0 … F-2 is complete
 at the source, for the step that made the last token has ended. So, while the source decodes on:
 
-1. *begin* at the source, and wait for its answer: its blocks may be read, and outlive the request;
+1. *begin* at the source, and wait for its answer: its blocks may be read, and outlive the request.
 2. pre-copy: a *loader* on the target takes the full blocks so far and holds them; again for what was
-   decoded meanwhile, until less than two blocks are missing. Blocks that the target's engine has cached it
-   uses, and takes the others only: it looks, and keeps what it finds, as it admits the loader;
-   A *hand-over* off a prefill worker may begin before the first token: its first loader waits for the
-   chunks as they are computed;
-3. cut over: the client's stream listens to a continuation on the target, whose prompt is found in the
-   loaders' blocks, whose tail of KV is taken from the source, and which computes exactly one token;
+   decoded meanwhile, until less than two blocks are missing. The target's engine looks for cached blocks as
+   it admits the loader. It uses and keeps those that it finds, and takes only the others. A *hand-over* off a
+   prefill worker may begin before the first token: its first loader waits for the chunks as they are
+   computed.
+3. cut over: the client's stream listens to a continuation on the target, which computes exactly one token.
+   Its prompt is found in the loaders' blocks, and its tail of KV is taken from the source.
 4. release both.
 
-A text that no request is using is *brought* from cache to cache (`bring`): a *keeper* holds its blocks at the
-source, a loader takes them at the target, and as both are released the target has them cached.
+A cached prefix that no request uses is *brought* from cache to cache (`bring`). A *keeper* holds its blocks
+at the source, and a loader takes them at the target. When both are released the target has them cached.
 
 Before 3 any failure leaves the request where it was. After 3 FleetCore replays it from its tokens.
 """

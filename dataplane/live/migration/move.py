@@ -35,9 +35,9 @@ class Running:
 class MoveBudget:
     """How much moving is allowed at once.
 
-    `per_worker` bounds the moves a worker takes part in, but for hand-overs, of which it takes `handovers` at
-    a time, as fast as it can. `bytes_per_s` is what one worker's pre-copies take together (0: no bound) and
-    `share` the part of a core's time they work for, unless a copy would then not end in time. `stage_s` is
+    `per_worker` bounds the moves a worker takes part in, except hand-overs. It takes `handovers` of those at
+    a time, as fast as it can. `bytes_per_s` is what one worker's pre-copies take together (0: no bound).
+    `share` is the part of a core's time they work for, unless a copy would then not end in time. `stage_s` is
     how long one pre-copy may take, a wait for room on the target included.
     """
 

@@ -47,8 +47,8 @@ class Site:
 
     `zone`: of the Ray nodes that they are on; None for any node. `beside`: the workers of other models of a
     portfolio that begin in the same zone. `is_first`: whether this fleet speaks for all of them there.
-    `on_demand`: so many workers are on demand, and those beyond them on spot; None for either. That holds
-    where any node says that it is on spot or on demand (the label MARKET); those that do not are on demand.
+    `on_demand`: how many workers are on demand, with those beyond them on spot; None for either. That holds
+    where any node has the label MARKET (spot or on demand); nodes without it are on demand.
     """
 
     zone: str | None = None
@@ -68,12 +68,12 @@ class Site:
         return [n for n in there if market in (None, market_of(n))]
 
     def markets(self, nodes: Sequence[Node]) -> tuple[Market | None, ...]:
-        """The ways in which nodes are bought, where they are told apart: by those that are gone, too."""
+        """The ways in which nodes are bought, where labels tell them apart: those of dead nodes, too."""
         is_told = self.on_demand is not None and any(MARKET in n["Labels"] for n in nodes)
         return MARKETS if is_told else (None,)
 
     def market(self, nodes: Sequence[Node], on_demand: int) -> Market | None:
-        """Where the next worker goes while so many are on demand; None for any node of the zone."""
+        """Where the next worker goes with `on_demand` workers on demand; None for any node of the zone."""
         if self.on_demand is None or self.markets(nodes) == (None,):
             return None
         return "on-demand" if on_demand < self.on_demand else "spot"
@@ -112,7 +112,7 @@ _BOUGHT = {"on-demand": "on demand", "spot": "on spot"}
 
 
 def market_of(node: Node) -> Market:
-    """How a node is bought, of those of which some say so."""
+    """How a node is bought, where some nodes are labelled: on demand unless its label MARKET is spot."""
     return "spot" if node["Labels"].get(MARKET) == "spot" else "on-demand"
 
 
@@ -203,7 +203,7 @@ class FleetTypes:
         return alike[role]
 
     def check_roles(self, counts: Mapping[str, int]) -> None:
-        """Raise BadInput where so many of each type leave a phase that no worker does."""
+        """Raise BadInput where these `counts` of each type leave a phase that no worker does."""
         has = {t.role for t in self if counts[t.name] > 0}
         if "prefill" in has and "decode" not in has:
             raise BadInput("role: prefill workers need a decode worker to hand requests over to")
@@ -283,7 +283,7 @@ class FleetTypes:
         return profile.host_kv.capacity_bytes if has else 0  # type: ignore[union-attr]
 
     def check_host_memory(self, arguments: Any) -> None:
-        """Raise BadInput where workers would have host memory below KV beside what was not tried with it."""
+        """Raise BadInput where host memory below KV would be combined with what was not tried with it."""
         asked: float | None = arguments.kv_offloading_size
         planned = {kind: self.host_bytes(kind) / (1 << 30) for kind in self.names}
         for kind, gib in planned.items() if self.planned and not self.as_is else ():

@@ -1,10 +1,10 @@
 """Step times learned as a fleet starts: the workers of a kind are measured together before they serve.
 
 A worker whose kind has no profile runs bursts of a short design (`samples.design`) over its link, once it has
-warmed up. The visits to be made stand in one list for each kind, from which its workers take: however many
-there are and whenever each is ready, the same batches are measured, by all of them, and a worker that dies
-leaves its burst to the others. After MEASURE_S at most what was measured is fitted; the last worker to end
-does it, and all of them serve by the result. Workers of that kind that start later are not measured.
+warmed up. Each kind has one list of visits, from which its workers take. So the same batches are measured, by
+all of them, however many there are and whenever each is ready. A worker that dies leaves its burst to the
+others. After MEASURE_S at most what was measured is fitted; the last worker to end does it, and all of them
+serve by the result. Workers of that kind that start later are not measured.
 
 A kind that cannot be measured has a `reason`, placement uses load alone, and the next worker of the kind
 that starts is measured again.
@@ -285,7 +285,7 @@ class _Linked(Measured):
             steps += (await self.news())[0]
 
     async def abandon(self) -> None:
-        """End what runs; nobody waits for its outputs."""
+        """End what runs; its outputs are not waited for."""
         await self._link.abort(sorted(self._open))
         self._open.clear()
 

@@ -1,11 +1,10 @@
 """The ways in which requests leave a worker: unhurried in a drain, and by a deadline's plan in an evacuation.
 
 An evacuation makes its plan (controlplane.migration.evacuation) again whenever something has ended, with the
-pace that its moves have shown and the KV that is then free. Moves fill the worker's budget of moves; replays
-go on beside them, one at a time on each target, so that none waits for another's prefill, and those of
-requests that might be moved only once a move has shown its pace. Shortly before the deadline whatever may be
-replayed is, at once; what cannot be continued elsewhere ends in an explicit error as the worker is parted
-with.
+pace that its moves have shown and the KV that is then free. Moves fill the worker's budget of moves. Replays
+run at the same time, one at a time on each target, so that none waits for another's prefill. A request that
+could be moved is replayed only once a move has shown its pace. Shortly before the deadline whatever may be
+replayed is, at once. What cannot go on elsewhere ends in an explicit error as the worker is parted with.
 
 A drain takes caches along, too: what only the worker has cached is copied to where its next turns will go
 (controlplane.migration.room says what, and where). A worker that comes is given its share in the same way.
@@ -91,7 +90,7 @@ class Exit:
     async def drain(self, why: str, until_s: float = math.inf) -> None:
         """Move everything off as it fits elsewhere, until nothing is left or the time has come.
 
-        What waits there goes at once, what decodes by the rule of both planes; what is cached goes beside.
+        Waiting requests go at once, decoding ones by the rule of both planes; caches are copied meanwhile.
         What an earlier core has left there comes back first: it may be this worker's alone to continue.
         """
         while self._core.left.is_awaited(self.worker) and time.monotonic() < until_s:
@@ -167,7 +166,7 @@ class Exit:
         return plan_evacuation(leaving, self._havens(), left_s, way)
 
     async def evacuate(self, deadline_s: float, why: str) -> Evacuated:
-        """Empty the worker by `deadline_s` (monotonic), by the plan as it is remade."""
+        """Empty the worker by `deadline_s` (monotonic), by a plan that is made again each time round."""
         began_s = time.monotonic()
         cut_s = deadline_s - min(RESERVE_S, RESERVE_SHARE * (deadline_s - began_s))
         here = {tracked.id for tracked in self._here()}

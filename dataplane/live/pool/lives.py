@@ -1,8 +1,8 @@
 """Lives: what a worker's states take. Launch, watch, drain, evacuate and stop workers, and replace lost ones.
 
 The steps to the wanted number are those of scaler.reconcile, as in the simulated plane. A lost worker is
-replaced, with growing pauses when its replacements fail early, so that a model that cannot run does not
-relaunch without end; a start that takes too long is given up.
+replaced. Pauses before a replacement grow when replacements fail early, so that a model that cannot run does
+not relaunch without end. A start that takes too long is given up.
 """
 
 from __future__ import annotations

@@ -91,13 +91,13 @@ class Host(Protocol):
     async def launch(
         self, worker: WorkerId, kind: str, revision: Revision, say: Callable[[str], None]
     ) -> EngineLink:
-        """Start a worker of a kind; return when its engine answers. `say` is told each phase of the start.
+        """Start a worker of a kind; return when its engine answers. `say` gets each phase of the start.
 
         Raises RuntimeError with its reason.
         """
 
     def room(self, kind: str) -> str | None:
-        """Why no worker of a kind can be started beside those there are; None where one can."""
+        """Why no further worker of a kind can be started; None where one can."""
 
     async def stop(self, worker: WorkerId) -> None:
         """End a worker and all its processes; nothing happens for one that is gone."""
@@ -106,7 +106,7 @@ class Host(Protocol):
         """Whether its process still answers."""
 
     async def notices(self, source: str | None) -> Mapping[WorkerId, Notice]:
-        """The workers whose machines are told to go away, by Ray or by `source`."""
+        """The workers whose machines have notice to go away, from Ray or from `source`."""
 
     async def leave_node(self, address: str, seconds: float) -> None:
         """Start nothing more on the node at an address, which goes away."""

@@ -34,7 +34,7 @@ class NoticeWatch:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Evacuate every worker of which there is a notice now; say it where there is nowhere to go."""
+        """Evacuate every worker that has a notice now; record an event where it cannot be evacuated."""
         try:
             notices = await self._pool.host.notices(self._source)
         except (OSError, BadInput, RuntimeError) as error:

@@ -1,8 +1,8 @@
 """The worker pool: the orders of a controller, of operators and of clouds to the workers of one fleet.
 
 What must be known of workers to take them over is written down at every change (roster.py). The pool of a
-core's successor adopts those that serve, and walks what had begun to its end: a worker that was starting is
-ended and another launched, one that was draining or being evacuated goes on to do so.
+core's successor adopts those that serve, and finishes what had begun. It ends a worker that was starting and
+launches another. A worker that was draining or being evacuated goes on to do so.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class WorkerPool(Roster):
             self.lives.settle(kind, reason)
 
     def allow(self, share: int) -> None:
-        """Have at most so many workers from now on, whatever is asked for: those beyond them are drained."""
+        """Have at most `share` workers from now on, whatever is asked for: those beyond them are drained."""
         self.share, asked = share, self.asked_kinds
         reason = f"its share of the portfolio is {share} workers, {sum(asked.values())} are asked for"
         self.want(asked, reason)
@@ -219,7 +219,7 @@ class WorkerPool(Roster):
         return tuple(plan)
 
     def at_address(self, address: str) -> tuple[WorkerId, ...]:
-        """The workers of the node at an address, but for those that leave it already."""
+        """The workers of the node at an address, except those that leave it already."""
         attached = {at.worker: urlsplit(at.link.info.endpoint).hostname for at in self.core.attached()}
         there = (m for m in self.members() if not (m.is_empty or m.is_replaced))
         return tuple(m.worker for m in there if attached.get(m.worker) == address)
@@ -232,7 +232,7 @@ class WorkerPool(Roster):
         await self.host.close()
 
     def lack(self, kind: str) -> str | None:
-        """Why no worker of a kind can be started beside those there are; None where one can."""
+        """Why no further worker of a kind can be started; None where one can."""
         members, limit = list(self.members()), self.types[kind].limit
         if len(members) >= self.max_workers:
             return f"--max-workers {self.max_workers} leaves no room for another"

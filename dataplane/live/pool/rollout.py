@@ -3,7 +3,7 @@
 Each is replaced start-first where there is room for one more worker (the fleet is never below the wanted
 number), else stop-first (never more than one below it). A new worker takes requests once it has warmed up and
 stayed healthy for `gate_s`. The old one's requests are moved, with their KV where weights and layout are the
-same, or finish; what is left after `finish_s` is replayed, or ends in an explicit error where no worker runs
+same, or finish. What is left after `finish_s` is replayed, or ends in an explicit error where no worker runs
 the weights that it began on.
 
     running ──all replaced──▶ done
@@ -12,9 +12,9 @@ the weights that it began on.
     rolling-back ──all old again──▶ rolled-back        (a restart that failed: failed)
 
 Workers launched for other reasons meanwhile are of the old revision until the first new worker has passed its
-gate, and of the new one from then on, unless it is rolled back. Rolling back is tried until it is done. It
-runs in the fleet's own process: no client's and no controller's end stops it. What it is at is written down;
-a core's successor goes on with it from the workers that are there.
+gate. From then on they are of the new one, unless it is rolled back. Rolling back is tried until it is done.
+The rollout runs in the fleet's own process: no client's and no controller's end stops it. Its state is
+written down; a core's successor goes on with it from the workers that are there.
 """
 
 from __future__ import annotations

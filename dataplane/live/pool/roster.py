@@ -1,7 +1,7 @@
 """The roster of a fleet's workers: who is there, how many are wanted, and both written down at every change.
 
-The roster of one model of several has a *share*: its GPUs are at no moment those of more workers, with those
-that start, leave, or are lost and not yet ended, whatever is asked for.
+In a portfolio the roster of a model has a *share*: the most workers whose GPUs it holds at any moment. Those
+that start, leave, or are lost and not yet ended count as well. The share holds whatever is asked for.
 """
 
 from __future__ import annotations

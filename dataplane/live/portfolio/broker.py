@@ -1,9 +1,9 @@
 """The process before the fleets of a portfolio: it answers for all of them and divides what they share.
 
 Each look asks every fleet what it needs, asks for and has, and tells those whose share changes
-(controlplane.scaler.shares decides). A fleet that does not answer keeps what it was told. The process may be
-killed: fleets serve on with their shares, of which they tell the one that takes its place; open connections
-break.
+(controlplane.scaler.shares decides). A fleet that does not answer keeps the share that it has. The process
+may be killed: open connections break, and the fleets serve on with their shares. They report these to the
+process that takes its place.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ LAST_CHANGES = 100
 class FrontSettings:
     """Where the front answers, and where the fleet of each model does: its gateway and its control API.
 
-    `pools`: the models' rights and workers; `key`: of the fleets' control APIs, where they have any;
-    `hold_s`: how long a division must be the better one before it takes workers away that are needed.
+    `pools`: the models' rights and workers. `key`: of the fleets' control APIs, where they have any.
+    `hold_s`: how long a division must be the better one before it takes away workers that are needed.
     """
 
     host: str

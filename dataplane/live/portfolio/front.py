@@ -1,9 +1,9 @@
 """The front of a portfolio: one OpenAI endpoint and one control API before the fleets of several models.
 
-A request goes to the fleet of the model that its JSON names, and the answer comes back as it is sent there,
-piece by piece. What names no model that is served goes to the first fleet, whose server looks at the key and
-then refuses it in vLLM's own words. Keys, limits and targets are the fleets' to look at, so the front holds
-no key of a client or of an operator: what it tells of the fleets it has asked them for with the caller's own.
+A request goes to the fleet of the model that its JSON names. The front passes the answer on piece by piece,
+as the fleet sends it. A request that names no served model goes to the first fleet. Its server checks the key
+and then refuses the request in vLLM's own words. The fleets check keys, limits and targets, so the front
+holds no key of a client or of an operator. It asks the fleets about themselves with the caller's own key.
 
     endpoint       POST, by `model`; GET /v1/models of all fleets, /v1/models/NAME; /health, /ping, /version
     control API    /models/NAME/… is NAME's control API; GET /v1/fleet, /metrics, /health, /ready of all

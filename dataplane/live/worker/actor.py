@@ -88,7 +88,7 @@ class Worker:
         return str(ray.get_runtime_context().get_node_id())
 
     async def notice(self, source: str) -> Notice | None:
-        """What a source of reclaim notices says of this machine."""
+        """A source's interruption notice for this machine, if any."""
         return await asyncio.to_thread(read_notice, source, self._worker)
 
     async def start(

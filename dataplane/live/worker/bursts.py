@@ -42,7 +42,7 @@ class EngineDied(BadInput):
 async def run_burst(
     engine: Measured, burst: Burst, name: str, rng: np.random.Generator, steps: list[Any]
 ) -> None:
-    """Run a burst to its end, and add its steps to `steps` as they are told; `name` begins requests' ids."""
+    """Run a burst to its end, and add its steps to `steps` as they come in; `name` begins requests' ids."""
     chunks = -(-burst.prefills * burst.prefill_tokens // engine.room.max_batched_tokens)
     joins = burst.prefills > 0
     lasts = DECODE_STEPS + (2 * chunks + 2 if joins else 0)

@@ -34,7 +34,7 @@ def knock(socket: Any, key: str, door: str) -> None:
 
 
 class Door:
-    """A bound ROUTER; `key` is its public key. Whoever has not the gateways' key cannot say a word to it."""
+    """A bound ROUTER; `key` is its public key. Only holders of the gateways' key can talk to it."""
 
     def __init__(self, host: str, gateways: str) -> None:
         self._gateways = gateways.encode()
@@ -56,7 +56,7 @@ class Door:
         self._gateways = gateways.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether whoever has proven to hold this key may come in; ZMQ's authenticator asks."""
+        """Whether a peer that has proven to hold this key may come in; ZMQ's authenticator asks."""
         return key == self._gateways
 
     def close(self, linger_ms: int) -> None:

@@ -145,7 +145,8 @@ def _connector(door: KvDoor, host_bytes: int) -> dict[str, Any]:
 def engine_config(args: AsyncEngineArgs) -> Any:
     """vLLM's configuration, with the penalties of moved requests in the form of the model runner it chose.
 
-    The first runner takes no logits processors beside drafts: there requests with penalties do not go on.
+    With speculative decoding the first runner takes no logits processors. Requests with penalties then do
+    not continue on another engine.
     """
     # vLLM's limits of a batch depend on who asks: the core would get a quarter of a server's on a GPU.
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -175,7 +176,7 @@ def start_engine(args: AsyncEngineArgs) -> Any:
 def worker_info(
     worker: WorkerId, core: Any, kv: Mapping[str, Any], door: Door, kv_door: KvDoor, pid: int
 ) -> WorkerInfo:
-    """What gateways are told of a started engine; `kv` is what its connector says of the KV cache."""
+    """A started engine's description for gateways; `kv` is its connector's description of the KV cache."""
     config = core.vllm_config
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     # Groups share the blocks: a token takes one of each.
@@ -231,9 +232,9 @@ def weights_digest(model: Any) -> str:
 async def warm_up(core: Any) -> Mapping[str, Any]:
     """Run every kind of step a client could be the first to ask for, then forget what it left in the cache.
 
-    Return what the engine's connector says of its KV cache.
+    Return the KV cache's description by the engine's connector.
 
-    A first logprobs request compiles for seconds, a first prompt of a new size is slower than the next.
+    A first logprobs request compiles for seconds. A first prompt of a new size is slower than the next.
     Raises BadInput when the engine does not get through it.
     """
     longest = min(core.vllm_config.model_config.max_model_len // 2, 512)

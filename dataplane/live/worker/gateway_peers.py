@@ -1,7 +1,7 @@
 """The gateways connected to a worker: the segments of each, and the outputs queued for it.
 
-A gateway's queue is bounded. A full queue means a gateway that is too slow or dead, and an engine cannot be
-told to wait for one of its clients; so the gateway is disconnected: told `lost`, and its segments aborted.
+A gateway's queue is bounded. A full queue means that the gateway is too slow or dead, and an engine cannot
+wait for one of its clients. So the gateway is disconnected: it gets `lost`, and its segments are aborted.
 """
 
 from __future__ import annotations

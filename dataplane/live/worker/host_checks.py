@@ -75,7 +75,7 @@ def look(
 ) -> tuple[HostFinding, ...]:
     """Look at this host. `ports` are those that `serve` will listen at: (address, port).
 
-    `needs_gpu`: whether workers shall start here. The head of a cluster may have no GPU.
+    `needs_gpu`: whether workers are to start here. The head of a cluster may have no GPU.
     """
     own = _version("tokenfleet") or "a checkout"
     found = [
@@ -412,7 +412,7 @@ def _model(model: str) -> HostFinding:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Weights and what is said of them; none where there is no such folder."""
+    """The files of weights, and the JSON files; none where there is no such folder."""
     return sorted(p for p in folder.glob("*") if p.suffix in (*WEIGHTS, ".json"))
 
 

@@ -61,7 +61,7 @@ class WorkerResources:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What Ray is asked to reserve. A node has one of its type's resource, of which any share will do."""
+        """What Ray is asked to reserve. A node has one of its type's resource; any share of it will do."""
         typed = {f"accelerator_type:{self.accelerator}": 0.001} if self.accelerator else {}
         return {"GPU": float(self.gpus), **typed}
 
@@ -85,7 +85,7 @@ class RayWorker:
             return False
 
     async def notice(self, source: str) -> Notice | None:
-        """What a source of reclaim notices says of its machine. Raises RuntimeError where it cannot say."""
+        """A source's interruption notice for its machine, if any. Raises RuntimeError where it cannot say."""
         try:
             notice: Notice | None = await asyncio.wait_for(self.actor.notice.remote(source), HEALTH_S)
         except ray.exceptions.RayTaskError as error:
@@ -146,10 +146,10 @@ async def launch_worker(
 ) -> RayWorker:
     """Start one worker and return when it has warmed up; Ray must be initialised.
 
-    `engine_settings` are vLLM engine arguments, `gateways` the public key of those that may link to it;
-    `say` is told each phase of the start. With `core`, the number of a fleet's core, it outlives this
-    process. Raises BadInput when its devices are not to be had, RuntimeError with the engine's reason when it
-    does not start.
+    `engine_settings` are vLLM engine arguments, `gateways` the public key of those that may link to it.
+    `say` gets each phase of the start. With `core`, the number of a fleet's core, it outlives this process.
+    Raises BadInput when its devices are not to be had, RuntimeError with the engine's reason when it does not
+    start.
     """
     if place.gpus:
         say("waiting for its GPUs")

@@ -3,9 +3,9 @@
 The engine is a worker's, connector included, so its steps carry the exact regressors (kv/connector.py). Two
 clocks:
 
-  wall   from the end of the previous step to its own end, as telemetry has it: what a client waits for
-  cpu    processor time that the engine's processes used meanwhile: about what the step takes with a core to
-         itself, for CPU hosts that are busy with other work too
+  wall   From the end of the previous step to its own end, as telemetry has it: what a client waits for.
+  cpu    The processor time that the engine's processes used meanwhile. It is about what the step takes with
+         a core to itself, for CPU hosts that are busy with other work too.
 
 A fleet measures its workers over their links (pool/learning.py).
 """

@@ -1,7 +1,7 @@
 """The closed loop of `tokenfleet serve`: its bounds by flags and plan, and what the start prints of it.
 
-A plan is run as a loop unless `--fixed`: between its fewest and most workers or `--autoscale`'s, by its line,
-targets and limits, with its schedule as a floor by the clock.
+A plan is run as a loop unless `--fixed`. The loop stays between the plan's fewest and most workers, or
+`--autoscale`'s. It follows the plan's line, targets and limits, with its schedule as a floor by the clock.
 """
 
 from __future__ import annotations

@@ -26,8 +26,11 @@ ADAPTERS_AT_ONCE = 8  # in one batch; an engine sets memory aside for each
 
 @dataclass(frozen=True)
 class ServedFleet:
-    """A fleet to serve: its flags, its plan if it has one, and in a portfolio its share, its model's
-    adapters, and how many of its workers are on demand (None: that is not told)."""
+    """A fleet to serve: its flags, and its plan if it has one.
+
+    In a portfolio it also has its share, its model's adapters, and how many of its workers are on demand
+    (None: that is not given).
+    """
 
     flags: ServeFlags
     plan: PlanFile | None

@@ -188,7 +188,7 @@ def prepare_process(verbose: bool) -> None:
     """Logs to stderr and no telemetry to anyone, for this process and all it will start.
 
     Before Ray is imported: it reads its settings then. Left alone it would keep its cluster's token in the
-    user's home, and run workers at niceness 15, which is meant for batch jobs beside a desktop.
+    user's home. It would run workers at niceness 15, which is meant for batch jobs on a desktop.
     """
     local_ray = {
         "RAY_AUTH_MODE": "token",

@@ -150,10 +150,10 @@ def planned_types(plan: PlanFile, profiles: Sequence[Path], as_is: bool) -> Flee
 
 
 def targets_asked(texts: Sequence[str], plan: PlanFile | None) -> tuple[Slo | None, tuple[SloClass, ...]]:
-    """The plain targets, None where none are said, and the classes: `--slo`'s, else the plan's.
+    """The plain targets, None where none are given, and the classes: `--slo`'s, else the plan's.
 
-    A class with a deadline has what the plan found to keep it, or without one all of it as its TTFT target.
-    Raises BadInput.
+    A plan's class with a deadline has the targets that the plan found to keep it. For one of `--slo` all of
+    the deadline is the TTFT target. Raises BadInput.
     """
     plain = [text for text in texts if ":" not in text]
     classes = tuple(parse_slo_class(text, ATTAINMENT) for text in texts if ":" in text)

@@ -2,23 +2,24 @@
 
 A *unit* is what a draw keeps whole: a session; where sessions are not known, the requests that continue one
 another; else a single request. A unit's requests keep their lengths, what they wait for, and the time between
-them. Copies of a unit are as many sessions: they share what several units of the trace share (a system
-prompt), and nothing of what one unit alone has.
+them. Each copy of a unit is a session of its own. Copies share what several units of the trace share (a
+system prompt), and nothing that one unit alone has.
 
-**Drawn anew** is a local block bootstrap of the units' starts. The time of the starts is cut into blocks and
-each is replaced by one that begins nearby, gaps untouched. Blocks keep what makes a fleet miss (bursts, runs
-of long prompts) whole; drawing them nearby keeps the shape of the hour or the day (Dowla, Paparoditis and
-Politis, 2003). Sessions that begin in the first tenth (many of them had begun before the trace) are drawn one
-by one in one another's places: a crowd at the edge would come twice or not at all. Future traffic differs
-from the trace twice: the trace is itself a draw from its traffic, and so is the next one. One draw makes up
-for the second alone; a plan for other traffic than the trace needs both.
+**Redrawing** (`drawn_anew`) is a local block bootstrap of the units' starts. The time of the starts is cut
+into blocks. Each is replaced by one that begins nearby, gaps untouched. Blocks keep what makes a fleet miss
+(bursts, runs of long prompts) whole. Drawing them nearby keeps the shape of the hour or the day (Dowla,
+Paparoditis and Politis, 2003). Sessions that begin in the first tenth are drawn one by one in one another's
+places, since many of them had begun before the trace. Drawn as blocks, a crowd at the edge would come twice
+or not at all. Future traffic differs from the trace twice: the trace is itself a draw from its traffic, and
+so is the next one. One draw makes up for the second alone. A plan for other traffic than the trace needs
+both.
 
-**Busier** traffic has more sessions, not faster ones: x times as much is, of each session, the whole part of
-x copies, and one more of a share of them that is even over short and long ones. What x draws, a larger x
+**Busier** traffic has more sessions, not faster ones. For x times as much, each session comes as often as
+the whole part of x. A share of them, even over short and long ones, comes once more. What x draws, a larger x
 draws too. A copy starts within a minute of its original. Requests that share nothing come x times as fast
 instead.
 
-**Who continues whom.** A request continues an earlier one whose full blocks all begin its list. A prompt that
+**Continuations.** A request continues an earlier one whose full blocks all begin its list. A prompt that
 more than `TEMPLATE` others continue or repeat is a template, not a conversation's, and joins none of them.
 """
 
@@ -82,7 +83,7 @@ class Draw:
 class Units:
     """The units of a workload in order of start: `rows[offsets[u] : offsets[u + 1]]` are unit u's requests.
 
-    Where each request is a unit that shares nothing both are empty.
+    Both are empty where each request is a unit that shares nothing.
     `own` [ids]: the number of a block among those that its unit alone has, -1 for one that several have;
     None where what is shared is not known. `counts` [units]: how many such blocks each has.
     """
@@ -95,7 +96,7 @@ class Units:
 
     @property
     def whole(self) -> Draw:
-        """The workload as it is."""
+        """The draw of the workload itself, unchanged."""
         if self.is_plain:
             return Draw(np.arange(len(self.workload)), self.workload.arrival_s)
         return Draw(np.arange(len(self.offsets) - 1), self.workload.arrival_s[self.rows[self.offsets[:-1]]])
@@ -238,7 +239,7 @@ def families(workload: Workload) -> Ints:
 
 
 def next_like(units: Units, rng: np.random.Generator) -> Workload:
-    """Other traffic like the units': a draw from what it might have been, drawn from once more."""
+    """Other traffic like the units': a draw of them, and then a draw of that."""
     return units.made(drawn_anew(units, drawn_anew(units, units.whole, rng), rng))
 
 
@@ -329,5 +330,5 @@ def busier(workload: Workload, scale: float) -> Workload:
 
 
 def time_scale(workload: Workload, scale: float) -> float:
-    """So many seconds of the trace pass in one of its busier self."""
+    """The seconds of the trace that pass in one second of its busier self."""
     return scale if workload.prefixes is None and workload.sessions is None else 1.0

@@ -1,38 +1,42 @@
 """The drift of traffic: how far its levels may have gone by the time a plan is used.
 
-Levels are the rate and the lengths of prompts and outputs. Of each of `SPANS` equal spans of the trace (more,
-where those would be longer than an hour), x = (log requests, log mean prompt, log mean output). A trend is
-the trace's shape, which a plan keeps; what departs from it shows in the second differences d = x₋ - 2x + x₊.
-As much as a level changes from one span to the next, it is taken to change from the trace to what is planned
-for:
+Levels are the rate and the lengths of prompts and outputs. The trace is cut into `SPANS` equal spans (more,
+where those would be longer than an hour). Each has x = (log requests, log mean prompt, log mean output). A
+trend is the trace's shape, which a plan keeps. What departs from it shows in the second differences
+d = x₋ - 2x + x₊. As much as a level changes from one span to the next, it is taken to change from the trace
+to what is planned for:
 
     drift ~ N(0, S),   S seen = E[d dᵀ] / 3
 
-That is the law of levels whose changes are of one size at every distance (1/f). It lies between levels that
-scatter about a mean, whose stretches differ the less the longer they are, and random walks, whose changes
-grow in variance with the distance. ServeGen's m-mid, in its first week, is about so: from half an hour to the
-next its rate differs by 0.18 in the logarithm, from one, three and six hours to the next by 0.18 to 0.21.
+That is the law of levels whose changes are of one size at every distance (1/f). On one side of it are levels
+that scatter about a mean: their stretches differ less the longer they are. On the other side are random
+walks: their changes grow in variance with the distance. ServeGen's m-mid, in its first week, is close to this
+law. From half an hour to the next its rate differs by 0.18 in the logarithm. From one, three and six hours to
+the next it differs by 0.18 to 0.21.
 
-An hour of silence, or a night, is the trace's shape too, and no level that the rest may go to: a difference
-one of whose spans holds less than `SCARCE` of the mean weighs as much less.
+An hour of silence, or a night, is the trace's shape too, and no level that the rest may go to. So a
+difference weighs less where one of its spans holds less than `SCARCE` of the mean, in proportion.
 
-A span's level also scatters because its requests are only so many, or come in bursts. That is the bootstrap's
-part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off. That holds while a fifth
-of a span sees some bursts; where it sees fewer than `FEWEST_BURSTS`, nothing is seen of drift. What is left
-is known from a few spans only. So it is joined with what is usual, `USUAL` for the rate and nothing for
-lengths, as an inverse Wishart law of `WEIGHT` degrees of freedom would be; a draw of drift then has Student's
-t distribution:
+A span's level also scatters because its requests are finite in number, or come in bursts. That is the
+bootstrap's part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off. That holds
+while a fifth of a span sees some bursts; where it sees fewer than `FEWEST_BURSTS`, no drift is seen. What is
+left is known from a few spans only. So it is joined with what is usual, `USUAL` for the rate and nothing for
+lengths. The usual counts as an inverse Wishart law of `WEIGHT` degrees of freedom would. A draw of drift then
+has Student's t distribution:
 
     S = (n · S seen + WEIGHT · USUAL²) / (n + WEIGHT),   n + WEIGHT degrees of freedom
 
 n is less than the number of second differences, because neighbours share spans: `INDEPENDENT` of them count.
 A long trace outweighs what is usual.
 
-**Steady traffic** does not drift. A trace is steady where its rate and lengths differ between its thirds,
-sixths and so on (`SCALES`) by no more than chance makes them: an analysis of variance at each scale, the
-requests of a part of a span against those of the span, and tokens against their own scatter, none of which
-is beyond its quantile at `CALM`. And where it is long enough to tell: chance alone must hide no more than
-`HIDDEN` of what is usual. A trace that is too short for that is taken to drift as traffic usually does.
+**Steady traffic** does not drift. A trace is steady where two things hold:
+
+* Its rate and lengths differ between its thirds, sixths and so on (`SCALES`) by no more than chance makes
+  them. An analysis of variance tests that at each scale: the requests of a part of a span against those of
+  the span, and tokens against their own scatter. None is beyond its quantile at `CALM`.
+* It is long enough to tell: chance alone must hide no more than `HIDDEN` of what is usual.
+
+A trace that is too short for that is taken to drift as traffic usually does.
 """
 
 from __future__ import annotations
@@ -82,7 +86,7 @@ class Drift:
         return float(np.sqrt((self.spread[0] ** 2).sum()))
 
     def levels(self, rng: np.random.Generator) -> tuple[float, float, float]:
-        """A draw of rate, prompts and outputs, each over what it was."""
+        """A draw of rate, prompts and outputs, each as a multiple of what it was."""
         if self.told == "steady":
             return 1.0, 1.0, 1.0
         normal, chance = rng.standard_normal(3), rng.chisquare(self.freedom) / self.freedom
@@ -90,7 +94,7 @@ class Drift:
         return rate, prompts, outputs
 
     def drawn(self, workload: Workload, rng: np.random.Generator) -> Workload:
-        """The same requests at levels they might have gone to; none longer than the longest there was."""
+        """The same requests at drawn levels; none is longer than the longest there was."""
         if self.told == "steady":
             return workload
         rate, prompts, outputs = self.levels(rng)
@@ -105,7 +109,7 @@ class Drift:
 def drift_of(
     workload: Workload, fewest_spans: int = SPANS, usual: float = USUAL, weight: float = WEIGHT
 ) -> Drift:
-    """The trace's drift joined with the usual one of so many degrees of freedom; none if it is steady."""
+    """The trace's drift joined with the usual one, of `weight` degrees of freedom; none if it is steady."""
     told = shown(workload)
     if told == "steady":
         return Drift(np.zeros((3, 3)), weight, told)
@@ -147,7 +151,7 @@ def shown(workload: Workload) -> Told:
 
 
 def _differs(workload: Workload, spans: int) -> bool:
-    """Whether rate, prompts or outputs differ between so many spans by more than chance."""
+    """Whether rate, prompts or outputs differ between this many spans by more than chance."""
     since_s = workload.arrival_s - workload.arrival_s[0]
     counts, _ = np.histogram(since_s, PARTS * spans)
     parts = counts.reshape(spans, PARTS).astype(float)

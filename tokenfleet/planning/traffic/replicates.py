@@ -1,9 +1,15 @@
-"""Traffic as recorded, and replicates of it: the trace with arrivals and coefficients drawn.
+"""The recorded traffic, and resampled traces: the trace with arrivals and coefficients drawn.
 
-Replicate 0 is the trace as it is on workers as their profiles say. Replicate i > 0 draws its arrivals
-(bootstrap), how far the traffic's levels have drifted unless it is steady, the workers' coefficients (from
-the profiles' residuals) and the policy's seed, all from (seed, i) alone: two fleets meet the same replicates
-(common random numbers), so their difference is the fleets' and not the draw's.
+Number 0 is the recorded trace on workers as their profiles say. Number i > 0 is a resampled trace, which
+draws from (seed, i) alone:
+
+* its arrivals (bootstrap);
+* how far the traffic's levels have drifted, unless it is steady;
+* the workers' coefficients (from the profiles' residuals);
+* the policy's seed.
+
+Two fleets meet the same resampled traces (common random numbers), so their difference is the fleets' and not
+the draw's.
 
 **Arrivals** are drawn as `draws` says: sessions whole, where the trace knows them.
 
@@ -34,9 +40,10 @@ EVERYTHING: frozenset[Doubted] = frozenset(get_args(Doubted))
 
 @dataclass(frozen=True)
 class ResampledTraffic:
-    """A workload and its replicates; `sampler`: of one too long to be replayed whole each time.
+    """A workload and its resampled traces.
 
-    `levels`: the uncertainty of rate, prompts and outputs where the workload was drawn, not recorded.
+    `sampler`: of a workload that is too long to be replayed whole each time. `levels`: the uncertainty of
+    rate, prompts and outputs where the workload was drawn, not recorded.
     """
 
     workload: Workload
@@ -61,15 +68,15 @@ class ResampledTraffic:
 
     @property
     def is_slow(self) -> bool:
-        """Whether replays take so long that one is broken off as soon as it is lost."""
+        """Whether replays take so long that one stops once it is lost."""
         return self.sampler is not None or not self.units.is_plain
 
     @cached_property
     def rough(self) -> ResampledTraffic:
         """The same with prefixes in large blocks, or by a smaller sample: for ratios and scatter, not counts.
 
-        Blocks come and go together, so that hits differ by a point or so, in about half of the time. Itself
-        where blocks are large already.
+        Blocks come and go together, so hits differ by a point or so. Replays take about half of the time.
+        Itself where blocks are large already.
         """
         if self.sampler is not None:
             return replace(self, sampler=replace(self.sampler, requests=ROUGHLY))
@@ -80,13 +87,13 @@ class ResampledTraffic:
         return replace(self, workload=replace(self.workload, prefixes=prefixes.coarser(times)))
 
     def grown(self, growth: float) -> Workload:
-        """The workload with so many times its traffic; of a sampled one its sample is scaled instead."""
+        """The workload with `growth` times its traffic; of a sampled one its sample is scaled instead."""
         return self.workload if growth == 1.0 or self.sampler is not None else self.units.busier(growth)
 
     def requests(
         self, replicate: int, workload: Workload, doubted: frozenset[Doubted] = EVERYTHING
     ) -> Workload:
-        """`workload` as it comes in a replicate; a sample of it where it is sampled."""
+        """`workload` as it comes in a resampled trace; a sample of it where it is sampled."""
         drawn = workload
         if self.sampler is not None and workload is self.workload:
             anew = replicate != AS_IT_IS and "arrivals" in doubted
@@ -99,14 +106,14 @@ class ResampledTraffic:
         return drawn
 
     def faster(self, replicate: int, growth: float, doubted: frozenset[Doubted]) -> float:
-        """So many seconds of the trace pass in one of the replicate's: more traffic is a faster trace."""
+        """Seconds of the trace in one second of the resampled trace: more traffic is a faster trace."""
         rate = growth
         if replicate != AS_IT_IS and "drift" in doubted:
             rate *= self.drift.levels(self._drifts(replicate))[0]
         return time_scale(self.workload, rate)
 
     def profile(self, replicate: int, profile: Profile) -> Profile:
-        """`profile` as its workers are in a replicate; every type has the same standard errors there."""
+        """`profile` as drawn for a resampled trace; every type is off by as many standard errors there."""
         if replicate == AS_IT_IS:
             return profile
         return draw_profile(profile, np.random.default_rng([self.seed, replicate, 2]))

@@ -1,29 +1,30 @@
 """The sample by which a long trace is judged: the windows that bind whole, a random choice of the others.
 
-A trace of more than `LONG` requests is cut into windows. Its load in each is what its requests ask of
+A trace of more than `LONG` requests is cut into windows. The load of a window is what its requests ask of
 workers: prompts and outputs, each over the trace's mean. Misses come with load, so windows are taken by it.
 
 **What binds**: the busiest windows, as many as hold `BINDING` times the requests that may miss, are replayed
-whole, or where they are more than `MOST_BINDING` of a sample so much of them. A fleet that is about right
-misses most of what it misses there.
+whole. Where they are more than `MOST_BINDING` of a sample, that much of them is drawn. A fleet that is about
+right misses most of what it misses there.
 
-**The rest** is cut into `STRATA` by load, the busiest the smallest, each twice as large as the one before;
-into fewer where `FEWEST` windows of each would be more requests than a sample shall have. From each as many
-windows are drawn, at equal distances in the order of their mean prompts: so both rate and mix of lengths are
-there as they are in the trace. A request of a drawn window tells of as many as its stratum
+**The rest** is cut into `STRATA` strata by load. The busiest is the smallest; each is twice as large as the
+one before. There are fewer where `FEWEST` windows of each would be more requests than a sample may have.
+Each gives windows with about as many requests, at equal distances in the order of their mean prompts. So the
+rate and the mix of lengths are as in the trace. A request of a drawn window stands for as many as its stratum
 has for each that was drawn (`Workload.weight`).
 
-A window is replayed behind a lead-in and before some arrivals more, none of which count, as many seconds as a
-long answer takes; neighbours are replayed as one. Requests keep their times, so that a sample is a workload
-with gaps. It is drawn from a replicate's own traffic, so that what a fleet misses in it is what it misses in
-the replicate, but for the chance of the draw, which adds to the scatter of replicates and so to a plan's
-doubt.
+A window is replayed with a lead-in before it and more arrivals after it, and neither counts. Each lasts as
+long as a long answer takes. Windows that meet are replayed as one. Requests keep their times, so a sample is
+a workload with gaps. A sample is drawn from a resampled trace's own traffic. What a fleet misses in the
+sample is what it misses in the resampled trace, except for the chance of the draw. That chance adds to the
+scatter of resampled traces, and so to a plan's uncertainty.
 
-**Its cost**: on the trace as it is, the share met is below the sample's by at most `reach`, with the
-confidence asked for: by the scatter of windows within strata, each taken to scatter at least 1/`CALMER` as
-much as the busier one before it, and by Jeffreys' bound on each one's share.
+**Its cost**: on the recorded trace, the share met is below the sample's by at most `reach`, with the
+confidence asked for. `reach` joins the scatter of windows within strata with Jeffreys' bound on each
+stratum's share. Each stratum is taken to scatter at least 1/`CALMER` as much as the busier one before it.
 
-**A replicate** of a long trace is held as pieces (rows in a row, so many seconds later), not row by row.
+**A resampled trace** of a long trace is held as pieces, not row by row. A piece is consecutive rows that come
+the same number of seconds later.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ CURVE = 1_000_000  # points of the curves of load
 
 @dataclass(frozen=True)
 class Pieces:
-    """A draw of a trace in order: rows [low, high) come `shift_s` later than there, from `begin_s` on."""
+    """A draw of a trace in order: rows [low, high) come `shift_s` later than in it, from `begin_s` on."""
 
     begin_s: Floats
     low: Ints
@@ -95,7 +96,7 @@ class Pieces:
 
 
 def whole(arrival_s: Floats) -> Pieces:
-    """The trace as it is."""
+    """The recorded trace, as one piece."""
     return Pieces(np.array([0.0]), np.array([0]), np.array([len(arrival_s)]), np.array([0.0]))
 
 
@@ -114,10 +115,11 @@ def drawn_anew(arrival_s: Floats, pieces: Pieces, rng: np.random.Generator) -> P
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of a replicate: the requests, `window` [requests] of each, and the strata.
+    """A sample of a recorded or resampled trace: the requests, `window` [requests] of each, and the strata.
 
-    `window` is -1 of requests that do not count. `stratum` [windows]: -1 of windows that were not drawn, 0 of
-    those that bind. `held` and `windows` [strata]: the requests and windows that each has in the replicate.
+    `window` is -1 for requests that do not count. `stratum` [windows] is -1 for windows that were not drawn,
+    and 0 for those that bind. `held` and `windows` [strata]: the requests and windows that each stratum has
+    in that trace.
     """
 
     workload: Workload
@@ -127,7 +129,7 @@ class Sample:
     windows: Ints
 
     def reach(self, met: NDArray[np.bool_], confidence: float) -> float:
-        """By how much the share met in the whole may be below the sample's, at a confidence."""
+        """How far the share met in the whole may be below the sample's, at a confidence."""
         counts = self.window >= 0
         of = self.window[counts]
         requests = np.bincount(of, minlength=len(self.stratum)).astype(float)
@@ -155,7 +157,10 @@ def _jeffreys(missed: float, requests: float, confidence: float) -> float:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws samples of a long trace and of its replicates; `may_miss` the share of requests that may miss."""
+    """Draws samples of a long trace and of its resampled traces.
+
+    `may_miss`: the share of requests that may miss.
+    """
 
     workload: Workload
     may_miss: float
@@ -169,7 +174,7 @@ class Sampler:
         return self.sample(0)
 
     def sample(self, replicate: int, start_s: float | None = None, end_s: float | None = None) -> Sample:
-        """A sample of a replicate, 0 being the trace; or of a part of its time."""
+        """A sample of a resampled trace, 0 being the recorded one; or of a part of its time."""
         arrival_s = self.workload.arrival_s
         pieces = whole(arrival_s)
         if replicate:
@@ -251,5 +256,5 @@ class Sampler:
 
 
 def _edges(windows: int, strata: int) -> Ints:
-    """Where so many strata of the windows begin but the first: each is twice as large as the last."""
+    """Where the strata of the windows begin, the first left out: each is twice as large as the last."""
     return np.round(windows * (2.0 ** np.arange(1, strata) - 1.0) / (2.0**strata - 1.0)).astype(np.int64)
