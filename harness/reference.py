@@ -1,10 +1,12 @@
-"""The pages of docs/reference, made from the code: command line, metrics, HTTP, plan.json, models.
+"""The pages of docs/reference, made from the code: commands, files, Python, metrics, HTTP, plan.json, models.
 
 python -m harness.reference          writes the pages
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -20,16 +22,20 @@ from dataplane.http.server import Extension
 from dataplane.live.control.api import control_app
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.gateway.metrics import Metrics
+from tokenfleet.cli import flags
 from tokenfleet.cli.main import VERBS, command_of
 from tokenfleet.planning.plan_file import PlanFile
+from tokenfleet.portfolios import request as portfolio_file
+from tokenfleet.profiles import prices
 from tokenfleet.profiles.library import library
 from tokenfleet.service.app import plan_app
 from tokenfleet.service.routes import GapCollector, JobCollector, plan_router
+from tokenfleet.traces.formats import FORMATS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NAVIGATION = (
-    "[Commands](cli.md) · [metrics](metrics.md) · [HTTP](http.md) · [plan.json](plan-json.md) ·"
-    " [models and GPUs](models.md)"
+    "[Commands](cli.md) · [files](files.md) · [Python](python.md) · [metrics](metrics.md) · [HTTP](http.md) ·"
+    " [plan.json](plan-json.md) · [models and GPUs](models.md)"
 )
 MADE = "This page is made from the code by `make reference`."
 Rows = Iterable[Iterable[object]]
@@ -166,6 +172,60 @@ def _type(annotation: Any) -> str:
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
+def files() -> str:
+    """The files that people write, and the columns of the traces that are read."""
+
+    def parts() -> Iterator[tuple[str, str]]:
+        yield "Flags in a file: --config", inspect.cleandoc(flags.__doc__ or "")
+        yield "Portfolio", inspect.cleandoc(portfolio_file.__doc__ or "")
+        yield "Prices", inspect.cleandoc(prices.__doc__ or "")
+        rows = [(one.name, f"`{one.arrival}`", f"`{one.prompt}`", f"`{one.output}`") for one in FORMATS]
+        also = (
+            "Readers of tools' own files turn them into these. [Traces](../traces.md) has an example of each."
+        )
+        yield "Traces", f"{table(('format', 'arrival', 'prompt tokens', 'output tokens'), rows)}\n\n{also}"
+
+    return page("Files", "[Profiles](../../profiles/README.md) have a page of their own.", parts())
+
+
+def python() -> str:
+    """The public names of the library: signatures and docstrings."""
+    import tokenfleet
+
+    public = {name: getattr(tokenfleet, name) for name in tokenfleet.__all__ if name != "__version__"}
+    own = {one.__name__: name for name, one in public.items()}
+
+    def told(docstring: str | None) -> str:
+        """A docstring with public names, and its examples as blocks."""
+        parts = inspect.cleandoc(docstring or "").split("\n\n")
+        text = "\n\n".join(f"```pycon\n{one}\n```" if one.startswith(">>>") else one for one in parts)
+        for inner, name in own.items():
+            text = re.sub(rf"\b{inner}\b", name, text)
+        return text
+
+    def parts() -> Iterator[tuple[str, str]]:
+        for name, one in sorted(public.items(), key=lambda item: (item[0].lower(), item[0])):
+            if not inspect.isclass(one):
+                lines = str(inspect.signature(one)).partition(") ->")[0][1:].split(", ")
+                call = "\n".join([f"tf.{name}(", *(f"    {line}," for line in lines), ")"]).replace("'", "")
+                yield f"tf.{name}", f"```python\n{told(call)}\n```\n\n{told(one.__doc__)}"
+                continue
+            rows = [
+                (f"`{member}`", told(inspect.getdoc(value)).split("\n\n")[0])
+                for member, value in sorted(vars(one).items())
+                if not member.startswith("_") and inspect.getdoc(value) and _is_of(value)
+            ]
+            members = f"\n\n{table(('member', 'is'), rows)}" if rows else ""
+            yield f"tf.{name}", f"{told(inspect.getdoc(one))}{members}"
+
+    return page("Python", "`import tokenfleet as tf`. [Python](../python.md) is the guide.", parts())
+
+
+def _is_of(member: Any) -> bool:
+    """Whether a member of a class is a method or a property, and no plain value."""
+    return isinstance(member, property | classmethod | staticmethod) or inspect.isfunction(member)
+
+
 def profiles() -> str:
     """The models, GPUs and TP degrees of the profile library."""
     held: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -183,6 +243,8 @@ def profiles() -> str:
 
 PAGES = {
     "cli.md": command_line,
+    "files.md": files,
+    "python.md": python,
     "metrics.md": metrics,
     "http.md": http,
     "plan-json.md": plan_document,

@@ -2,9 +2,9 @@
 
 A config file has a verb's flags, without their dashes, as a mapping. Flags on the line win.
 
-trace: [monday.csv, tuesday.csv]
-slo: {ttft: 400ms, tpot: 30ms}
-max-gpus: 16
+    trace: [monday.csv, tuesday.csv]
+    slo: {ttft: 400ms, tpot: 30ms}
+    max-gpus: 16
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ def test_after_lost_repeated_or_reordered_changes_the_mirror_is_what_the_engine_
 def test_what_was_asked_for_and_does_not_come_is_asked_for_again():
     placement = fleet()
     placement.take_cached(A, change(0, is_all=True))
-    assert "up to change 0 of its cache, and then of change 5" in placement.take_cached(A, change(5, [7]))
+    assert "after change 0 of its cache came change 5" in placement.take_cached(A, change(5, [7]))
     assert [n for n in range(6, 6 + 2 * ASK_AGAIN) if placement.take_cached(A, change(n, [7]))] == [
         5 + ASK_AGAIN,
         5 + 2 * ASK_AGAIN,
