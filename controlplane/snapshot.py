@@ -224,8 +224,9 @@ class Migrate:
     reason: str
 
 
-# What a decision may tell of its reasons: of any fleet; and of one of several kinds what a worker of each
-# weighs, how many of each are chosen, and how many each kind alone would need, and cost.
+# The facts that a decision may give for its reason. Of any fleet: `seen`, `compared` and `cost`. Of a fleet
+# of several kinds: the weight of a worker of each, and how many of each are chosen. Also how many each kind
+# alone would need, and what that would cost.
 Fact = Literal["seen", "compared", "cost", "weights", "chosen", "alone", "alone_usd_per_h"]
 Facts = Mapping[Fact, Mapping[str, float]]
 

@@ -41,7 +41,7 @@ def use_kernel_cache() -> None:
     only read.
     """
     folder = str(_folder())
-    os.environ["NUMBA_CACHE_DIR"] = folder  # read by Numba as it is imported, which takes half a second
+    os.environ["NUMBA_CACHE_DIR"] = folder  # Numba reads it during its import, which takes half a second
     if "numba" not in sys.modules:
         return
     sys.modules["numba"].config.CACHE_DIR = folder

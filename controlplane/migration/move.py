@@ -128,7 +128,7 @@ class Happened(Enum):
     """An event that the coordinator learns of."""
 
     WAITING = auto()  # the request has no token yet: nothing to copy
-    ACCEPTED = auto()  # both sides are there; the source was told to keep the KV
+    ACCEPTED = auto()  # both sides are there; the source has the order to keep the KV
     COPIED = auto()  # one pre-copy stage is on the target
     SWITCHED = auto()  # the gateway listens to the target
     RESUMED = auto()  # the target's first token arrived

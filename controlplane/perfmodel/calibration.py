@@ -33,18 +33,18 @@ from controlplane.perfmodel.profile import FittedRange, Profile, Residuals
 from controlplane.perfmodel.step import Batch, PrefillModel, coefficients_with_hinges
 from controlplane.types import EngineMode
 
-TERM = 0.5  # doubt of a term beside the others
+TERM = 0.5  # uncertainty of a term relative to the others
 SCALE = 3.0  # and of all together
 FEWEST_GAPS, FEWEST_INTERVALS = 300, 6
 ENOUGH = 20  # gaps of an interval that tell half as much as any number
 APART = 1.35  # prompts in a step, as each meets it, at most, where first steps are those of few prompts
 MISFIT = 0.3  # mean residual past which no factors on step times explain the traffic
-CLIP = 2.5  # residuals past so many standard deviations count linearly
+CLIP = 2.5  # residuals past this many standard deviations count linearly
 ROUNDS = 6
 BLOCKS = 5  # consecutive parts of the time, each judged by the others
 LEAST_SPREAD = 0.005
 PART = 0.02  # of the common factor, at least, and at most 1 / PART times it
-TOLD = 0.6  # of its doubt, at most, is left of a term that the traffic tells
+TOLD = 0.6  # a term that the traffic determines keeps at most this share of its uncertainty
 
 
 class Interval(NamedTuple):

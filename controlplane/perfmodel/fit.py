@@ -241,7 +241,7 @@ def _knots(samples: StepSamples, form: Form, of: HingeOf) -> list[float]:
     if len(have) == MAX_HINGES:
         return []
     values = np.unique(samples.prefill_tokens if of == "prefill_tokens" else samples.sequences)
-    inner = values[values > 0][1:-1]  # a knee at either end is no knee
+    inner = values[values > 0][1:-1]  # a hinge at either end is no hinge
     if len(inner) > MAX_KNOTS:
         inner = inner[np.linspace(0, len(inner) - 1, MAX_KNOTS).round().astype(int)]
     return [float(knot) for knot in inner if knot not in have]

@@ -21,7 +21,7 @@ from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PREFILL_TERMS, STEP_TERMS, Hinge, HingeOf, Term
 
 HUBER = 1.345  # residuals beyond this many robust standard deviations lose weight
-FAR = 2.0  # robust fits: a step predicted to take longer than this many times what it is told has taken
+FAR = 2.0  # robust fits: a step predicted at more than this many times its reported time loses weight
 ROBUST_ROUNDS = 20
 MEAN_ROUNDS = 8
 SPARE_POINTS = 2  # distinct batches beyond the number of coefficients
@@ -109,8 +109,9 @@ def _mean(rows: Columns) -> NDArray[np.float64]:
 
 
 def _middle(rows: Columns, step_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    # The first round is by absolute errors: by relative ones, a step told of as a hundredth of what it took
-    # would weigh as ten thousand others. In the rounds to come its error is one of FAR times what it is told.
+    # The first round is by absolute errors: by relative ones, a step reported at a hundredth of its real time
+    # would weigh as much as ten thousand others. In later rounds its error is at most FAR times its reported
+    # time.
     solution = _nnls(rows, step_s / step_s.max())
     for _ in range(ROBUST_ROUNDS):
         predicted = rows @ solution

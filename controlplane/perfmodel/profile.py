@@ -215,7 +215,7 @@ class Profile:
     frontend: Frontend = Frontend()
     speculation: Speculation | None = None  # what the step times count already (`speculation.py`)
     host_kv: HostKv | None = None  # below its KV memory, where prefixes are cached
-    ranks: Ranks | None = None  # of which `tp_degree` GPUs and the step times are one (`ranks.py`)
+    ranks: Ranks | None = None  # `tp_degree` GPUs and the step times are those of one of them (`ranks.py`)
     workers_per_gpu: int = 1  # that step times and KV allow for on its GPU, itself among them (`shared`)
 
     def __post_init__(self) -> None:
@@ -347,7 +347,7 @@ class Profile:
             assert self.prefill is not None
             return self.prefill.prefill_s(prompt - cached, attended)
         budget = float(self.engine.max_batched_tokens)
-        # Full chunks take equal times but for their attention, which adds up over all chunks.
+        # Full chunks take equal times except for their attention, which adds up over all chunks.
         before = np.ceil((prompt - cached) / budget) - 1.0
         last = prompt - cached - before * budget
         full_s, last_s = self.step.step_s(budget, 0, 0), self.step.step_s(last, 0, 0, attended)

@@ -32,7 +32,7 @@ from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Profile
 from controlplane.perfmodel.step import Batch, StepModel
 
 MEMORY_STEPS = 2000
-TERM = 1.0  # doubt of a term beside the others
+TERM = 1.0  # uncertainty of a term relative to the others
 TRUST_STEPS = 20  # what a scale is worth that is only believed: the profile's, or an alarm's
 PART = 0.25
 SCALE = (0.05, 20.0)  # of s

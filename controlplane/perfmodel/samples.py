@@ -122,7 +122,7 @@ def folds(samples: StepSamples, few_points: int = FEW_POINTS) -> NDArray[np.int6
             at_end = np.unique(point[column == end])
             if len(at_end) == 1:
                 fold[point == at_end[0]] = -1
-    # Numbered anew without gaps: an emptied fold is no fold.
+    # Numbered again without gaps: an emptied fold is no fold.
     kept = np.unique(fold[fold >= 0])
     return np.where(fold < 0, -1, np.searchsorted(kept, fold))
 

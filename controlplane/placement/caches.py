@@ -39,7 +39,7 @@ COPY = np.dtype(
     [
         ("id", np.int64),
         ("users", np.int16),
-        ("blocks", np.int16),  # the engine's, of which it consists
+        ("blocks", np.int16),  # the engine's blocks in it
         ("sooner", np.int32),  # of those asleep: the one that is evicted before it,
         ("later", np.int32),  # and after it; of unused records: the next
         # Of the copies of its id: the one stored before it (of the oldest: the youngest), and after it.

@@ -29,8 +29,8 @@ from controlplane.types import Role
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-# A structured array: one record per worker or request, so that compiled code reads a record's fields from
-# one place in memory, and passes a few arrays around instead of forty.
+# A structured array: one record per worker or request. So compiled code reads a record's fields from one
+# place in memory, and passes a few arrays around instead of forty.
 Records = Any
 
 HELD, QUEUED, PREFILLING, DECODING, DONE = 0, 1, 2, 3, 4
@@ -56,9 +56,9 @@ WORKER = np.dtype(
         ("queued_context", np.int64),  # tokens those will hold once prefilled
         ("queued_shared", np.int64),  # tokens of those that wait which others will hold for them
         ("running_n", np.int64),  # admitted requests, prefilling or decoding
-        # A worker notes its load as it begins a step and reports it as the step ends. What the last report
-        # did not tell of (requests, the tokens they will hold once prefilled), what of that the step in
-        # progress did not note either, and when its report comes:
+        # A worker notes its load as it begins a step and reports it as the step ends. `unreported`: requests
+        # missing in the last report, and the tokens they will hold once prefilled. `unnoted`: those of them
+        # that the step in progress did not note either. `report_s`: when the report of that step comes.
         ("unreported", np.int64),
         ("unreported_context", np.int64),
         ("unnoted", np.int64),

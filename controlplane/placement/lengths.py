@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from controlplane.compiled import compiled
 from controlplane.errors import BadInput
 
-_DENSE = 64  # the grid holds each of the first so many tokens, then grows by _GROWTH
+_DENSE = 64  # the grid holds every value below this, then grows by _GROWTH
 _GROWTH = 1.05
 _LEAN = 20.0  # k above: samples that the common mean counts for in each cell
 _NO_END = np.iinfo(np.int64).max

@@ -33,7 +33,7 @@ Records = Any
 
 FEW = 8  # workers that are sooner looked at one after the other
 MANY = 200  # workers from which on it pays to close some: of fewer most are asked but once in a step
-ASKED = 8  # requests of which what workers have cached is remembered: those that wait are asked of in turn
+ASKED = 8  # requests whose cached tokens on workers are remembered: those that wait are looked up in turn
 ORDERS = 6  # kept at a time: one for each policy and class that is asked for, in each pool
 LEVELS = (1, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 3072, 6144)  # tokens of prompts
 OPEN = len(LEVELS)  # the row of an order's trees that has the workers which are closed to none
@@ -46,7 +46,7 @@ ORDER = np.dtype(
         ("is_made", np.int64),
         ("policy", np.int64),
         ("is_decode_pool", np.int64),
-        ("request", np.int64),  # one with the targets that it goes by
+        ("request", np.int64),  # one with the targets that the order is for
         ("unasked", np.int64),  # changes of workers since it was last asked for
     ],
     align=True,
@@ -57,7 +57,7 @@ ORDER = np.dtype(
 class Orders(NamedTuple):
     """The orders in which placement looks at workers."""
 
-    are_kept: Ints  # [1] whether every change of a worker is told
+    are_kept: Ints  # [1] whether every change of a worker is reported
     made: Ints  # [1] how many of the rows have been used since
     of: Records  # [orders] of ORDER
     trees: Floats  # [orders * ROWS, 2 * places + PAD]
@@ -65,10 +65,10 @@ class Orders(NamedTuple):
     aside: Ints  # [workers] those that are out of a tree for the rest of a search, and their numbers
     aside_load: Floats
     changes: Ints  # [1] so far, of anything
-    asked_of: Ints  # [ASKED] requests of which it was asked lately what workers have cached;
-    cached: Ints  # [ASKED, workers] what that was,
-    loads: Ints  # the copies below it that it would load,
-    cached_at: Ints  # and the number of changes until then, 0 where it was not asked
+    asked_of: Ints  # [ASKED] requests whose cached tokens on workers were looked up lately;
+    cached: Ints  # [ASKED, workers] those tokens,
+    loads: Ints  # the copies in host memory that the worker would load,
+    cached_at: Ints  # and the number of changes until then, 0 where it was not looked up
 
 
 def new_orders(workers: int) -> Orders:

@@ -155,7 +155,7 @@ def refuses_longer(
     level, longest = constraints.closed_to(ledger, settings, w, r, now_s)
     if level == order.OPEN:
         return False
-    # In a run its steps end without a word; else it is told when the step ends.
+    # In a run the end of a step is not reported; outside of one it is.
     until_s = ledger.workers[w].boundary_s if ledger.runs[w].steps > 0 else np.inf
     order.close(ledger.orders, t, w, rank, level, longest, until_s)
     return True
@@ -215,6 +215,6 @@ def tell_change(ledger: Ledger, settings: SettingsRow, w: int, now_s: float) -> 
         if ledger.orders.of[t].is_made:
             ledger.orders.of[t].unasked += 1
             if ledger.orders.of[t].unasked > FORGOTTEN * len(ledger.workers):
-                ledger.orders.of[t].is_made = 0  # what keeps it costs more by now than to make it anew
+                ledger.orders.of[t].is_made = 0  # keeping it costs more by now than rebuilding it
             else:
                 order.enter(ledger.orders, t, w, own_load(ledger, settings, t, w, now_s))

@@ -70,7 +70,7 @@ class Planned:
     request: NDArray[Any]
     worker: Ints  # by the tracker's own numbers
     end: Ints  # the worker's step count at which it should end,
-    expected: Ints  # having made so many tokens
+    expected: Ints  # and its output tokens by then
     outlived: Mask
 
 

@@ -97,7 +97,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         return _mixed(settings, state, snapshot, question, found, facts, window)
     if found.is_limited:
         state = _said_over(state, found.reason, settings.limits.limited_by or "MAX")
-    elif stable.wanted != settings.limits.high:  # a target that comes and goes is said once
+    elif stable.wanted != settings.limits.high:  # a target that comes and goes is noted once
         state = _said_over(state, "", "")
     if stable.wanted == snapshot.wanted:
         return state, None
@@ -209,8 +209,11 @@ def _corrected(
 
 
 def _bounded(line: Line | None, given: Line | None) -> Line | None:
-    """The line, its slope at most `MOST` times the given one's: where a lone request is about as slow as its
-    target, a hair in step times is worth any number of workers."""
+    """The line, its slope at most `MOST` times the given one's.
+
+    Where a lone request is about as slow as its target, a tiny change of step times is worth any number of
+    workers.
+    """
     if line is None or given is None:
         return line
     most = MOST * given.workers_per_rps
@@ -218,7 +221,7 @@ def _bounded(line: Line | None, given: Line | None) -> Line | None:
 
 
 def _slowed(worker_type: WorkerType, factor: float) -> WorkerType:
-    """The type if its steps took so many times as long."""
+    """The type if its steps took `factor` times as long."""
     profile = worker_type.known_profile
     if profile is None:
         return worker_type
@@ -249,9 +252,9 @@ def _types_now(settings: ScalingSettings, state: Scaling) -> tuple[WorkerType, .
 
 
 def _line(settings: ScalingSettings, state: Scaling, types: tuple[WorkerType, ...]) -> Line | None:
-    """The line for this traffic; of a mix in reference workers, and None until it is known what those are.
+    """The line for this traffic. Of a mix it is in reference workers, and None until those are known.
 
-    `types`: the settings' own, with the step times to go by.
+    `types`: the settings' own, with the step times to use.
     """
     weights, given = state.weights, settings.worker_types
     if not settings.is_mix:

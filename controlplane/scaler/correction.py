@@ -68,7 +68,7 @@ FALL_EVERY_S = 60.0
 MOVED = 0.05
 
 _SHAPE = len(FACTORS), len(STEEP), len(HOPELESS)
-LineIf = Callable[[float], Line]  # the line if steps took so many times as long
+LineIf = Callable[[float], Line]  # the line if steps took this factor times as long
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class ForecastSettings:
 
     bin_s: float = 300.0
     season: int = 288
-    quantile: float = 0.6  # regime, burst and backlog see to the rest
+    quantile: float = 0.6  # the rules for traffic phase, burst and backlog cover the rest
     keep: int = 4032
     fade: float = math.inf
 
@@ -136,7 +136,7 @@ def forecast(
     for name, column in said.items():
         now, past = column[-1], column[: len(came)]
         origins = np.flatnonzero(np.isfinite(past))[-MOST_ORIGINS:]
-        learn = LEAST_ORIGINS + lead  # errors of so many origins are known at the first one that is scored
+        learn = LEAST_ORIGINS + lead  # the first scored origin knows at least LEAST_ORIGINS errors
         if not np.isfinite(now) or len(origins) < learn + LEAST_ORIGINS:
             continue
         base, truth = past[origins], came[origins]

@@ -238,7 +238,7 @@ def share_out(
 
 
 def _answers(pools: Sequence[Pool], limits: Limits) -> tuple[dict[str, int], ...]:
-    """The division of which nothing that is asked for is taken, of which nothing needed is, and the best."""
+    """Three divisions: one takes nothing that is asked for, one takes nothing needed, one is the best."""
     least = {p.model: max(p.floor, min(p.needed, p.right)) for p in pools}
     asked = {p.model: min(p.share, p.asked) for p in pools}
     needed = {p.model: min(p.share, p.needed) for p in pools}

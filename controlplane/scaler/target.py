@@ -217,7 +217,7 @@ def _enough_seats(
 
 
 def _is_silent(demand: Demand) -> bool:
-    """Whether nothing arrives any more: the rare arrivals of a regime are no regime of their own."""
+    """Whether nothing arrives any more: the rare arrivals of a traffic phase are no phase of their own."""
     last = demand.closed[-SILENT_BINS:]
     return len(last) == SILENT_BINS and not any(last) and None not in last and demand.open_count == 0
 

@@ -33,7 +33,7 @@ HALF_LIFE_S = 120.0
 RECENT_S = 90.0
 MOST_CLASSES = 16  # clients may name targets of their own: the rarest are not remembered
 _MOST_BINS = 240  # searched at once
-_LEAST_BINS = 3  # a regime lasts at least so long
+_LEAST_BINS = 3  # a traffic phase lasts at least this many bins
 _FLOOR = 100  # bins that a short series pays for too: it is looked at again and again as it grows
 
 
@@ -213,7 +213,7 @@ def _before_rps(
     if not changes:
         return known_rps
     earlier = counts[changes[-2] if len(changes) > 1 else 0 : changes[-1]]
-    if known_rps is not None and len(earlier) <= _LEAST_BINS:  # the same change, placed anew
+    if known_rps is not None and len(earlier) <= _LEAST_BINS:  # the same change, located again
         return known_rps
     return sum(earlier) / (len(earlier) * bin_s)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready"})
 BODY_BYTES = 1 << 20
-BODY_IDLE_S = 30.0  # a body of which nothing more comes for so long is given up
+BODY_IDLE_S = 30.0  # a body is given up if nothing more of it comes for this long
 
 
 class ErrorBody(BaseModel):
@@ -229,7 +229,7 @@ async def _no_disk(request: Request, error: Exception) -> Response:
 async def _bad_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
-    # Of forms of which one is meant, the others miss fields: the fault of the one that was sent is said.
+    # A body may take one of several forms. The others then miss fields: report the fault of the one sent.
     first = next((e for e in errors if e["type"] not in ("missing", "extra_forbidden")), errors[0])
     where = ".".join(str(part) for part in first["loc"])
     return error_reply(422, f"{where}: {first['msg']}")

@@ -77,7 +77,7 @@ class Moves:
         self.outcomes = dict.fromkeys((Stage.DONE, Stage.ABORTED, Stage.LOST), 0)
         self.pauses_s: list[float] = []
         self.requeued = 0
-        self._computing: dict[int, tuple[int, int]] = {}  # anew, by source: request, target
+        self._computing: dict[int, tuple[int, int]] = {}  # recomputed, by source: request, target
 
     @property
     def next_s(self) -> float:
@@ -147,7 +147,7 @@ class Moves:
         return why
 
     def _leave(self, move: Move, now_s: float) -> None:
-        """What is computed anew stops at its source's boundary, and waits at its target."""
+        """Stop a request that moves by recomputation at its source's boundary, and queue it at its target."""
         ledger, engines, r = self._run.ledger, self._run.engines, move.request
         move.at_s, serves = inf, ledger.workers["status"][move.target] == state.SERVING
         at_boundary = serves and engines.workers["next_s"][move.source] == now_s

@@ -135,7 +135,7 @@ def _published(settings: AdviceSettings, state: AdviceState, now_s: float) -> in
 
 
 def _allowed(settings: AdviceSettings, replicas: float) -> int:
-    """So many replicas, or as near to it as the bounds allow."""
+    """That many replicas, or the nearest number that the bounds allow."""
     limits = settings.scaling.limits
     return int(min(max(replicas, limits.low, 1), math.inf if limits.high is None else limits.high))
 
@@ -200,7 +200,7 @@ def doubt_of(profile: Profile) -> float:
 
 
 def _blended(recent: Buckets, traffic: FleetTraffic, passed_s: float) -> Buckets:
-    """The latency histograms of late: older requests fade. Whole lives, of the first look, are left out."""
+    """Recent latency histograms: older requests fade. The first look is left out: it covers whole lives."""
     if traffic.arrivals is None:
         return recent
     kept = 0.5 ** (max(passed_s, 0.0) / HALF_LIFE_S)

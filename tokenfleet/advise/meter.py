@@ -54,7 +54,7 @@ class FleetMeter:
         return pages
 
     def _renew(self) -> None:
-        """Begin anew in slots that another server has now."""
+        """Start from zero in slots that another server has now."""
         for slot, here in self._plane.fleet.slots.items():
             if here.launched_s != self._launched_s[slot]:
                 self._launched_s[slot] = here.launched_s

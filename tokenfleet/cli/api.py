@@ -90,7 +90,7 @@ def _answer(
     followed: Sequence[Followed],
     ready: str,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, both of which end it cleanly; `ready` is printed once it answers."""
+    """Serve until SIGTERM or SIGINT, which both end it cleanly. It prints `ready` once it answers."""
     import uvicorn
 
     from dataplane.http.server import follow, server_options

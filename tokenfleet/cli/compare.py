@@ -120,7 +120,7 @@ def compare_command(flags: CompareFlags) -> int:
 
     worker = replace(read_profile(flags.profile), frontend=Frontend())  # here it is measured
     if flags.steps is not None:
-        read_steps(flags.steps)  # what cannot be read is told before the replay
+        read_steps(flags.steps)  # a file that cannot be read is refused before the replay
     read = read_traces([str(path) for path in flags.trace])
     workload = trimmed(read, request)
     if not len(workload):

@@ -137,7 +137,7 @@ def _read(flags: FitFlags, speeds: list[HostSpeed]) -> StepSamples | RequestLog:
 
 
 def _without_outliers(samples: StepSamples) -> StepSamples:
-    """The steps that nothing else held up; it is said which were."""
+    """The steps that nothing else held up. It prints the numbers of the others."""
     far = outlying(samples)
     if not far.any():
         return samples

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tokenfleet.profiles.measurements import MeasurementFile
 
 SCHEMA = "tokenfleet.measured/1"
-# A visit is outlying when the slowest of its steps took this many times the median of that step's visits; it
+# A visit is outlying when the slowest of its steps took this many times the median of that step's visits. It
 # met something else on the machine, and its point is visited once more. Readers take medians.
 OUTLYING = 1.5
 EXTRA_VISITS = 2
@@ -214,7 +214,7 @@ async def _measure(flags: ProfileFlags, model: str, budget_s: float) -> dict[str
 class _Visitor:
     """Visits grid points, round by round, until all have been visited often enough or the time is over.
 
-    In rounds, each in its own order: the machine is now faster and now slower for seconds or minutes, and a
+    Each round has an order of its own. The machine is now faster and now slower, for seconds or minutes. A
     point's visits must not all fall into one such time.
     """
 

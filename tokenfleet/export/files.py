@@ -80,7 +80,7 @@ def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfle
     """
     if len({group.worker_type.gpu for group in fleet.groups}) > 1:
         raise BadInput("systemd: one machine has one type of GPU, this fleet has several: plan with --gpu")
-    # A machine of its own has nobody before it who would encrypt.
+    # A machine of its own has no proxy in front of it that would encrypt.
     own = ["--tls-cert", "/etc/tokenfleet/tls.crt", "--tls-key", "/etc/tokenfleet/tls.key"]
     own += ["--data", "/var/lib/tokenfleet", "--shutdown-wait", f"{SHUTDOWN_S}s"]
     words = [program, *serve_words(fleet, f"/etc/tokenfleet/{PLAN}", own)[1:]]

@@ -141,7 +141,7 @@ def _gateway(fleet: Deployment, group: WorkerGroup, name: str, image: str) -> Ob
     return _object("apps/v1", "Deployment", name, name) | {
         "spec": {
             "replicas": 1,
-            # It holds its workers' lives: a second one beside it would look for GPUs that are taken.
+            # It starts and stops its workers. A second one at the same time would look for taken GPUs.
             "strategy": {"type": "Recreate"},
             "selector": {"matchLabels": labels},
             "template": {"metadata": {"labels": labels}, "spec": pod},

@@ -49,7 +49,7 @@ _HOPELESS = 3  # times the answer's count, where the search for a baseline ends
 # Each step looser than the one before by about a tenth; the last is a hundred times what was asked.
 LOOSER = tuple(1.1**i for i in range(49))
 Which = tuple[bool, bool, bool]  # of the targets TTFT, TPOT and time of sessions
-AROUND = 2  # counts beside the answer that are drawn
+AROUND = 2  # counts on either side of the answer that are drawn
 _PLENTY = 8  # times the fluid bound: as good as endless workers
 
 
@@ -340,7 +340,7 @@ def nearest_of_kind(search: Search, sizing: Sizing) -> NearestTarget | None:
                 confirm(eased, sized[step])
             return sized[step].confirmed is not None
 
-        # What holds on the trace may not hold in other replicates: looser still, it does.
+        # What holds on the recorded trace may not hold in resampled ones: looser still, it does.
         step = smallest(holds, first, first, len(LOOSER) - 1)
         if step is not None:
             eased, count = _eased(possible, which, step), sized[step].confirmed or 0

@@ -36,9 +36,9 @@ from tokenfleet.planning.search import Search, missed
 
 REPLICATES = 19  # r is a whole number for each multiple of 0.05
 MOST_REPLICATES = 39  # a confidence above 0.975 would take more than pay
-ROUND = 8  # replicates looked at before asking whether the verdict is open still
+ROUND = 8  # resampled traces to look at before asking whether the verdict is still open
 HOPELESS = 0.2  # of the requests missed: the rest counts as missed, too
-SCREENED = 4  # replicates, the hardest known, that a fleet passes before all are replayed
+SCREENED = 4  # resampled traces, the hardest known, that a fleet passes before all are replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Estimate:
     high: float
     confidence: float
     replicates: int
-    hit_rates: tuple[float, ...] = ()  # of prefix caches, by replicate; none where nothing is cached
+    hit_rates: tuple[float, ...] = ()  # of prefix caches, by resampled trace; none where nothing is cached
     classes: tuple[Estimate, ...] = ()  # of each class by itself, where there are several
 
 

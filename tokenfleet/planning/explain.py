@@ -56,14 +56,14 @@ def binding(search: Search, fleet: Fleet, rate_scale: float = 1.0) -> Binding:
         for name, outcome in zip(constraints, outcomes[1:], strict=True)
     }
     most = max(relief.values())
-    # Where no relief helps (it can be noise below one request), what was missed decides.
+    # Where no relaxed constraint helps (a gain can be noise below one request), what was missed decides.
     constraint = max(constraints, key=lambda c: relief[c]) if most > 0 else _missed_most(failing)
     start_s, end_s, attained = worst_window(failing)
     faster = time_scale(search.workload, rate_scale)
     return Binding(
         constraint,
         relief,
-        # In the trace's own time, and no longer than it is: the last window is seldom full.
+        # In the trace's own time, and not past its end: the last window is seldom full.
         (start_s * faster, min(end_s * faster, float(search.workload.arrival_s[-1]))),
         attained,
         fleet,

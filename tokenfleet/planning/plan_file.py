@@ -640,7 +640,7 @@ class PlanFile(PlanBrief):
 
 def parse_plan(document: Any, where: str) -> PlanFile:
     """A plan's JSON object as checked numbers. Raises BadInput: `where`, the field, what was expected."""
-    # First of all: in a file of another form or version every other fault is beside the point.
+    # Checked first: in a file of another form or version no other fault matters.
     form = document.get("schema") if isinstance(document, dict) else SCHEMA
     if form != SCHEMA:
         raise BadInput(f"{where}: schema: input should be {SCHEMA!r}, got {str(form)[:40]!r}")

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Kind = Literal["slo", "duration", "number", "count", "switch", "choice", "file", "word"]
-# A promise is what clients are told, a choice how it is kept, a circumstance what is not ours to choose.
+# A promise is made to clients, a choice is how it is kept, a circumstance is not ours to choose.
 Role = Literal["promise", "choice", "circumstance"]
 DEFAULT_PLACEMENT = "spread"
 POLICY_HELP = (

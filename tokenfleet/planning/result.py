@@ -155,7 +155,7 @@ class Inputs:
     warnings: tuple[str, ...]
     rate_curve: tuple[tuple[float, float], ...]  # (start_s, rps)
     clock_start_s: float | None = None  # Unix time of the workload's zero, where the trace tells
-    rate_scale: float = 1.0  # so many seconds of the trace pass in one of the workload's
+    rate_scale: float = 1.0  # seconds of the trace that pass in one of the workload's
     ideal_hit_rate: float | None = None  # of caches that forget nothing; None where nothing is cached
     classes: tuple[SloClass, ...] = ()  # of the workload, in its order; none where the targets are plain
     ages: tuple[str, ...] = ()  # those of the warnings that tell how old prices and profiles are

@@ -50,7 +50,7 @@ MOST_WINDOWS = 48
 LEAD_IN_S = 30.0
 SHORTEST_S = 1.0
 OF_WINDOW = 10_000  # requests of a window's sample, where the trace is long
-EVEN = (np.sqrt(5.0) - 1.0) / 2.0  # multiples of which are spread evenly
+EVEN = (np.sqrt(5.0) - 1.0) / 2.0  # fractions of its multiples are spread evenly
 TRIES = 4
 
 

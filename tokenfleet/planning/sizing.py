@@ -33,14 +33,14 @@ from tokenfleet.planning.search import Search
 from tokenfleet.texts import duration_text
 
 HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
-MORE_FOR_DOUBT = 1.1  # and the doubt usually costs about a tenth more workers,
+MORE_FOR_DOUBT = 1.1  # and the uncertainty usually costs about a tenth more workers,
 MORE_FOR_SESSIONS = 1.3  # where few sessions make the load, more
 FIRST_KINDS = 4
-PAST_HOPE = 3.0  # kinds whose floor costs more than so many times the cheapest found are not searched
+PAST_HOPE = 3.0  # kinds whose floor costs more than this many times the cheapest found are not searched
 PER_REQUEST = 2  # workers; policies that draw lots may choose one of them twice
 FAR = 40  # without a limit of the user's, this many times the fluid bound is past hope
 _STOP_AT = 8.0  # a trial is broken off at this many times the misses allowed,
-_STOP_SOON = 2.0  # or at so many, where replays take long: those of overloaded fleets take longest
+_STOP_SOON = 2.0  # or at this many, where replays take long: those of overloaded fleets take longest
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Sizing:
     workers: int | None = None
     confirmed: int | None = None
     reason: str = ""
-    mix: Fleet | None = None  # counts stand for so many workers in this mix's proportions
+    mix: Fleet | None = None  # a count stands for that many workers in this mix's proportions
     fleets: dict[int, Fleet] = field(default_factory=dict)
     on_trace: dict[int, float] = field(default_factory=dict)
     sure: dict[int, Estimate] = field(default_factory=dict)
@@ -289,7 +289,7 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
     # one verdict, not two.
     guess = round((MORE_FOR_DOUBT if search.traffic.units.is_plain else MORE_FOR_SESSIONS) * sizing.workers)
     sizing.confirmed = fewest(sizing.workers, guess, near)
-    # Past twice the count the doubt is seldom about capacity: it is first asked whether workers could end it.
+    # Past twice the count the uncertainty is seldom about capacity: first ask whether workers could end it.
     if sizing.confirmed is None and near < cap and workers_could_hold(search, sizing.worker_type):
         sizing.confirmed = fewest(near + 1, 2 * near, cap)
     told = {n: trial.verdict() for n, trial in trials.items() if trial.is_told}

@@ -278,8 +278,8 @@ def _partly_on_demand(made: Sequence[Made], asked: PlanTasks, spot_share: float 
 def _workers_on_demand(workers: int, spares: int, spot_share: float) -> list[int]:
     """How many of a fleet's workers may be on demand: not none, and not all that serve.
 
-    Of a large fleet every number would be more than the program needs: eight that are spread evenly, and the
-    least with which the fleet by itself keeps to the limit.
+    In a large fleet every number would be more than the program needs. It takes eight that are spread evenly,
+    and the least with which the fleet by itself keeps to the limit.
     """
     most = workers - spares - 1
     spread = {round(float(n)) for n in np.linspace(1, most, max(0, min(most, PARTLY_ON_DEMAND)))}

@@ -224,7 +224,7 @@ def _within(
     if by_zone and (nowhere := plans.keys() - zone_of.keys()):
         raise BadInput(f"{path}: models: {min(nowhere)}: zone: missing, and limits have {min(by_zone)}")
     gpus = {name.removeprefix("gpus."): int(n) for name, n in most.items() if name.startswith("gpus.")}
-    # A share on spot is held by the plan, which says of each model whether it is.
+    # The plan holds the share on spot: it records for each model whether it is on spot.
     known = {f"gpus.{gpu}" for gpu in gpus} | {"max-gpus", "budget-usd-per-h", "spot-share"}
     if unknown := sorted(most.keys() - known - by_zone.keys()):
         raise BadInput(f"{path}: limits: {unknown[0]}: no such limit, expected {', '.join(sorted(known))}")

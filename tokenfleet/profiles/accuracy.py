@@ -246,7 +246,7 @@ def target_of(ladder: Ladder) -> RequestTarget:
 
 
 def _held(shares: Sequence[float], attainment: float) -> int:
-    """So many of the rates, from the lowest, hold the target."""
+    """The number of rates, from the lowest up, that hold the target."""
     return next((i for i, share in enumerate(shares) if share < attainment), len(shares))
 
 

@@ -96,13 +96,13 @@ def host_speed(batch: Labels, visit: Labels, at_s: Columns, step_s: Columns) -> 
 def _slowness(
     batch: Labels, visit: Labels, log_s: Columns, repeated: NDArray[np.bool_], weight: Columns
 ) -> tuple[Columns, float]:
-    """Each visit's slowness on the logarithm, shape [visits], and what visits are off by beside it."""
+    """Each visit's slowness as a logarithm, shape [visits], and the mean size of what it leaves over."""
     np.fill_diagonal(weight, 0.0)
     slow: Columns = np.zeros(len(weight))
     error = np.inf
     for _ in range(ROUNDS):
         rows, off = _residual(batch, visit, log_s, repeated, slow)
-        # Off its batches' terms all in all: what it is beside the slowness, and the slowness itself.
+        # A visit's whole deviation from its batches' terms: what the slowness leaves over, and the slowness.
         whole = np.clip(off + slow[rows], -MOST, MOST)
         slow = weight[:, rows] @ whole / (weight[:, rows].sum(axis=1) + PRIOR)
         error = float(np.abs(whole - slow[rows]).mean())

@@ -40,8 +40,8 @@ STEPS = (3e-2, 1e-2)  # of a logarithm, for the gradient: one changed admission 
 SIMPLEX = (0.8, -0.4, 0.4, -0.2, 0.1, 0.03)  # sides of the simplex searches that follow, of a logarithm
 FEWEST_REQUESTS = 30
 REST_S = 60.0
-# Where the searches for the last two begin: attention within a prompt costs as much as its tokens' other work
-# at some 40,000 tokens, and an engine's own log has next to no frontend.
+# Where the searches for the last two begin. Attention within a prompt costs as much as its tokens' other work
+# at some 40,000 tokens. An engine's own log has next to no frontend overhead.
 SUM_SQ, PER_REQUEST_S = -10.6, 0.001
 # Standard deviations of a calibration's corrections (of the logarithms of decode and prefill, and seconds),
 # and of a mean latency of the log.
@@ -210,7 +210,7 @@ def _least(errors: Callable[[Columns], Columns], first: Columns, rng: np.random.
 def _descended(cost: Callable[[Columns], float], x: Columns) -> Columns:
     """From the plain four coefficients down to a minimum of all six.
 
-    Attention within prompts and the frontend are told from the four only once those are near.
+    Attention within prompts and the frontend can be told apart from the four only once those are near.
     """
     for more in ([], [x[1] + SUM_SQ, np.log(PER_REQUEST_S)]):
         x = np.append(x, more)

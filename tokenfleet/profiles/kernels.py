@@ -43,7 +43,7 @@ class Kernels:
         """The time of a rank's prefill step, while the other ranks prefill nothing."""
         alone_ms = self.engine.predict_prefill_latency(prompts, length, 0)
         if self.windows is not None and length > self.windows.tokens:
-            # A token of a window attends to the window's tokens, and time goes by pairs of tokens.
+            # A token of a window attends to the window's tokens. The time is proportional to pairs of tokens.
             seen = self.windows.tokens * (length - self.windows.tokens / 2) / (length**2 / 2)
             alone_ms -= self.windows.share * self._attention_ms(0, prompts, length) * (1 - seen)
         if self.ranks > 1:

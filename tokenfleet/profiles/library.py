@@ -36,8 +36,8 @@ LEARNED_SCHEMA = "tokenfleet.learned/1"
 MOST_LEARNED = 500  # some 3 kB each; older ones go
 log = logging.getLogger(__name__)
 
-# Of profiles that were not made from what clients saw: what vLLM's server adds to a first token on the
-# development ladders (docs/accuracy.md). A gateway before it adds its own.
+# For profiles that were not made from what clients saw: the time that vLLM's server adds to a first token on
+# the development load sweeps (docs/accuracy.md). A gateway in front of it adds its own.
 FRONTEND = Frontend(per_request_s=0.009, per_prompt_token_s=2.5e-6)
 
 _SHELVES = ("current", "measured-2023", "aladdin")
@@ -183,8 +183,8 @@ def canonical_gpus(name: str) -> tuple[str, ...]:
     return (plain,)
 
 
-# GB/s of one GPU's share of its server's network, as NVIDIA's own servers have it: 200 Gb/s a GPU in DGX
-# A100, 400 Gb/s in DGX H100, H200 and B200 (their data sheets). Of others little is known: a 25 Gb/s adapter.
+# GB/s of one GPU's share of its server's network, as in NVIDIA's own servers. Their data sheets give 200 Gb/s
+# a GPU for DGX A100, 400 Gb/s for DGX H100, H200 and B200. Of others little is known: a 25 Gb/s adapter.
 _NETWORK_GB_PER_S = {"a100": 25.0, "h100": 50.0, "h200": 50.0, "b200": 50.0}
 _OTHER_NETWORK_GB_PER_S = 3.0
 

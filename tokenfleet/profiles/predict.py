@@ -306,7 +306,7 @@ def experts_scale(config: Mapping[str, Any]) -> float:
 
 
 def _modes(target: PredictedWorker, config: Mapping[str, Any], experts: float) -> dict[str, Any]:
-    """How the package is told of the worker: degrees, and precisions that are not the configuration's."""
+    """The package's options for the worker: degrees, and precisions that are not the configuration's."""
     if target.data_parallel > 1 and target.pipeline_parallel > 1:
         raise BadInput("--data-parallel: not together with --pipeline-parallel, which is not modelled")
     if target.data_parallel > 1 and not experts:
@@ -395,14 +395,14 @@ def _kv(
 def _kv_bytes(memory: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[float, float, int]:
     """KV bytes of a GPU for each token of a long request, those of its windows and states, and the window.
 
-    The package tells of one request how many tokens fit in so many bytes. Of Llama 4, whose layers attend to
-    a chunk but for every fourth, it takes all for whole ones.
+    The package gives the tokens of one request that fit in a number of bytes. Llama 4's layers attend to a
+    chunk, except every fourth. The package treats all of them as attending to the whole context.
     """
     tokens_in = memory["tokens_from_kv_bytes"]
 
     def bytes_of(tokens: int) -> float:
         low, high = 0.0, float(memory["kv_size_per_token_bytes"]) * tokens * 2
-        for _ in range(60):  # the least bytes that hold a request of so many tokens
+        for _ in range(60):  # the least bytes that hold a request of that many tokens
             middle = (low + high) / 2
             low, high = (low, middle) if tokens_in(middle) >= tokens else (middle, high)
         return high

@@ -450,7 +450,7 @@ def _ages(plan: PlanFile) -> str:
 
 
 def _span(dates: list[str]) -> str:
-    """The months of some dates: `March to May 2026`; what is no date stands as it is."""
+    """The months of some dates: `March to May 2026`; what is no date stays unchanged."""
     months = []
     for text in sorted({text[:7] for text in dates}):
         try:

@@ -289,7 +289,7 @@ def _nearest(plan: Plan) -> dict[str, Any] | None:
 
 
 def _line(line: DemandLine | None) -> dict[str, Any]:
-    """The line over rates, which a scaler may follow; over agents beside it, under a name of its own."""
+    """The line over rates, which a scaler may follow. A line over agents has a name of its own."""
     if line is None:
         return {"demand_line": None}
     told = {

@@ -174,7 +174,7 @@ def _spent(timeline: LogWindows) -> dict[str, float]:
 
 
 def _untold(paid: Mapping[str, float], fleet: FleetSpec, types: Mapping[str, WorkerType]) -> str | None:
-    """Why there is no clairvoyant; None where there is one."""
+    """Why there is no hindsight optimum; None where there is one."""
     if any(t.role != "any" for t in fleet.types):
         return "no hindsight optimum: it is not simulated for prefill and decode workers"
     unknown = sorted({t.name for t in fleet.types if t.known_profile is None} | (paid.keys() - types.keys()))

@@ -38,7 +38,7 @@ from tokenfleet.traces import read_trace
 from tokenfleet.whatifs.cache import Cache
 
 TELL_EVERY_S = 0.2
-NICENESS = 10  # a fleet served beside it comes first
+NICENESS = 10  # a fleet served on the same host comes first
 
 
 class Teller(Watch):
@@ -76,7 +76,7 @@ def answer(job: dict[str, Any], watch: Watch) -> dict[str, Any]:
 
     Raises BadInput and its like, one line each.
     """
-    # Read anew: a job may have waited for a service that knows more fields.
+    # Read again: a job may have waited for a service that knows more fields.
     order = read_order(job["question"])
     trace = replace(read_trace(job["trace_path"]), name=job["trace_name"])
     with tempfile.TemporaryDirectory() as scratch:

@@ -84,7 +84,7 @@ FORMATS = (
         ),
     ),
 )  # fmt: skip
-# What became of each request: `simulate --per-request` and a served fleet write it beside the plain columns.
+# Each request's outcome: `simulate --per-request` and a served fleet write it next to the plain columns.
 HISTORY_COLUMNS = (("worker", "first_token_s", "finish_s"), ("worker", "ttft_s", "tpot_s", "outcome"))
 
 

@@ -115,7 +115,7 @@ def synthesise_sessions(
 
 
 def _side(flag: str, text: str, unit: float) -> Side:
-    """A law of whole numbers, its figures given in units of so many."""
+    """A law of whole numbers; the figures in `text` are in units of `unit`."""
     kind, *words = text.split(":")
     if kind not in SIDES:
         raise BadInput(f"{flag}: {text!r}, expected one of {_forms(SIDES)}")

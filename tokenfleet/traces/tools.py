@@ -130,7 +130,7 @@ def _milliseconds(values: Json, name: str) -> float | None:
 
 
 def _unix_s(value: object) -> object:
-    """Seconds since 1970 of a number or an ISO date, which is UTC where it does not say; else as it is."""
+    """Seconds since 1970 of a number or an ISO date (UTC where it has no zone); another value unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -104,7 +104,7 @@ def grid(varies: Sequence[str]) -> list[Changes]:
 
 
 def _values(vary: str) -> tuple[str, list[str]]:
-    """An axis and its values, each of which differs from the others. Raises BadInput."""
+    """An axis and its values, which are all different. Raises BadInput."""
     key, equals, values = vary.partition("=")
     key = key.strip()
     if key not in AXES:

@@ -231,7 +231,7 @@ def solved_by_ray(families: Sequence[Family], address: str) -> Iterator[tuple[in
     """
     ray = _ray(address)
     try:
-        # Streamed: each scenario comes back, and is kept, as soon as it is planned.
+        # Streamed: each scenario comes back, and is kept, as soon as its plan is made.
         remote = ray.remote(num_cpus=1, num_returns="streaming", max_retries=0)(_solve_there)
         streams = [remote.remote(family) for family in families]
         while streams:

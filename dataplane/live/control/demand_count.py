@@ -13,7 +13,7 @@ from controlplane.types import ClassArrivals, ClassOutcomes, Slo
 from dataplane.live.gateway.request import Tracked
 
 SUMS = ("requests", "prompt_tokens", "output_tokens")
-MOST_CLASSES = 64  # clients name targets as they like; past so many they count for the first
+MOST_CLASSES = 64  # clients name targets as they like; past this many they count for the first
 
 
 class DemandCount:

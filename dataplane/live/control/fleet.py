@@ -218,7 +218,7 @@ class _Fleet:
         return placement
 
     def _learning(self) -> Learning:
-        """What the fleet learns of the kinds that have no profile; nothing where nothing would go by it."""
+        """What the fleet learns of the kinds that have no profile; nothing where nothing would use it."""
         settings = self.settings
         needed = settings.policy in BY_TARGETS or settings.autoscale is not None
         # A step with drafts makes several tokens, which no measurement here tells apart.

@@ -155,5 +155,5 @@ class ControllerSettings:
         return replace(plain, load=load, scaling=self.autoscale.settings(types, self.classes, fewest))
 
 
-# Told to the controller's process as JSON, and checked as it is read.
+# Sent to the controller's process as JSON, and checked when read.
 CONTROLLER_SETTINGS = TypeAdapter(ControllerSettings)

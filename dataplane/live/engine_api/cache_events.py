@@ -105,7 +105,7 @@ class CachedBlocks:
 
     def _store(self, event: Mapping[str, Any]) -> None:
         names, adapter = event["block_hashes"], event.get("lora_name")
-        # Of each block: what enters its hash beside its tokens and its adapter.
+        # Of each block: what enters its hash in addition to its tokens and its adapter.
         keys = [[key for key in of or () if key != adapter] for of in event.get("extra_keys") or [None]]
         before = self._before(event, keys[0])
         if before is None or event["block_size"] != self._block_tokens:

@@ -31,7 +31,7 @@ def _is_penalised(params: Sampling) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty)
 
 
-# What depends on the outputs as outputs, and would start anew in a continuation: (present?, what).
+# What depends on the outputs as outputs, and would start again in a continuation: (present?, what).
 OBSTACLES: tuple[tuple[Callable[[Sampling], bool], str], ...] = (
     (lambda p: p.n > 1, "several outputs of one engine request (n > 1)"),
     (_has_long_bad_words, "bad words of several tokens: one could straddle the move"),

@@ -159,7 +159,7 @@ class Admission:
         await self._begin(tracked, worker)
 
     async def _beat(self) -> None:
-        """A heartbeat of the exact policy, solved beside the event loop, and late requests after it."""
+        """A heartbeat of the exact policy, solved outside the event loop; then late requests are offered."""
         now_s = self._clock()
         line, _ = waiting_line(self._placement.ledger, self._queue, now_s)
         requests = {r: self._waiting[r] for r in line.tolist()}

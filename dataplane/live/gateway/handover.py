@@ -65,7 +65,7 @@ class Handovers:
             task.cancel()
 
     async def _hand_over(self, tracked: Tracked, segment: str) -> None:
-        """Move the request to a decode worker, for as long as it is to leave the segment it is in."""
+        """Move the request to a decode worker, trying again while it is to leave this segment."""
         failed: set[WorkerId] = set()
         while self._is_here(tracked, segment):
             # One that may not move keeps its place here, so that its end is counted.

@@ -28,7 +28,7 @@ from dataplane.live.gateway.account import Account
 from dataplane.live.gateway.request import Tracked
 
 LEAN = 4  # requests more that a worker may have for holding a request's LoRA adapter
-MOST_TOLD = 8  # workers that a controller is told to have a request cached
+MOST_TOLD = 8  # workers reported to a controller as having a request cached
 RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
 
@@ -101,7 +101,7 @@ class Placement(Account):
         return None if w == state.NONE else self._workers[w]
 
     def _choose(self, r: int, now_s: float, policy: Policy) -> int:
-        # The exact policy places a heartbeat's requests together; one by itself goes by its greedy form.
+        # The exact policy places a heartbeat's requests together; a single one by its greedy form.
         code = POLICY_CODE[Policy.BEST_FIT if policy == Policy.EXACT else policy]
         led, draw = self._led, self._rng.random(2)
         by, role = self._settings_row, state.ANY_PHASE

@@ -110,7 +110,7 @@ class Gateway:
         loaded accepts.
         """
         if self.config.lora_config is not None and is_loopback(self.settings.host) and loads is None:
-            # vLLM's own switch: beyond this machine whoever runs the fleet must want it.
+            # vLLM's own switch: beyond this machine the operator must set it.
             os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         llm = FleetLLM(self.config, core, door)
         address = f"{self.settings.host}:{self.settings.port}"  # for its log
@@ -191,7 +191,7 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
 def engine_settings_of(arguments: Any) -> dict[str, Any]:
     """The engine arguments that differ from vLLM's defaults: what the operator has asked for."""
     args = AsyncEngineArgs.from_cli_args(arguments)
-    # vLLM looks a model up as soon as it is named, and its default one is not the operator's.
+    # vLLM looks a model up when it is named, and its default one is not the operator's.
     plain = AsyncEngineArgs(model=args.model)
     settings: dict[str, Any] = {"model": args.model}
     for field in fields(AsyncEngineArgs):

@@ -244,7 +244,7 @@ class CoreServer:
             del gateway.tickets[at.number]
 
     def _share_out(self, batch: StepOutputs) -> None:
-        """Pass a step's outputs on as they are told: a task of its own would cost a turn of the loop each."""
+        """Pass a step's outputs on in this very call: a task of its own would cost a turn of the loop."""
         parts: dict[Connected, list[SegmentOutput]] = {}
         for output in batch.outputs:
             gateway = self._owners.get(RequestId(output.request_id))
@@ -298,7 +298,7 @@ class CoreServer:
             error = OtherBody.__name__
         except (BadInput, RuntimeError) as refusal:  # an engine's own words
             error = str(refusal)
-        except Exception as fault:  # of ours: whoever asks must not wait for ever
+        except Exception as fault:  # of ours: the gateway that asks must not wait for ever
             log.exception("gateway %s: its question %r broke", gateway.name, verb)
             error = repr(fault)
         gateway.say(MessageType.ANSWER, pack([number, value, error]))

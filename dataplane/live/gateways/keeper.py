@@ -191,7 +191,7 @@ class Gateways:
     # Lives.
 
     def _inherit(self) -> None:
-        """Keep the gateways of the core before, but for those that are gone or were not ready yet."""
+        """Keep the gateways of the core before, except those that are gone or were not ready yet."""
         for left in self._before:
             with suppress(OSError, psutil.NoSuchProcess):
                 kept = Kept(left, Inherited(left.pid))

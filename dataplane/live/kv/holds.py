@@ -80,7 +80,7 @@ class Holds:
         if is_running:
             self._leases[segment] = now_s + self._lease_s
         else:
-            self._orders.withdrawn.append(segment)  # readers are told at once
+            self._orders.withdrawn.append(segment)  # readers learn it at once
         return is_running
 
     def release(self, segment: str) -> None:

@@ -19,7 +19,7 @@ from dataplane.live.kv.memory import BlockTables, KvMemory
 from dataplane.live.kv.transport import Fetch, FetchFailed, KvTransport
 
 log = logging.getLogger(__name__)
-PARALLEL_LOADS = 8  # of which a gateway's streams take half
+PARALLEL_LOADS = 8  # a gateway's streams take half of them
 STREAM_BLOCKS = 16  # of a prefill in progress that are taken at once
 STREAM_S = 60.0  # for which a prefill may keep its reader waiting
 TIMEOUT_S = 10.0  # between steps: a copy may be paced, but each piece of it must arrive
@@ -63,7 +63,7 @@ class KvLoads:
         orders, self._orders = self._orders, StepOrders()
         with self._lock:
             self._freed.update(orders.freed)
-            # The scheduler ends a loader whose load it is told has failed, and frees its blocks.
+            # The scheduler ends a loader whose load is reported as failed, and frees its blocks.
             self._received.update(orders.dropped)
             self._failed.update(orders.dropped)
         for job in orders.jobs:

@@ -52,7 +52,7 @@ SLOTS, SLOT_BYTES = 4, 1 << 26  # of each ring; torch rounds pinned buffers up t
 SLOT_S = 10.0  # that a copy waits for a slot
 ALIGNED = 64  # bytes to which a layer's part is rounded up, so that each begins as its dtype wants it
 INDEX_BYTES = 8  # of a block's number, which goes to the device in the slot
-REMEMBERED_ENDS = 1024  # segments known to be gone, so that a late reader is told at once
+REMEMBERED_ENDS = 1024  # segments known to be gone, so that a late reader learns it at once
 Views = list[memoryview]
 
 
@@ -312,7 +312,7 @@ class StagedMemory:
 
     @contextmanager
     def _side_stream(self) -> Iterator[None]:
-        """What is launched inside runs beside the engine's steps, but after what its last one waits for."""
+        """What is launched inside runs during the engine's steps, but after what its last one waits for."""
         if not self._cuda:
             yield
             return

@@ -230,7 +230,7 @@ class NixlTransport:
             self._refused.add(peer.name)
 
     def _collect(self) -> None:
-        """Use slots again, and peers, whose reads have ended after all. A peer that is gone connects anew."""
+        """Reuse the slots and peers whose reads have ended after all. A peer that is gone connects again."""
         with self._lock:
             waits, self._given_up = self._given_up, []
             for own, slot, peer, handle in waits:

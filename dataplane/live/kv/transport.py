@@ -328,7 +328,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def _on_this_host(address: str) -> str:
-    """The Unix socket that a server at a TCP address has besides; empty for other addresses."""
+    """The Unix socket that a server at a TCP address also has; empty for other addresses."""
     scheme, place = _parse(address)
     return f"unix://tokenfleet-kv-{place}" if scheme == "tcp" else ""
 
@@ -338,7 +338,7 @@ def _dial_nearest(address: str, secret: str, timeout_s: float) -> socket.socket:
     if beside:
         with suppress(OSError):  # on another host, as a rule
             connection = _dial(beside, timeout_s)
-            # Anybody may bind an abstract name; whoever is not us must not be told the secret.
+            # Anyone may bind an abstract name: another user's process must not get the secret.
             if peer_user(connection) == os.getuid():
                 return connection
             connection.close()

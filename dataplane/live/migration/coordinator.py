@@ -245,7 +245,8 @@ class Migrations:
         except CopyFailed as failure:
             move.take(Happened.COPY_FAILED, str(failure))
         finally:
-            # The continuation drops the loader as it is admitted; one that gave no token may never have been.
+            # The continuation drops the loader at its admission. If it gave no token, it may never have been
+            # admitted.
             if loader is not None and not resumed:
                 await self.engines.release(move.id, running.request, move.target, loader)
             if move.mode != "recompute":
@@ -290,7 +291,7 @@ class Migrations:
         previous: str | None,
         is_stream: bool,
     ) -> tuple[str, int]:
-        """One pre-copy: bring the KV of [0, tokens) to the target, but for what that has cached.
+        """One pre-copy: bring the KV of [0, tokens) to the target, except what the target has cached.
 
         Return the loader that holds it, and the tokens taken from the source.
         """

@@ -70,7 +70,7 @@ class MoveRecord:
     started_s: float
     stage: Stage = Stage.PENDING
     stages: list[int] = field(default_factory=list)  # tokens brought by each pre-copy
-    cached_tokens: int = 0  # of these, those that the target had cached: nobody sent them
+    cached_tokens: int = 0  # of these, those that the target had cached: they were not sent
     copied_bytes: int = 0  # of the others
     copy_s: float = 0.0  # that they took, their waits for room included
     tail_tokens: int = 0

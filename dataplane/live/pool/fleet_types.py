@@ -250,7 +250,7 @@ class FleetTypes:
             )
 
     def _accelerator(self, worker_type: WorkerType, where: str) -> str | None:
-        """What a worker asks Ray for besides a number of GPUs. Raises BadInput where a plan's has no name."""
+        """What a worker asks Ray for in addition to GPUs. Raises BadInput where a plan's has no name."""
         name = accelerator(worker_type) if self.by_gpu else None
         gpu = worker_type.gpu
         if self.planned and gpu is not None and name is None:
@@ -360,8 +360,9 @@ def _placed(group: WorkerGroup, nodes: Sequence[int], free: list[float]) -> bool
 def _memory(profile: Profile, on_cpus: bool) -> dict[str, object]:
     """The memory that a plan's engine takes; on GPUs it is held against the plan's KV once it has it.
 
-    An engine that shares its GPU is told its KV, too. vLLM would find it by what is free before and after a
-    first step, of which it takes all as its own: what a neighbour takes or gives back just then as well.
+    An engine that shares its GPU gets its KV size as a setting, too. vLLM would find it by the memory that is
+    free before and after a first step. It counts the whole difference as its own, and so also what a
+    neighbour takes or gives back just then.
     """
     kv, shared = profile.kv, profile.workers_per_gpu > 1
     settings: dict[str, object] = {}

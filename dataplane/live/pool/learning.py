@@ -137,7 +137,7 @@ class Learning:
         finally:
             course.workers -= 1
             if course.workers == 0:
-                del self._courses[kind]  # who comes now finds what was learned, or begins anew
+                del self._courses[kind]  # a worker that comes now finds what was learned, or begins again
                 conclusion = asyncio.ensure_future(self._conclude(course, link, kind))
                 conclusion.add_done_callback(lambda _: course.over.set())
         await course.over.wait()
@@ -241,7 +241,7 @@ class Learning:
 
 
 class _Linked(Measured):
-    """An engine as it is measured over its link, before anybody else listens there."""
+    """An engine measured over its link, before anyone else listens there."""
 
     def __init__(self, link: EngineLink, vocabulary: int) -> None:
         self._link, self._vocabulary = link, vocabulary
@@ -327,8 +327,8 @@ def _course_of(link: EngineLink, measure_s: float) -> _Course:
     now_s = time.monotonic()
     bursts = design(room_of(link))
     rng = np.random.default_rng(0)
-    # The first round in order, for a design that is cut short; then in turns, so that a slow spell of the
-    # machine does not fall on all visits to a point.
+    # The first round is in order, for a design that is cut short. The later rounds are shuffled, so that a
+    # slow spell of the machine does not fall on all visits to a point.
     huge = [burst for burst in bursts if burst.tokens > HUGE]
     usual = [burst for burst in bursts if burst.tokens <= HUGE]
     to_visit = list(usual)

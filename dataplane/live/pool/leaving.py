@@ -141,7 +141,7 @@ class Exit:
         await asyncio.gather(*map(in_turn, self._here()))
 
     async def _move_off(self, tracked: Tracked, target: WorkerId, why: str) -> bool:
-        self._core.placement.expect(tracked, target)  # so that what goes next is placed beside it
+        self._core.placement.expect(tracked, target)  # so that the next placements count it
         try:
             return await self._move(tracked.id, target, why)
         finally:

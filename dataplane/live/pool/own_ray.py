@@ -56,8 +56,8 @@ def _start(folder: Path) -> str:
         log_to_driver=False,
         logging_level="WARNING",
         _temp_dir=str(folder),
-        # A worker has an environment and so a process of its own; by default Ray keeps an idle one for each
-        # core besides, 80 MB and half a percent of a core each.
+        # A worker has an environment and so a process of its own. By default Ray also keeps an idle process
+        # for each core: 80 MB and half a percent of a core each.
         _system_config={"prestart_worker_first_driver": False},
     )
     return str(ray.get_runtime_context().gcs_address)

@@ -65,7 +65,7 @@ class WorkerPool(Roster):
             return
         self.asked_kinds = self.checked(self.types.workers)
         self.wanted_kinds = self.shared(self.asked_kinds)
-        # The widest first, while there are nodes with so many free GPUs.
+        # The widest first, while there are nodes with that many free GPUs.
         launches = [
             self.lives.launch(self.enroll(widest.name, "the fleet starts"), self.revision)
             for widest in sorted(self.types, key=lambda worker_type: -worker_type.gpus)
@@ -80,7 +80,7 @@ class WorkerPool(Roster):
     async def _adopt(self, before: PoolRecord) -> None:
         """Take over the workers of the core before, and walk what it had begun to its end.
 
-        Its record stays as it is until all that it names is taken over: this core may die on the way.
+        Its record stays unchanged until all that it names is taken over: this core may die on the way.
         """
         self._writes = False
         self._next, self.share = before.next, before.share

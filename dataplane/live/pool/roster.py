@@ -193,7 +193,7 @@ class Roster:
             details |= {str(part): said for part, said in (facts or {}).items()}
             self.tell("scale", reason, **details)
 
-    # What is said and written.
+    # Events and records.
 
     def tell(self, kind: str, reason: str, **facts: object) -> None:
         """Record an event, and write down what has changed with it."""

@@ -209,7 +209,7 @@ def _server(app: object, certificate: ServerCertificate | None, shutdown_s: int)
 
 
 async def _unless_told(what: Coroutine[None, None, None], stop: asyncio.Event) -> bool:
-    """Wait for it; False where this process is told to end before."""
+    """Wait for `what` to end; False where `stop` is set first."""
     doing = asyncio.ensure_future(what)
     told = asyncio.ensure_future(stop.wait())
     await asyncio.wait((doing, told), return_when=asyncio.FIRST_COMPLETED)

@@ -114,7 +114,7 @@ def control(fleets: Fleets, http: aiohttp.ClientSession, shared: Mapping[str, An
     async def own(path: str, scope: Scope, receive: Receive, send: Send) -> None:
         told = await ask_all(http, fleets, path, scope)
         texts = {name: text for name, (status, text) in told.items() if status == 200}
-        # While a fleet does not answer (503) the others are told of, but not all are ready.
+        # While a fleet does not answer (503), the reply covers the others, but not all are ready.
         may_lack = 503 if texts and path != "/ready" else 200
         refused = [one for one in told.values() if one[0] not in (200, may_lack)]
         if refused:

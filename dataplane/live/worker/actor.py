@@ -349,7 +349,7 @@ class Worker:
                 os.kill(process, signal.SIGKILL)
 
     async def _leave(self) -> None:
-        """End this process, which nobody needs or can reach any more, and what Ray reserves for it."""
+        """End this process, which is no longer needed or reachable, and free what Ray reserves for it."""
         log.warning("%s: no gateway for %g s, or Ray's daemon is gone: it ends itself", self._worker, ALONE_S)
         with suppress(Exception):  # however the engine takes it
             await _end_engine(self._core)

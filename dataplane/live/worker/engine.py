@@ -259,7 +259,7 @@ async def warm_up(core: Any) -> Mapping[str, Any]:
 
 
 async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any]) -> dict[str, Any]:
-    """Run one request per length together, to their ends; return what the connector says of the KV cache."""
+    """Run one request per length together, to their ends; return the connector's KV cache statistics."""
     kv: dict[str, Any] = {}
     unfinished = set()
     for at, length in enumerate(lengths):

@@ -171,7 +171,7 @@ def _serve_all(
 
 
 def _site(name: str, asked: Asked, checked: Mapping[str, Checked]) -> Site:
-    """Where a model of a portfolio has its workers, and what begins there beside them."""
+    """The site of a portfolio model's workers, with the other models' groups that begin there."""
     from dataplane.live.pool.fleet_types import Begun, Site
 
     zones = {other: None if m.pool is None else m.pool.zone for other, m in asked.members.items()}

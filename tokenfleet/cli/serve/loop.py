@@ -64,7 +64,7 @@ def autoscale_of(
     if plan is None:
         return plain
     plain = replace(plain, max_gpus=plan.inputs.max_gpus, attainment=plan.attainment.target)
-    # A mix's line counts workers of no one type: what each type can do says how many of which.
+    # A mix's line counts workers of no single type. What each type can do decides how many of each.
     line = plan.demand_line if len(plan.fleet) == 1 and not as_is else None
     if line is None:
         return plain

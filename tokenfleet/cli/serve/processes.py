@@ -199,8 +199,8 @@ def prepare_process(verbose: bool) -> None:
     for name, value in {
         **QUIET,
         "VLLM_LOGGING_LEVEL": level,
-        # Longer than clients and balancers keep idle connections (60 s): a server that closes first loses the
-        # requests that are on their way, and vLLM's 5 s are soon over on a busy machine.
+        # Longer than clients and balancers keep idle connections (60 s). A server that closes first loses the
+        # requests that are on their way. vLLM's 5 s are soon over on a busy machine.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "TOKENIZERS_PARALLELISM": "false",
         **({} if "RAY_ADDRESS" in os.environ else local_ray),

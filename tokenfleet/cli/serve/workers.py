@@ -252,7 +252,7 @@ def _with_profiles(
 
 
 def _with_host_kv(group: WorkerGroup, planned: WorkerGroup) -> WorkerGroup:
-    """The group with the host memory that it was planned with, whoever's step times it has now."""
+    """The group with the host memory that it was planned with, whatever step times it has now."""
     profile = replace(group.worker_type.profile, host_kv=planned.worker_type.profile.host_kv)
     return replace(group, worker_type=group.worker_type.with_profile(profile))
 

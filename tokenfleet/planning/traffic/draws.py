@@ -40,7 +40,7 @@ Floats = NDArray[np.float64]
 
 BLOCK_S = 60.0
 FEWEST_BLOCKS = 20  # a short trace gets shorter blocks, or every draw would be the trace itself
-MOST_BLOCKS = 100_000  # ten weeks of minutes; a time in the wrong unit shall not fill the memory
+MOST_BLOCKS = 100_000  # ten weeks of minutes; a time in the wrong unit must not fill the memory
 NEARBY = 0.1  # of the trace's duration, to either side,
 NEARBY_S = 1800.0  # at most: the day's shape stays what it is
 TEMPLATE = 8
@@ -218,7 +218,7 @@ def families(workload: Workload) -> Ints:
     assert prefixes is not None
     lengths = np.diff(prefixes.offsets)
     full = workload.prompt_tokens // prefixes.block_tokens  # blocks of the prompt
-    is_told = (full > 0) & (lengths >= full)  # else its last blocks are its own, and nobody continues it
+    is_told = (full > 0) & (lengths >= full)  # else its last blocks are its own, and no request continues it
     told = np.flatnonzero(is_told)[::-1]
     opener = np.full(int(prefixes.ids.max(initial=-1)) + 1, n, np.int64)  # first whose prompt a block ends
     opener[prefixes.ids[prefixes.offsets[told] + full[told] - 1]] = told
