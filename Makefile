@@ -44,7 +44,7 @@ unit: .venv/all kernels  ## tests that start no engine, with vLLM where they can
 
 live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side choices, without a GPU
 	$(BIN)/pytest -n 2 tests/rehearsal
-	timeout -k 30 2700 $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder tests/live --durations 10
+	timeout -k 30 2700 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder tests/live --durations 10
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1
 	@echo "Starting two vLLM engines on CPU: one to two minutes until 'ready'."

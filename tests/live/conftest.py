@@ -20,6 +20,7 @@ import pytest
 from checkout import ROOT
 from made_plans import plan_of_fleet
 from served_fleet import ServedFleet, serve
+from xdist.scheduler import LoadScopeScheduling
 
 from tokenfleet.export.deployment import deployment
 from tokenfleet.export.kuberay import kuberay
@@ -33,8 +34,8 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     return True if config.getoption("markexpr") == "not live" else None
 
 
-# `--dist loadgroup` deals these lines out in this order, the longest first: all processes end together.
-# Files of one line stay in one process and share its fixtures. Any other file is a line of its own, behind.
+# These lines are dealt out in this order, the longest first: all processes end together. Files of one line
+# stay in one process and share its fixtures. Any other file is a line of its own, behind.
 GROUPS = (
     ("test_hosts", "test_zones"),
     (
@@ -51,12 +52,22 @@ GROUPS = (
 LINE_OF = {name: at for at, names in enumerate(GROUPS) for name in names}
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
+class Lines(LoadScopeScheduling):  # type: ignore[misc]
+    """Deals out whole lines. (`--dist loadgroup` of xdist 3.8 marks node ids, which pytest 9.2 ignores.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        name = Path(nodeid.partition("::")[0]).stem
+        return GROUPS[LINE_OF[name]][0] if name in LINE_OF else name
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lines:
+    return Lines(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LINE_OF.get(item.path.stem, len(GROUPS)))
     for item in items:
-        line = LINE_OF.get(item.path.stem)
-        item.add_marker(pytest.mark.xdist_group(item.path.stem if line is None else GROUPS[line][0]))
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.live)
             # vLLM, torch and Ray warn of their own affairs as they are imported.
