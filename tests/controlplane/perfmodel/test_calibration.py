@@ -109,6 +109,20 @@ def test_a_hiccup_of_the_machine_moves_next_to_nothing():
     assert off(made.step) < 0.04
 
 
+def shaken(spread, seed=0):
+    """A day whose times between tokens are off by a factor of their own in each interval."""
+    rng = np.random.default_rng(seed)
+    day = counted(TRUTH, a_day, 900.0)
+    return [one._replace(gaps_s=one.gaps_s * factor) for one in day for factor in [rng.lognormal(0, spread)]]
+
+
+def test_a_busy_host_s_scatter_is_calibrated_and_times_of_no_engine_are_refused():
+    made, _ = calibrated_by(shaken(0.4), PRIOR)
+    assert off(made.step) < 0.3
+    with pytest.raises(BadInput, match=r"does not fit: intervals are \d+% off .*, at most 50%"):
+        calibrated_by(shaken(2.0), PRIOR)
+
+
 def test_too_little_traffic_is_refused_in_a_line():
     intervals = counted(TRUTH, a_day, 900.0)
     with pytest.raises(BadInput, match=r"\d+ tokens in 2 intervals with traffic; 300 in 6 are needed"):
