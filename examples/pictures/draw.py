@@ -193,11 +193,11 @@ def planned_needed(rows: list[dict[str, str]]) -> str:
     parts.append(path(f"M{left + full} {top}V{end}", INK, 1, "4 4"))
     for i, row in enumerate(rows):
         y = top + step * i
-        needed = int(row["needed_gpus"])
+        needed, there = int(row["needed_gpus"]), row["sure_attained_there"]
         bars = [
             (RED, int(row["planned_gpus"]), float(row["planned_attained"])),
             (SOFT, needed, None),
-            (BLUE, int(row["sure_gpus"]), float(row["sure_attained_there"])),
+            (BLUE, int(row["sure_gpus"]), float(there) if there else None),
         ]
         model, targets = row["case"].split(", ")
         parts += [
@@ -215,7 +215,7 @@ def planned_needed(rows: list[dict[str, str]]) -> str:
         note(
             24, end + 22,
             "Tokenfleet plans at 95 % confidence. Its fleets are replayed in that simulator's successor,",
-            "which places requests round-robin; both A100 fleets miss 99 % there.",
+            "which places requests round-robin. Two fleets without a percentage were not replayed there.",
             "Figures: python experiments/planning/six_cases.py --other PROGRAM",
             size=12,
         ),
