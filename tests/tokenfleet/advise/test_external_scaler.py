@@ -1,51 +1,45 @@
 """KEDA's external scaler: a gRPC client with KEDA's own message types gets the advice, or an error."""
 
 import asyncio
+import struct
 from types import SimpleNamespace
 
 import pytest
 
 from controlplane.errors import BadInput
-from tokenfleet.advise.external_scaler import METRIC, SERVICE, scaler_at
+from tokenfleet.advise.external_scaler import METRIC, SERVICE, messages, scaler_at
 from tokenfleet.advise.gauges import AdviceGauges
 
 grpc = pytest.importorskip("grpc")
-descriptors = pytest.importorskip("google.protobuf.descriptor_pb2")
-from google.protobuf import descriptor_pool, message_factory  # noqa: E402
-
-KINDS = {"string": 9, "int64": 3, "double": 1, "bool": 8}
-# externalscaler.proto; a map is a repeated entry on the wire.
-MESSAGES = {
-    "Entry": "key:1:string value:2:string",
-    "ScaledObjectRef": "name:1:string namespace:2:string scalerMetadata:3:*Entry",
-    "IsActiveResponse": "result:1:bool",
-    "MetricSpec": "metricName:1:string targetSize:2:int64 targetSizeFloat:3:double",
-    "GetMetricSpecResponse": "metricSpecs:1:*MetricSpec",
-    "GetMetricsRequest": "scaledObjectRef:1:ScaledObjectRef metricName:2:string",
-    "MetricValue": "metricName:1:string metricValue:2:int64 metricValueFloat:3:double",
-    "GetMetricsResponse": "metricValues:1:*MetricValue",
-}
+pytest.importorskip("google.protobuf")
 
 
 @pytest.fixture(scope="module")
 def keda():
-    """KEDA's messages, by their names."""
-    file = descriptors.FileDescriptorProto(name="keda.proto", package="externalscaler", syntax="proto3")
-    for name, fields in MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field in fields.split():
-            called, number, kind = field.split(":")
-            made = message.field.add(name=called, number=int(number), label=3 if kind[0] == "*" else 1)
-            made.type = KINDS.get(kind, 11)
-            if made.type == 11:
-                made.type_name = f".externalscaler.{kind.lstrip('*')}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    of = {
-        n: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"externalscaler.{n}"))
-        for n in MESSAGES
-    }
-    return SimpleNamespace(**of)
+    return messages()
+
+
+def test_messages_are_those_of_externalscaler_proto(keda):
+    """Bytes written out by hand: field number times 8 and the wire type, then the value."""
+    entry = b"\x0a\x05model\x12\x01m"
+    ref = keda.ScaledObjectRef.FromString(b"\x0a\x01n\x12\x01s\x1a" + bytes([len(entry)]) + entry)
+    assert (ref.name, ref.namespace, ref.scalerMetadata[0].key, ref.scalerMetadata[0].value) == (
+        *("n", "s"),
+        *("model", "m"),
+    )
+    asks = keda.GetMetricsRequest.FromString(b"\x0a\x03\x0a\x01n\x12\x01k")
+    assert (asks.scaledObjectRef.name, asks.metricName) == ("n", "k")
+    assert keda.IsActiveResponse(result=True).SerializeToString() == b"\x08\x01"
+    spec = keda.MetricSpec(metricName="k", targetSize=1, targetSizeFloat=1.0)
+    one = b"\x0a\x01k\x10\x01\x19" + struct.pack("<d", 1.0)
+    assert spec.SerializeToString() == one
+    value = keda.MetricValue(metricName="k", metricValue=1, metricValueFloat=1.0)
+    assert value.SerializeToString() == one
+    for reply in (
+        keda.GetMetricSpecResponse(metricSpecs=[spec]),
+        keda.GetMetricsResponse(metricValues=[value]),
+    ):
+        assert reply.SerializeToString() == b"\x0a" + bytes([len(one)]) + one
 
 
 def asked(tmp_path, keda, published, talk):
@@ -112,11 +106,12 @@ def test_without_an_advice_or_of_another_model_the_call_fails(tmp_path, keda, pu
     assert (error.code().name, error.details()) == (code, why)
 
 
-def test_what_is_no_message_is_taken_as_an_empty_one(tmp_path, keda):
+def test_what_is_no_message_gets_an_error_and_the_next_one_an_answer(tmp_path, keda):
     async def talk(call):
         ask = call("IsActive", keda.IsActiveResponse)
-        bad = SimpleNamespace(SerializeToString=lambda: b"\x1a\xff\x07\x1a")
-        return await ask(bad)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await ask(SimpleNamespace(SerializeToString=lambda: b"\x1a\xff\x07\x1a"))
+        return await ask(keda.ScaledObjectRef())
 
     assert asked(tmp_path, keda, 2, talk).result
 
