@@ -48,43 +48,43 @@ def requests_at(ledger: Ledger, w: int) -> int:
 
 
 @compiled
-def two_choices(ledger: Ledger, phase_role: int, draw: NDArray[np.float64]) -> int:
-    """The less loaded of two workers drawn at random: by requests, then tokens held, then the first drawn."""
+def serving(ledger: Ledger, phase_role: int) -> int:
+    """How many workers serve a phase."""
     count = 0
     for w in range(len(ledger.workers)):
         if serves(ledger, w, phase_role):
             count += 1
-    if count == 0:
-        return state.NONE
-    first = int(draw[0] * count)
-    second = int(draw[1] * max(count - 1, 1))
-    if count > 1 and second >= first:
-        second += 1
-    one, other, at = state.NONE, state.NONE, 0
+    return count
+
+
+@compiled
+def nth(ledger: Ledger, phase_role: int, n: int) -> int:
+    """The worker at place `n`, from 0, of those that serve a phase."""
     for w in range(len(ledger.workers)):
         if serves(ledger, w, phase_role):
-            if at == first:
-                one = w
-            elif at == second:
-                other = w
-            at += 1
-    return one if other == state.NONE or not is_less_loaded(ledger, other, one) else other
+            if n == 0:
+                return w
+            n -= 1
+    return state.NONE
+
+
+@compiled
+def two_choices(ledger: Ledger, phase_role: int, draw: NDArray[np.float64]) -> int:
+    """The less loaded of two workers drawn at random: by requests, then tokens held, then the first drawn."""
+    count = serving(ledger, phase_role)
+    first = int(draw[0] * count)
+    one = nth(ledger, phase_role, first)
+    if count < 2:
+        return one
+    second = int(draw[1] * (count - 1))
+    other = nth(ledger, phase_role, second + 1 if second >= first else second)
+    return other if is_less_loaded(ledger, other, one) else one
 
 
 @compiled
 def by_chance(ledger: Ledger, phase_role: int, draw: float) -> int:
     """A worker drawn at random; `draw` is uniform in [0, 1)."""
-    count = 0
-    for w in range(len(ledger.workers)):
-        if serves(ledger, w, phase_role):
-            count += 1
-    left = int(draw * count)
-    for w in range(len(ledger.workers)):
-        if serves(ledger, w, phase_role):
-            if left == 0:
-                return w
-            left -= 1
-    return state.NONE
+    return nth(ledger, phase_role, int(draw * serving(ledger, phase_role)))
 
 
 @compiled
@@ -112,19 +112,8 @@ def is_less_loaded(ledger: Ledger, a: int, b: int) -> bool:
 @compiled
 def in_turn(ledger: Ledger, r: int, phase_role: int) -> int:
     """Round-robin by the request's number."""
-    count = 0
-    for w in range(len(ledger.workers)):
-        if serves(ledger, w, phase_role):
-            count += 1
-    if count == 0:
-        return state.NONE
-    turn = r % count
-    for w in range(len(ledger.workers)):
-        if serves(ledger, w, phase_role):
-            if turn == 0:
-                return w
-            turn -= 1
-    return state.NONE
+    count = serving(ledger, phase_role)
+    return nth(ledger, phase_role, r % count) if count > 0 else state.NONE
 
 
 @compiled
