@@ -104,18 +104,13 @@ def gather(
     warnings = (
         *biased, *trace.warnings, *doctored, *length_warnings, *price_warnings, *kv_warnings, *slow, *ages,
     )  # fmt: skip
-    clock_s = trace.clock_start_s
-    if clock_s is not None and clock_s > LATEST_DATE_S:
-        clock_s = None  # milliseconds read as seconds: `doctored` says so, and it is no time to schedule by
-    if clock_s is not None and request.window is not None:
-        clock_s += request.window.value[0]
     inputs = described(trace.name, workload)
-    if request.agents is not None:  # they set the rate, not the trace
+    if request.agents is not None or trace.assumed is not None:  # the trace does not show real phases
         inputs = replace(inputs, phases=())
     faster = time_scale(trace.workload, request.rate_scale)
     inputs = replace(
         inputs,
-        clock_start_s=clock_s,
+        clock_start_s=_clock_start_s(trace, request),
         rate_scale=faster,
         classes=classes,
         warnings=warnings,
@@ -123,6 +118,14 @@ def gather(
         assumed=trace.assumed,
     )
     return Gathered(workload, usable, inputs)
+
+
+def _clock_start_s(trace: Trace, request: PlanRequest) -> float | None:
+    """When the planned window begins, in seconds since the epoch; None where the trace has no dates."""
+    clock_s = trace.clock_start_s
+    if clock_s is None or clock_s > LATEST_DATE_S:
+        return None  # milliseconds read as seconds: the trace's findings say so
+    return clock_s + request.window.value[0] if request.window is not None else clock_s
 
 
 def refuse_without_sessions(workload: Workload, request: PlanRequest, agents: str = "agents") -> None:

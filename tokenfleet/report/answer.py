@@ -427,7 +427,7 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
 def loop_text(loop: ExpectedLoop, fixed: int, fixed_usd: float | None) -> str:
     """What `serve --plan` is expected to cost on average, compared with the `fixed` workers."""
     if loop.saved_share <= 0:
-        return f"the trace needs all {workers_text(fixed)} throughout, as many as a fixed fleet has"
+        return f"saves nothing here: the trace needs {workers_text(fixed)} throughout"
     mean, all_fixed = f"{loop.mean_workers:.3g} workers", str(fixed)
     if loop.usd_per_hour is not None and fixed_usd is not None:
         mean, all_fixed = usd_text(loop.usd_per_hour), usd_text(fixed_usd)

@@ -106,7 +106,7 @@ class PhaseFigures(Protocol):
 def phase_row(phase: PhaseFigures) -> tuple[str, ...]:
     """A phase under `COLUMNS`."""
     return (
-        duration_text(phase.start_s) if phase.start_s else "0",
+        duration_text(phase.start_s) if phase.start_s >= 1.0 else "0",
         duration_text(phase.end_s - phase.start_s),
         f"{phase.rate_rps:.3g}",
         f"{phase.prompt_tokens:,.0f}",
