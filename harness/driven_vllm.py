@@ -21,9 +21,9 @@ from controlplane.types import Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.live.engine_api.cache_events import CachedBlocks, tree
 from dataplane.live.engine_api.link import WorkerInfo
-from dataplane.live.gateway.mirrors import Found
-from dataplane.live.gateway.placement import Placement
-from dataplane.live.gateway.request import Ticket, Tracked
+from dataplane.live.ledger.mirrors import Found
+from dataplane.live.ledger.placement import Placement
+from dataplane.live.ledger.request import Ticket, Tracked
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.records import DECODE_RUN, MIXED_STEP
 from dataplane.simulated.sending import next_send

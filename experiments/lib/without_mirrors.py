@@ -2,7 +2,7 @@
 
 import sys
 
-from dataplane.live.gateway.mirrors import Mirrors
+from dataplane.live.ledger.mirrors import Mirrors
 from tokenfleet.cli.main import main
 
 Mirrors.attach = lambda self, caches, *_: caches  # type: ignore[method-assign]

@@ -72,7 +72,7 @@ class Fleet:
         from dataplane.live.gateway.events import EventLog
         from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
         from dataplane.live.gateway.metrics import Metrics
-        from dataplane.live.gateway.placement import Placement
+        from dataplane.live.ledger.placement import Placement
         from dataplane.live.pool.fleet_types import FleetTypes
         from dataplane.live.pool.pool import WorkerPool
 
@@ -95,7 +95,8 @@ class Fleet:
 
     async def begin(self, prompts: dict[str, list[int]]) -> None:
         """Start every stream on w0, and return once all decode."""
-        from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
+        from dataplane.live.gateway.request import CURRENT_TICKET
+        from dataplane.live.ledger.request import Ticket
         from harness.bare_fleet import token_request
 
         others = [at.worker for at in self.core.attached() if at.worker != W0]

@@ -63,7 +63,7 @@ class Round:
         from dataplane.live.gateway.events import EventLog
         from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
         from dataplane.live.gateway.metrics import Metrics
-        from dataplane.live.gateway.placement import Placement
+        from dataplane.live.ledger.placement import Placement
 
         fabric = Fabric(speed=2.0)
         self.engines = {
@@ -87,7 +87,8 @@ class Round:
                     self.ends[output.request_id] = output.finish_reason.name
 
     async def send(self, name: str, prompt: list[int]) -> None:
-        from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
+        from dataplane.live.gateway.request import CURRENT_TICKET
+        from dataplane.live.ledger.request import Ticket
         from harness.bare_fleet import token_request
 
         CURRENT_TICKET.set(Ticket(name, "experiment", SLO, 0))

@@ -37,7 +37,7 @@ def alone(prompt, tokens):
 
 def unprofiled(workers=8):
     """Placement on workers whose step times are not known."""
-    from dataplane.live.gateway.placement import Placement
+    from dataplane.live.ledger.placement import Placement
 
     return Placement({}, workers, LengthTable.constant(200), np.random.default_rng(0))
 
@@ -76,7 +76,8 @@ class Front:
                     self.ends.setdefault(output.request_id, asyncio.Event()).set()
 
     async def send(self, name, prompt=(1, 2, 3), ticket=None, **params):
-        from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
+        from dataplane.live.gateway.request import CURRENT_TICKET
+        from dataplane.live.ledger.request import Ticket
         from harness.bare_fleet import token_request
 
         request = token_request(name, prompt, {"max_tokens": 100} | params)

@@ -21,9 +21,9 @@ from controlplane.types import EngineMode, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.live.control.demand_count import DemandCount
 from dataplane.live.control.fleet_state import Observer, RequestRow, WorkerRow
-from dataplane.live.gateway.admission import Admission
-from dataplane.live.gateway.placement import Placement
-from dataplane.live.gateway.request import Ticket, Tracked
+from dataplane.live.ledger.admission import Admission
+from dataplane.live.ledger.placement import Placement
+from dataplane.live.ledger.request import Ticket, Tracked
 from dataplane.simulated.beats import look, new_plans
 from dataplane.simulated.changes import change_worker
 from dataplane.simulated.cluster import advance, view_all

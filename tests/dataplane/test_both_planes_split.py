@@ -16,9 +16,9 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import EngineMode, Slo, WorkerId
 from controlplane.workload import Workload
-from dataplane.live.gateway.admission import Admission
-from dataplane.live.gateway.placement import Placement
-from dataplane.live.gateway.request import Ticket, Tracked
+from dataplane.live.ledger.admission import Admission
+from dataplane.live.ledger.placement import Placement
+from dataplane.live.ledger.request import Ticket, Tracked
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.simulate import WorkerSpec, prepare
 

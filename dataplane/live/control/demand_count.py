@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from controlplane.types import ClassArrivals, ClassOutcomes, Slo
-from dataplane.live.gateway.request import Tracked
+from dataplane.live.ledger.request import Tracked
 
 SUMS = ("requests", "prompt_tokens", "output_tokens")
 MOST_CLASSES = 64  # clients name targets as they like; past this many they count for the first

@@ -48,14 +48,14 @@ from dataplane.live.gateway.history import History
 from dataplane.live.gateway.idempotency import Answers
 from dataplane.live.gateway.metrics import EngineFamilies, Metrics
 from dataplane.live.gateway.middleware import DoorPolicy
-from dataplane.live.gateway.placement import Placement
-from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.server import Gateway, engine_settings_of
 from dataplane.live.gateway.settings import GatewaySettings
 from dataplane.live.gateways.core_server import CoreServer
 from dataplane.live.gateways.keeper import Gateways
 from dataplane.live.gateways.shared import ProcessSettings
 from dataplane.live.kv.nixl import Asked
+from dataplane.live.ledger.placement import Placement
+from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import ANYWHERE, FleetTypes, Site
 from dataplane.live.pool.learning import KeptProfiles, Learning

@@ -32,9 +32,9 @@ from dataplane.live.control.views import (
 from dataplane.live.engine_api.processes import Estate, Tasks
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.metrics import Metrics
-from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.timeline import BUCKET_S
 from dataplane.live.gateways.keeper import Gateways
+from dataplane.live.ledger.request import Tracked
 from dataplane.live.pool.pool import WorkerPool
 
 LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained

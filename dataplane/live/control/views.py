@@ -15,7 +15,7 @@ from controlplane.types import Role
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.metrics import PRIORITY_NAMES
-from dataplane.live.gateway.request import Tracked
+from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.move import MoveRecord
 from dataplane.live.pool.member import Member
 

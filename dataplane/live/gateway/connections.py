@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import Adapters, EngineLink, Telemetry
 from dataplane.live.engine_api.messages import Adapter, EngineRequest, Finish, SegmentOutput, StepOutputs
-from dataplane.live.gateway.request import Tracked
+from dataplane.live.ledger.request import Tracked
 
 MOST_UNREAD = 256  # batches that the front end may lag behind before workers are made to wait
 

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 
 from controlplane.types import WorkerId
 from dataplane.live.gateway.metrics import Metrics
-from dataplane.live.gateway.placement import Placement
-from dataplane.live.gateway.request import Tracked
+from dataplane.live.ledger.placement import Placement
+from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.move import MoveRecord
 
 OFFER_EVERY_S = 0.1  # to the decode workers, of a request that found none

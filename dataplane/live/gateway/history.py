@@ -22,7 +22,7 @@ from controlplane.placement.lengths import LengthTable
 from dataplane.history.files import BLOCK_TOKENS, Digests, HistoryLimits, HistoryWriter, last_lengths
 from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.metrics import PRIORITY_NAMES
-from dataplane.live.gateway.request import Tracked
+from dataplane.live.ledger.request import Tracked
 
 log = logging.getLogger(__name__)
 REMEMBERED = 20_000

@@ -16,8 +16,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from controlplane.types import PLAIN_CLASS, WorkerId
-from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.timeline import Timeline
+from dataplane.live.ledger.request import Tracked
 
 LATENCY_BUCKETS_S = (
     0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 120,

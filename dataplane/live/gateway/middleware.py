@@ -26,7 +26,8 @@ from controlplane.types import Slo
 from dataplane.http.keys import PRIORITIES, ApiKey, KeyRing
 from dataplane.http.rules import error_reply, send_reply
 from dataplane.live.gateway.idempotency import LONGEST_KEY, KeyClaims, OtherBody, answer_once
-from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
+from dataplane.live.gateway.request import CURRENT_TICKET
+from dataplane.live.ledger.request import Ticket
 
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")

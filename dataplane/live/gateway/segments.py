@@ -18,13 +18,13 @@ from dataplane.live.engine_api.kv_messages import Transfer
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.messages import Finish
 from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay, segment_request
-from dataplane.live.gateway.admission import Admission
 from dataplane.live.gateway.connections import Attachments, RequestBook, Unread
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.handover import Handovers
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
-from dataplane.live.gateway.placement import Placement
-from dataplane.live.gateway.request import Tracked
+from dataplane.live.ledger.admission import Admission
+from dataplane.live.ledger.placement import Placement
+from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.coordinator import Migrations
 from dataplane.live.migration.move import Mode, MoveBudget, MoveRecord, Running
 

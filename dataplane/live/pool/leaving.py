@@ -29,7 +29,7 @@ from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.processes import cancel_all
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
-from dataplane.live.gateway.request import Tracked
+from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.coordinator import layout, meaning
 from dataplane.live.migration.engines import CopyFailed
 

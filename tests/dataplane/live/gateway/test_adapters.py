@@ -33,7 +33,8 @@ def adapter(named=1, **more):
 
 async def ask(front, name, lora):
     """Begin a long request of an adapter and return where it went."""
-    from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
+    from dataplane.live.gateway.request import CURRENT_TICKET
+    from dataplane.live.ledger.request import Ticket
     from harness.bare_fleet import token_request
 
     request = token_request(name, [len(name), 2, 3], {"max_tokens": 3000})
@@ -46,7 +47,7 @@ async def ask(front, name, lora):
 
 
 def test_requests_go_to_a_holder_of_their_adapter_until_it_is_much_busier(play):
-    from dataplane.live.gateway.placement import LEAN
+    from dataplane.live.ledger.placement import LEAN
 
     async def story(front):
         await front.core.add_adapter(adapter())

@@ -20,7 +20,7 @@ from controlplane.types import Slo, WorkerId
 
 
 def by_ledger(profile, policy=Policy.SPREAD):
-    from dataplane.live.gateway.placement import Placement
+    from dataplane.live.ledger.placement import Placement
 
     return Placement({"": profile}, 8, LengthTable.constant(200), np.random.default_rng(0), policy)
 
@@ -259,7 +259,7 @@ def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away():
 def test_work_that_may_wait_is_not_turned_away_from_a_full_queue():
     from controlplane.placement.queue import QueueSettings
     from controlplane.types import Slo
-    from dataplane.live.gateway.request import Ticket
+    from dataplane.live.ledger.request import Ticket
 
     tight, loose = Slo(60.0, 1.0), Ticket("key", "test", Slo(3600.0, 1.0), 0)
 
@@ -280,7 +280,7 @@ def test_work_that_may_wait_is_not_turned_away_from_a_full_queue():
 
 
 def test_a_high_request_goes_ahead_of_normal_ones_that_wait():
-    from dataplane.live.gateway.request import Ticket
+    from dataplane.live.ledger.request import Ticket
 
     async def story(front):
         await front.send("runs", max_tokens=60)
@@ -306,7 +306,7 @@ def test_a_gateway_that_shuts_down_lets_finish_and_then_says_an_error():
 
 
 def test_the_ledger_counts_the_tokens_that_passed_and_assigns_by_the_constraints():
-    from dataplane.live.gateway.request import Ticket
+    from dataplane.live.ledger.request import Ticket
 
     async def story(front):
         led = front.core.placement.ledger

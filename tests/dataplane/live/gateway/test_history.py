@@ -14,7 +14,7 @@ from controlplane.types import Slo
 from dataplane.history import files
 from dataplane.history.files import Digests, HistoryLimits, last_lengths, read_history
 from dataplane.live.gateway.history import History
-from dataplane.live.gateway.request import Ticket, Tracked
+from dataplane.live.ledger.request import Ticket, Tracked
 
 KILLED = """
 import json, os, signal, sys
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from controlplane.types import Slo
 from dataplane.live.gateway.history import History
-from dataplane.live.gateway.request import Ticket, Tracked
+from dataplane.live.ledger.request import Ticket, Tracked
 
 history = History(256.0, Path(sys.argv[1]), "m")
 for prompt, output in json.load(sys.stdin):

@@ -13,10 +13,11 @@ from controlplane.errors import BadInput
 from controlplane.placement.queue import QueueSettings
 from dataplane.http.keys import ApiKey
 from dataplane.live.gateway.idempotency import OtherBody, StoredAnswer
-from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
+from dataplane.live.gateway.request import CURRENT_TICKET
 from dataplane.live.gateways.core_server import CoreServer
 from dataplane.live.gateways.remote_core import CoreGone, RemoteCore
 from dataplane.live.gateways.wire import MessageType, message, next_message, pack
+from dataplane.live.ledger.request import Ticket
 from harness.bare_fleet import token_request
 
 STORY_S = 60.0

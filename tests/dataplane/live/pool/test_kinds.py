@@ -19,7 +19,7 @@ def play(monkeypatch):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.engine_api import processes
-    from dataplane.live.gateway.placement import Placement
+    from dataplane.live.ledger.placement import Placement
     from dataplane.live.pool import pool as cluster
     from dataplane.live.pool.fleet_types import FleetTypes
 

@@ -110,7 +110,7 @@ def test_the_workers_of_a_kind_learn_its_step_times_together_before_the_first_re
         # By targets from the first request on: a worker keeps this one's for one at a time, so that of four
         # the last is held back.
         assert front.core.placement.goes_by_targets
-        from dataplane.live.gateway.request import Ticket
+        from dataplane.live.ledger.request import Ticket
 
         for i in range(4):
             slo = Slo(10.0, 0.002015)

@@ -26,9 +26,9 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.types import RequestId, Role, Slo, WorkerId
 from dataplane.live.engine_api.cache_events import CacheChange
 from dataplane.live.engine_api.link import Telemetry, WorkerInfo
-from dataplane.live.gateway.kinds import WorkerKinds
-from dataplane.live.gateway.mirrors import Found, Hits, Mirrors
-from dataplane.live.gateway.request import Tracked
+from dataplane.live.ledger.kinds import WorkerKinds
+from dataplane.live.ledger.mirrors import Found, Hits, Mirrors
+from dataplane.live.ledger.request import Tracked
 
 ROWS, SLOTS = 1024, 256  # requests in the ledger, and that decode on a worker, to begin with
 # What a worker's record counts; 0 for one that is gone.

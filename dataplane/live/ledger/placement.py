@@ -24,8 +24,8 @@ from controlplane.placement.policies import BY_TARGETS, PATIENCE, POLICY_CODE, P
 from controlplane.placement.table import cached_everywhere
 from controlplane.snapshot import Cached, RunningRequest, WorkerLoad
 from controlplane.types import RequestId, WorkerId
-from dataplane.live.gateway.account import Account
-from dataplane.live.gateway.request import Tracked
+from dataplane.live.ledger.account import Account
+from dataplane.live.ledger.request import Tracked
 
 LEAN = 4  # requests more that a worker may have for holding a request's LoRA adapter
 MOST_TOLD = 8  # workers reported to a controller as having a request cached

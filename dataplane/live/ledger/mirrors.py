@@ -36,7 +36,7 @@ from controlplane.placement.ledger import DECODING, Ledger
 from controlplane.placement.memory import begin, end, hold, learn, let_go
 from dataplane.live.engine_api.cache_events import ROOT, CacheChange, number_of, tree
 from dataplane.live.engine_api.link import WorkerInfo
-from dataplane.live.gateway.request import Tracked
+from dataplane.live.ledger.request import Tracked
 
 if TYPE_CHECKING:
     from dataplane.live.engine_api.messages import EngineRequest

@@ -13,10 +13,10 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.cache_events import ROOT, CacheChange
 from dataplane.live.engine_api.link import Telemetry, WorkerInfo
-from dataplane.live.gateway.account import ROWS
-from dataplane.live.gateway.mirrors import ASK_AGAIN, Found, Hits, Seen
-from dataplane.live.gateway.placement import Placement
-from dataplane.live.gateway.request import Ticket, Tracked
+from dataplane.live.ledger.account import ROWS
+from dataplane.live.ledger.mirrors import ASK_AGAIN, Found, Hits, Seen
+from dataplane.live.ledger.placement import Placement
+from dataplane.live.ledger.request import Ticket, Tracked
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 TEXT = np.random.default_rng(0).integers(0, 32_000, 4000).tolist()
@@ -218,7 +218,7 @@ def test_beside_hits_stands_what_one_endless_cache_of_all_workers_would_have_hit
 
 
 def test_of_what_was_computed_long_ago_nothing_is_kept(monkeypatch):
-    monkeypatch.setattr("dataplane.live.gateway.mirrors.SEEN_BLOCKS", 8)
+    monkeypatch.setattr("dataplane.live.ledger.mirrors.SEEN_BLOCKS", 8)
     seen = Seen()
     seen.add(np.arange(8))
     assert seen.leading(np.arange(10)) == 8

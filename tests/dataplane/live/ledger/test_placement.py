@@ -19,9 +19,9 @@ from controlplane.placement.ledger import generated
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
-from dataplane.live.gateway.account import ROWS, SLOTS
-from dataplane.live.gateway.placement import Placement
-from dataplane.live.gateway.request import Ticket, Tracked
+from dataplane.live.ledger.account import ROWS, SLOTS
+from dataplane.live.ledger.placement import Placement
+from dataplane.live.ledger.request import Ticket, Tracked
 from dataplane.startup import use_kernel_cache
 
 BIG = 2 * SLOTS + 100

@@ -19,8 +19,8 @@ from controlplane.placement import queue
 from controlplane.placement.exact import HEARTBEAT_S, waiting_line
 from controlplane.placement.policies import Policy
 from controlplane.types import WorkerId
-from dataplane.live.gateway.placement import Placement
-from dataplane.live.gateway.request import Rejection, Tracked
+from dataplane.live.ledger.placement import Placement
+from dataplane.live.ledger.request import Rejection, Tracked
 
 LOOK_EVERY_S = 0.25
 
