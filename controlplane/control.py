@@ -18,7 +18,7 @@ from controlplane.migration.balance import MoveSettings, balance
 from controlplane.migration.overload import ShedSettings, reassign, shed
 from controlplane.migration.room import make_room
 from controlplane.migration.usage import Reading, WorkerView, worker_views
-from controlplane.placement.policies import BY_TARGETS, Policy
+from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Policy
 from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.load import LoadSettings, scale_by_load
 from controlplane.scaler.pools import are_pools, load_of, scaling_of, seen_by, together
@@ -44,10 +44,10 @@ class Settings:
     scaling: ScalingSettings | None = None
 
     @staticmethod
-    def of_policy(policy: Policy, headroom: float = 0.0) -> Settings:
+    def of_policy(policy: Policy, placed: PlacementSettings) -> Settings:
         """Moves that pursue what a placement policy does: its targets, or else balance."""
-        moves = None if policy in BY_TARGETS else MoveSettings(Reading(headroom))
-        return Settings(moves, ShedSettings(headroom=headroom))
+        moves = None if policy in BY_TARGETS else MoveSettings(Reading(placed.headroom))
+        return Settings(moves, ShedSettings(placed.theta, placed.gamma, headroom=placed.headroom))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from controlplane.types import Slo, SloClass
 
 if TYPE_CHECKING:
     from controlplane.perfmodel.speculation import Speculation
+    from controlplane.placement.strictness import Strictness
 
 T = TypeVar("T")
 
@@ -173,6 +174,16 @@ def parse_host_kv(text: str) -> tuple[int, float | None] | None:
             f"--host-kv: expected memory of a worker and what a GPU loads of it: 64GiB@25GB/s, got {text!r}"
         )
     return int(size), rate
+
+
+def parse_strictness(text: str) -> Strictness:
+    """A level of strictness or its values: `strict`, `theta=1,gamma=0.9`. Raises BadInput."""
+    from controlplane.placement.strictness import read_strictness  # its package loads numpy
+
+    try:
+        return read_strictness(text)
+    except BadInput as error:
+        raise BadInput(f"--strictness: {error}") from None
 
 
 def parse_speculation(text: str) -> Speculation | None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.placement import constraints
 from controlplane.placement.queue import QueueSettings
+from controlplane.placement.strictness import Strictness
 
 PATIENCE = 4.0  # TTFT targets that a request is held for at most, unless a run says otherwise
 MIGRATE = "+migrate"
@@ -59,32 +60,26 @@ ONLY_SIMULATED = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementSettings:
-    """The strictness of the constraints.
+class PlacementSettings(Strictness):
+    """The strictness of the constraints, and what else placement reads.
 
-    `theta` in [0, 1]: how much of the expected outputs counts in (b). `gamma` in (0, 1]: share of KV that
-    may be promised in (e). `tolerance`, at least 0: how many others' failures (expected, fractional) a
-    request's last chance to meet its TTFT is worth in (d); 0 is the paper. `headroom`: the share of KV by
-    which a worker with a high-priority request counts as fuller for normal ones, and one without for high
-    ones; 0: all are alike. So the high keep together where `spread` and `freeness` rank workers (see
-    migration.usage). `queue`: of requests that no worker takes.
+    `headroom`: the share of KV by which a worker with a high-priority request counts as fuller for normal
+    ones, and one without for high ones; 0: all are alike. So the high keep together where `spread` and
+    `freeness` rank workers (see migration.usage). `queue`: of requests that no worker takes.
     """
 
-    theta: float = 0.5
-    gamma: float = 0.95
-    tolerance: float = 0.5
     headroom: float = 0.0
     queue: QueueSettings = QueueSettings()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.theta <= 1.0:
-            raise BadInput(f"placement: theta: must be within 0 and 1, got {self.theta:g}")
-        if not self.tolerance >= 0.0:
-            raise BadInput(f"placement: tolerance: must not be negative, got {self.tolerance:g}")
-        if not 0.0 < self.gamma <= 1.0:
-            raise BadInput(f"placement: gamma: must be above 0 and at most 1, got {self.gamma:g}")
+        Strictness.__post_init__(self)
         if not 0.0 <= self.headroom < 1.0:
             raise BadInput(f"placement: headroom: must be at least 0 and below 1, got {self.headroom:g}")
+
+    @classmethod
+    def of(cls, strictness: Strictness, headroom: float = 0.0) -> PlacementSettings:
+        """Placement at that strictness."""
+        return cls(strictness.theta, strictness.gamma, strictness.tolerance, headroom)
 
     def row(self) -> NDArray[np.float64]:
         """The settings as the row that compiled code reads."""

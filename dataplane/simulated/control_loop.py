@@ -333,7 +333,7 @@ def _has_ended(plane: SimulatedPlane, is_more: bool) -> bool:
 
 def settings_of(run: RunState, control: ControlSettings) -> Settings:
     """Those of tick; where none are given, as the placement policy has it."""
-    return control.tick or Settings.of_policy(run.policy, run.settings.headroom)
+    return control.tick or Settings.of_policy(run.policy, run.settings)
 
 
 def _limits(plane: SimulatedPlane, settings: Settings) -> Floats | None:

@@ -8,10 +8,11 @@ import yaml
 from planning_builders import planned, worker, worker_type
 
 from controlplane.errors import BadInput
+from controlplane.placement.strictness import LEVELS, NORMAL, Strictness
 from controlplane.scaler.state import ScalingSettings
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from tokenfleet.cli.serve.loop import autoscale_of
-from tokenfleet.cli.serve.workers import headroom_of, planned_types
+from tokenfleet.cli.serve.workers import headroom_of, planned_types, strictness_of
 from tokenfleet.export.deployment import deployment, serve_words
 from tokenfleet.export.files import ExportSettings, export_files
 from tokenfleet.export.kuberay import kuberay
@@ -34,6 +35,7 @@ def plan(tmp_path_factory) -> PlanFile:
         reclaims_per_h=RECLAIMS,
         cold_start_s=60.0,
         priority_headroom=0.3,
+        strictness="strict",
     )
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     path.write_text(json.dumps(plan_json(made)))
@@ -123,3 +125,16 @@ def test_the_headroom_of_a_plan_is_the_fleets_unless_an_operator_says_another(pl
     for name, asked, meant in flags:
         assert headroom_of(asked, read_plan(tmp_path / name)) == meant
     assert headroom_of(None, None) == 0.0
+
+
+def test_the_strictness_of_a_plan_is_the_fleets_unless_an_operator_asks_for_another(plan, tmp_path):
+    assert strictness_of(None, plan) == LEVELS["strict"]
+    assert strictness_of("theta=0.1", plan) == Strictness(theta=0.1)
+    assert strictness_of(None, None) == strictness_of("normal", plan) == NORMAL
+    sent = ControllerSettings("", None, False, 0, (), strictness=LEVELS["strict"])
+    assert CONTROLLER_SETTINGS.validate_json(CONTROLLER_SETTINGS.dump_json(sent)) == sent
+    with pytest.raises(BadInput, match=r"^--strictness: gamma: must be above 0 and at most 1, got 2$"):
+        strictness_of("gamma=2", plan)
+    (tmp_path / "plan.json").write_text(json.dumps({**plan.document, "strictness": "stern"}))
+    with pytest.raises(BadInput, match=r"strictness: .*loose, normal, strict.*'stern'"):
+        read_plan(tmp_path / "plan.json")

@@ -15,7 +15,7 @@ import polars as pl
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.policies import MIGRATE, PlacementSettings
+from controlplane.placement.policies import MIGRATE
 from controlplane.types import SloClass
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
@@ -31,7 +31,7 @@ from tokenfleet.planning.inputs import (
     within_context,
 )
 from tokenfleet.planning.moves import unmovable
-from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.request import PlanRequest, placement_settings
 from tokenfleet.planning.result import latency
 from tokenfleet.planning.reuse import sessions_per_h
 from tokenfleet.report.plan_json import latency_json
@@ -184,7 +184,7 @@ def outcome_of(
         fleet.specs(),
         [one.slo for one in classes] or request.slo,
         request.policy,
-        settings=PlacementSettings(headroom=request.priority_headroom),
+        settings=placement_settings(request),
         seed=request.seed,
         agents=request.agents,
     )

@@ -32,10 +32,10 @@ GROUPS = {
     ),
     "Replicas": ("--replicas", "--every", "--listen", "--scaler", "--replay", "--once"),
     "Engine and placement": (
-        *("--engine", "--policy", "--priority-headroom", "--no-prefix-cache", "--gpu-memory-utilization"),
-        *("--kv-tokens", "--max-num-batched-tokens", "--max-num-seqs", "--speculate", "--host-kv"),
-        *("--kv-gb-per-s", "--block-tokens", "--context-limit", "--engine-version"),
-        *("--kv-latency", "--kv-transport", "--move-bandwidth", "--move-share"),
+        *("--engine", "--policy", "--strictness", "--priority-headroom", "--no-prefix-cache"),
+        *("--gpu-memory-utilization", "--kv-tokens", "--max-num-batched-tokens", "--max-num-seqs"),
+        *("--speculate", "--host-kv", "--kv-gb-per-s", "--block-tokens", "--context-limit"),
+        *("--engine-version", "--kv-latency", "--kv-transport", "--move-bandwidth", "--move-share"),
     ),
     "Measurements": (
         *("--measurements", "--robust", "--as-measured", "--measured-on", "--licence"),

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
@@ -18,6 +18,7 @@ from controlplane.types import EngineMode, Slo, SloClass
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from tokenfleet.field_errors import fault_line, read_text
 from tokenfleet.profiles.form import parse_profile
+from tokenfleet.texts import parse_strictness
 
 SCHEMA = "tokenfleet.plan/1"
 MAX_FILE_BYTES = 50_000_000
@@ -483,6 +484,15 @@ class ReplayedFleet(_Part):
     expected: Annotated[float, Field(ge=0, le=1)]
 
 
+def _strictness(text: str) -> str:
+    """`text`, if placement knows such a strictness; else the ValueError that pydantic reports."""
+    try:
+        parse_strictness(text)
+    except BadInput as error:
+        raise ValueError(str(error).removeprefix("--strictness: ")) from None
+    return text
+
+
 class PlannedMoves(_Part):
     """What moving running requests between workers saves.
 
@@ -516,6 +526,7 @@ class PlanFile(PlanBrief):
     form: Literal["tokenfleet.plan/1"] = Field(alias="schema")
     policy: str
     priority_headroom: Annotated[float, Field(ge=0, le=0.9)] = 0.0
+    strictness: Annotated[str, AfterValidator(_strictness)] | None = None
     prefix_cache: bool | None = None
     engine_mode: Mode | None
     slo: LatencyTargets

@@ -38,10 +38,12 @@ from tokenfleet.texts import (
     parse_slo,
     parse_slo_class,
     parse_speculation,
+    parse_strictness,
     parse_window_s,
 )
 
 if TYPE_CHECKING:
+    from controlplane.placement.policies import PlacementSettings
     from controlplane.worker_type import WorkerType
 
 T = TypeVar("T")
@@ -299,6 +301,15 @@ class PlanRequest:
             key="headroom",
         ),
     ] = 0.0
+    strictness: Annotated[
+        Parsed[Any] | None,  # a Strictness, whose package loads numpy
+        TextCodec(parse_strictness, 100, ("strict", "theta=1,gamma=0.9"), min_length=1),
+        About(
+            "strictness",
+            "how strictly placement keeps targets: loose, normal, strict, or theta=1,gamma=0.9,tolerance=0",
+            "choice",
+        ),
+    ] = None
     session_s: Annotated[
         float | None,
         Field(gt=0, le=1e8),
@@ -410,22 +421,12 @@ class PlanRequest:
 
     def most_workers(self, worker_type: WorkerType) -> int | None:
         """The most workers of one type that the limits allow; None without a limit."""
-        return min(self._caps(worker_type).values(), default=None)
+        return min(_caps(self, worker_type).values(), default=None)
 
     def limit_text(self, worker_type: WorkerType) -> str:
         """The limit that allows the fewest workers of a type, as the flag that sets it."""
-        caps = self._caps(worker_type)
+        caps = _caps(self, worker_type)
         return min(caps, key=lambda flag: caps[flag])
-
-    def _caps(self, worker_type: WorkerType) -> dict[str, int]:
-        caps = {}
-        if self.max_gpus is not None:
-            caps[f"--max-gpus {self.max_gpus}"] = self.max_gpus // worker_type.gpus
-        if self.budget_usd_per_h is not None and worker_type.usd_per_h:
-            # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
-            most = int(self.budget_usd_per_h / worker_type.usd_per_h + 1e-9)
-            caps[f"--budget-usd-per-h {self.budget_usd_per_h:g}"] = most
-        return caps
 
 
 class Option:
@@ -596,6 +597,26 @@ def read_targets(texts: Sequence[str]) -> dict[str, Any]:
 def tightest(classes: Sequence[SloClass]) -> Slo:
     """The targets of the class whose TTFT target is the least."""
     return min((one.slo for one in classes), key=lambda slo: slo.ttft_s)
+
+
+def _caps(request: PlanRequest, worker_type: WorkerType) -> dict[str, int]:
+    """The most workers of a type that each limit allows, by the flag that sets it."""
+    caps = {}
+    if request.max_gpus is not None:
+        caps[f"--max-gpus {request.max_gpus}"] = request.max_gpus // worker_type.gpus
+    if request.budget_usd_per_h is not None and worker_type.usd_per_h:
+        # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
+        most = int(request.budget_usd_per_h / worker_type.usd_per_h + 1e-9)
+        caps[f"--budget-usd-per-h {request.budget_usd_per_h:g}"] = most
+    return caps
+
+
+def placement_settings(request: PlanRequest) -> PlacementSettings:
+    """The strictness of placement and its headroom."""
+    from controlplane.placement.policies import PlacementSettings
+    from controlplane.placement.strictness import NORMAL
+
+    return PlacementSettings.of(value_of(request.strictness) or NORMAL, request.priority_headroom)
 
 
 def value_of(parsed: Parsed[T] | None) -> T | None:

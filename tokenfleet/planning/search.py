@@ -26,7 +26,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.outcome import attained_by_class, joint, share_of
 from dataplane.simulated.simulate import Outcome, simulate
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.request import PlanRequest, placement_settings
 from tokenfleet.planning.threads import Threads, Watch
 from tokenfleet.planning.traffic.replicates import AS_IT_IS, EVERYTHING, Doubted, ResampledTraffic
 
@@ -137,7 +137,7 @@ class ServingTerms:
             question.session_s,
             question.agents,
             question.placement,
-            PlacementSettings(headroom=question.priority_headroom),
+            placement_settings(question),
         )
 
     @property

@@ -60,6 +60,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         **(fleet_json(best.fleet) if best else fleet_json(Fleet(()))),
         "policy": plan.policy,
         "priority_headroom": question.priority_headroom,
+        **({"strictness": str(question.strictness)} if question.strictness else {}),
         "engine_mode": str(engine) if engine else None,
         "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
         **({"classes": _classes(plan)} if plan.inputs.classes else {}),

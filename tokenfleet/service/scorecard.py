@@ -34,6 +34,7 @@ from tokenfleet.profiles.library import find_profiles
 from tokenfleet.service.data_folder import Database, default_data_folder
 from tokenfleet.service.gap import gaps
 from tokenfleet.service.jobs import Jobs, Plans, Serving
+from tokenfleet.texts import parse_strictness
 
 ROUNDS = 8  # each leaves the part of the error that is of steps planned ahead, not of prefill
 CLOSE = 0.01  # of a ratio to one: nearer than any profile is right
@@ -89,7 +90,8 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanR
         priority=(rows["priority"] == "high").cast(pl.Int64).to_numpy(),
     )
     predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
-    settings = PlacementSettings(headroom=plan.priority_headroom)
+    strictness = parse_strictness(plan.strictness or "normal")
+    settings = PlacementSettings.of(strictness, plan.priority_headroom)
     classes, of = _classes_of(rows, plan)
     workload = replace(workload, slo_class=of, slo_classes=tuple(one.name for one in classes))
 

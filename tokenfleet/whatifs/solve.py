@@ -15,6 +15,7 @@ from typing import Any
 
 from controlplane.errors import ControlPlaneError
 from tokenfleet.planning.planner import make_plan
+from tokenfleet.planning.request import placement_settings
 from tokenfleet.planning.search import Replayer, workload_digest
 from tokenfleet.planning.threads import threads
 from tokenfleet.report.plan_json import plan_json
@@ -42,7 +43,7 @@ def families(tasks: Sequence[Task]) -> list[Family]:
             question.slo,
             task.inputs.classes,
             question.policy,
-            question.priority_headroom,
+            placement_settings(question),
             question.seed,
             modes,
         )

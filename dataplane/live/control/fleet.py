@@ -30,6 +30,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Policy
 from controlplane.placement.queue import QueueSettings
+from controlplane.placement.strictness import NORMAL, Strictness
 from controlplane.types import Slo, SloClass
 from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing, read_control_keys
@@ -84,10 +85,10 @@ class FleetSettings:
     `moves`: whether the controller may move requests between serving workers (else only draining ones are).
     `attainment`: the share of requests that should be within their targets. `move_bytes_per_s`: what copies
     may take of a worker, `move_share`: of a core's time. Both None: CPU_MOVES where copying takes the cores
-    that compute, no bound elsewhere. `headroom`: the share of KV kept free on a worker with a
-    high-priority request. `nodes_wait_s`: how long GPUs may be missing of a Ray cluster. `share`: the most
-    workers of one model of several, at first. `site`: where workers may be. `emulated_start_s`: how long
-    emulated engines take to start.
+    that compute, no bound elsewhere. `strictness`: of placement. `headroom`: the share of KV kept free on a
+    worker with a high-priority request. `nodes_wait_s`: how long GPUs may be missing of a Ray cluster.
+    `share`: the most workers of one model of several, at first. `site`: where workers may be.
+    `emulated_start_s`: how long emulated engines take to start.
     """
 
     gateway: GatewaySettings
@@ -110,6 +111,7 @@ class FleetSettings:
     move_share: float | None = None
     reclaim_notice: str | None = None
     kept: KeptProfiles | None = None
+    strictness: Strictness = NORMAL
     headroom: float = 0.0
     nodes_wait_s: float = 0.0
     kv_transport: Asked = "auto"
@@ -210,7 +212,7 @@ class _Fleet:
             self.history.lengths,
             np.random.default_rng(0),
             settings.policy,
-            PlacementSettings(headroom=settings.headroom),
+            PlacementSettings.of(settings.strictness, settings.headroom),
         )
         self.history.on_learnt.append(placement.learn)
         for kind, times in self.step_times.kinds.items():
@@ -433,6 +435,7 @@ class _Fleet:
             None if settings.data is None else str(settings.data.absolute()),
             settings.moves,
             settings.policy,
+            settings.strictness,
             settings.headroom,
             settings.attainment,
             settings.classes,

@@ -14,6 +14,7 @@ from controlplane.migration.overload import ShedSettings
 from controlplane.migration.usage import Reading
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import BY_TARGETS, Policy
+from controlplane.placement.strictness import NORMAL, Strictness
 from controlplane.scaler.clock import ClockFloor
 from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.load import LoadSettings
@@ -109,9 +110,9 @@ class ControllerSettings:
 
     `parent`: the process to end with. `worker_types`: the fleet's, with the profiles given. `data`: the
     folder that demand and the fleet's log are kept in; None keeps none. `moves`: whether requests move
-    between serving workers. `policy`: of placement, where all profiles are known; `headroom`: for
-    high-priority requests. `attainment`: of requests of none of the `classes`. `tells_need`: whether the
-    controller reports to the fleet how many of the workers asked for are needed.
+    between serving workers. `policy`: of placement, where all profiles are known; `strictness`: of
+    forecasts; `headroom`: for high-priority requests. `attainment`: of requests of none of the `classes`.
+    `tells_need`: whether the controller reports to the fleet how many of the workers asked for are needed.
     """
 
     control: str
@@ -123,6 +124,7 @@ class ControllerSettings:
     data: str | None = None
     moves: bool = True
     policy: Policy = Policy.SPREAD
+    strictness: Strictness = NORMAL
     headroom: float = 0.0
     attainment: float = 0.99
     classes: tuple[SloClass, ...] = ()
@@ -143,7 +145,8 @@ class ControllerSettings:
         are_known = bool(self.worker_types) and all(t.name in profiles for t in self.worker_types)
         by_targets = are_known and self.policy in BY_TARGETS
         # Shedding is off until a worker's speed is known.
-        shed = ShedSettings(headroom=self.headroom) if profiles and self.moves else None
+        forecasts = ShedSettings(self.strictness.theta, self.strictness.gamma, headroom=self.headroom)
+        shed = forecasts if profiles and self.moves else None
         balance = MoveSettings(Reading(self.headroom)) if self.moves and not by_targets else None
         plain = Settings(balance, shed)
         if self.autoscale is None:

@@ -218,7 +218,7 @@ def test_power_of_two_with_one_worker_takes_it_and_with_none_holds():
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(knob, value):
-    with pytest.raises(BadInput, match=f"placement: {knob}: "):
+    with pytest.raises(BadInput, match=f"^{knob}: "):
         PlacementSettings(**{knob: value})
 
 

@@ -211,6 +211,27 @@ def test_headroom_keeps_high_priority_requests_in_time(
     assert "--priority-headroom: must be at least 0 and at most 0.9, got 1" in capsys.readouterr().err
 
 
+def test_a_stricter_placement_lets_requests_wait_longer_and_decode_faster(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{0.05 * i},200,400" for i in range(200)]
+    (folder / "trace.csv").write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
+
+    def mean_s(*more: str) -> tuple[float, float]:
+        assert simulated(folder, "--policy", "best-fit", "--format", "json", *more) == 0
+        said = json.loads(capsys.readouterr().out)
+        return said["ttft_s"]["mean"], said["tpot_s"]["mean"]
+
+    loose, normal, strict = (mean_s("--strictness", name) for name in ("loose", "normal", "strict"))
+    assert normal == mean_s()
+    assert loose[0] < normal[0] < strict[0]
+    assert loose[1] > normal[1] > strict[1]
+    assert simulated(folder, "--strictness", "theta=2") == 2
+    assert capsys.readouterr().err == "error: --strictness: theta: must be within 0 and 1, got 2\n"
+    assert simulated(folder, "--strictness", "stern") == 2
+    assert "--strictness: loose, normal, strict, or values as theta=1" in capsys.readouterr().err
+
+
 @pytest.fixture
 def talks(folder: Path) -> Path:
     """Chats of four turns in place of the trace."""

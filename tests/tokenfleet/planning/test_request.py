@@ -26,6 +26,7 @@ TEXTS = {
     "classes": ("chat:ttft=1s,tpot=30ms", "batch:deadline=6h", "b.c-1:ttft=2s,tpot=1s,attainment=0.5"),
     "class_of": ("batch=tenant:acme", "chat=key:k 1", "b.c-1=priority:high"),
     "speculate": ("off", "0.8/0.6", "0.7@1ms"),
+    "strictness": ("strict", "theta=1", "gamma=0.9,tolerance=2"),
     "host_kv": ("off", "64GiB", "1.5TiB@25GB/s"),
     "window": ("10m..20m", "..90"),
 }

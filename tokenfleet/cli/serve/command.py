@@ -40,6 +40,7 @@ from tokenfleet.cli.serve.workers import (
     engine_words,
     headroom_of,
     most_workers,
+    strictness_of,
     targets_asked,
     types_asked,
 )
@@ -52,6 +53,7 @@ from tokenfleet.texts import parse_duration_s
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from controlplane.placement.strictness import Strictness
     from dataplane.http.tls import ServerCertificate
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.control.settings import Autoscale
@@ -79,6 +81,7 @@ class Checked:
     policy: Policy
     moves: bool
     kv_transport: Transport
+    strictness: Strictness
     headroom: float
     autoscale: Autoscale | None
     lines: tuple[str, ...] = ()  # what the start prints of the loop
@@ -230,6 +233,7 @@ def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
         policy=policy,
         moves=moves,
         kv_transport=_kv_transport(flags),
+        strictness=strictness_of(flags.strictness, plan),
         headroom=headroom_of(flags.priority_headroom, plan),
         autoscale=autoscale,
         lines=()
@@ -305,6 +309,7 @@ def _settings(
         move_share=flags.move_share,
         reclaim_notice=flags.reclaim_notice,
         kept=LearnedProfiles(cache_folder("learned")),
+        strictness=checked.strictness,
         headroom=checked.headroom,
         nodes_wait_s=checked.nodes_wait_s,
         extensions=(planning, console_extension("live.html")),

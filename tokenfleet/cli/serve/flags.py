@@ -198,6 +198,14 @@ class ServeFlags:
             " of that machine are evacuated; those on Ray's draining nodes always are",
         ),
     ] = None
+    strictness: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEVEL",
+            help="how strictly placement keeps targets: loose, normal, strict, or "
+            "theta=1,gamma=0.9,tolerance=0 (default: the plan's, else normal)",
+        ),
+    ] = None
     priority_headroom: Annotated[
         float | None,
         typer.Option(

@@ -17,9 +17,10 @@ from tokenfleet.cli.serve.flags import WORKERS, ServeFlags
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import kind_of, read_prices
-from tokenfleet.texts import parse_host_kv, parse_slo, parse_slo_class
+from tokenfleet.texts import parse_host_kv, parse_slo, parse_slo_class, parse_strictness
 
 if TYPE_CHECKING:
+    from controlplane.placement.strictness import Strictness
     from dataplane.live.pool.fleet_types import FleetTypes
 
 COUNTED = ("workers", "prefill", "decode", "tp")  # flags that say how many workers of what width
@@ -290,6 +291,12 @@ def most_workers(flags: ServeFlags, workers: int, is_planned: bool = False) -> i
             )
         raise BadInput(f"--workers: {workers} is outside --autoscale {flags.autoscale}")
     return most
+
+
+def strictness_of(asked: str | None, plan: PlanFile | None) -> Strictness:
+    """How strictly requests are placed: as asked, else as planned. Raises BadInput."""
+    planned = "normal" if plan is None or plan.strictness is None else plan.strictness
+    return parse_strictness(planned if asked is None else asked)
 
 
 def headroom_of(asked: float | None, plan: PlanFile | None) -> float:
