@@ -262,7 +262,7 @@ class NetworkPolicy(Strict):
 
 class ScaleTarget(Strict):
     apiVersion: Literal["apps/v1"]
-    kind: Literal["Deployment"]
+    kind: Literal["Deployment", "StatefulSet"]
     name: Name
 
 
@@ -277,6 +277,22 @@ class PrometheusTrigger(Strict):
     type: Literal["prometheus"]
     metricType: Literal["AverageValue", "Value"]
     metadata: PrometheusMetadata
+
+
+class ScalerMetadata(Strict):
+    """What KEDA itself reads, and `model`, which it passes on."""
+
+    scalerAddress: Annotated[str, Field(pattern=r"^\S+:\d+$")]
+    model: str
+
+
+class ExternalTrigger(Strict):
+    type: Literal["external", "external-push"]
+    metricType: Literal["AverageValue", "Value"]
+    metadata: ScalerMetadata
+
+
+Trigger = Annotated[PrometheusTrigger | ExternalTrigger, Field(discriminator="type")]
 
 
 class ScalingPolicy(Strict):
@@ -319,7 +335,7 @@ class ScaledObjectSpec(Strict):
     pollingInterval: Annotated[int, Field(ge=1)]
     fallback: Fallback
     advanced: Advanced
-    triggers: Annotated[list[PrometheusTrigger], Field(min_length=1)]
+    triggers: Annotated[list[Trigger], Field(min_length=1)]
 
 
 class ScaledObject(Strict):

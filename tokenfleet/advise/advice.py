@@ -16,13 +16,14 @@ from tokenfleet.advise.look import Buckets
 
 @dataclass(frozen=True, slots=True)
 class AdviceSettings:
-    """What the fleet's replicas are, its target, and how demand is followed."""
+    """What the fleet's replicas are, its target, how demand is followed, and the served model's name."""
 
     worker_type: WorkerType
     slo: Slo
     attainment: float
     scaling: ScalingSettings
     cold_start_s: float
+    served: str = ""
 
     @property
     def settled_s(self) -> float:

@@ -14,6 +14,7 @@ from tokenfleet.texts import duration_text
 
 SCHEMA = "tokenfleet.advice/1"
 TARGETS = {"ttft": "TTFT", "tpot": "TPOT"}
+MOST = 100_000  # replicas, where no ceiling is given
 OPENS = ("Target", "Why", "Replicas")
 Clock = Callable[[float], datetime]
 
@@ -150,11 +151,14 @@ def document(settings: AdviceSettings, advice: Advice, clock: Clock) -> dict[str
     return {
         "schema": SCHEMA,
         "at": _iso(advice.at_s, clock),
+        "model": settings.served,
         "replicas": advice.has,
         "starting": advice.starting,
         "wanted_replicas": advice.wanted,
         "published_replicas": advice.published,
         "likely": advice.likely,
+        "floor": settings.scaling.limits.low,
+        "ceiling": None if settings.scaling.limits.high in (None, MOST) else settings.scaling.limits.high,
         "held": advice.held or None,
         "held_since": _iso(advice.held_since_s, clock),
         "usd_per_hour": _product(each, advice.has),

@@ -16,6 +16,7 @@ from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
 from controlplane.worker_type import WorkerType
+from tokenfleet.advise.view import MOST
 from tokenfleet.cli.advise_shown import ShownAdvice, replay_day
 from tokenfleet.cli.flags import Format, OutputFormat, takes
 from tokenfleet.cli.terminal import warn
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
     from tokenfleet.advise.advice import AdviceSettings
     from tokenfleet.profiles.engine_metrics import EngineCounts
-
-MOST = 100_000  # replicas, where no ceiling is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +163,8 @@ async def _watch(
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(servers)
         first = await first_pages(servers)
-        settings = settings_of(first)
         model = next(iter(first.values())).model
+        settings = replace(settings_of(first), served=model)
         gauges = AdviceGauges(model, settings)
         if listening is not None:
             await stack.enter_async_context(answering(listening, gauges))
@@ -246,8 +245,6 @@ def _seconds(text: str, flag: str, least: float, most: float) -> float:
 def _listening(text: str) -> socket.socket:
     """A bound socket at HOST:PORT."""
     from dataplane.http.server import bind
+    from tokenfleet.advise.target import host_port
 
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-        raise BadInput(f"--listen: expected HOST:PORT, got {text!r}")
-    return bind(host.strip("[]"), int(port), "--listen")
+    return bind(*host_port(text, "--listen"), "--listen")

@@ -41,7 +41,7 @@ VERBS = {
         "tokenfleet.cli.compare", "compare_command", "replay a trace on a running fleet and in the simulator"
     ),
     "export": Verb(
-        "tokenfleet.cli.plan", "export_command", "write a plan for KubeRay, Helm, KEDA, Prometheus, systemd"
+        "tokenfleet.cli.export", "export_command", "write a plan for KubeRay, Helm, KEDA, Prometheus, systemd"
     ),
     "fit": Verb("tokenfleet.cli.fit", "fit_command", "fit a profile to measurements"),
     "calibrate": Verb("tokenfleet.cli.fit", "calibrate_command", "correct a profile by a vLLM in service"),

@@ -1,4 +1,4 @@
-"""`tokenfleet plan`: the cheapest fleet for a trace; `portfolio`: of several models; `export`: its files."""
+"""`tokenfleet plan`: the cheapest fleet for a trace; `portfolio`: of several models."""
 
 from __future__ import annotations
 
@@ -245,47 +245,3 @@ def portfolio_command(
     answer(output_format, text, lambda: portfolio_tables(plan), [*files, *plans.values()])
     warn(asked.warnings)
     return 0
-
-
-def export_command(
-    kind: Annotated[
-        list[str],
-        typer.Argument(help="one or more of kuberay, production-stack, keda, prometheus, grafana, systemd"),
-    ],
-    plan: Annotated[Path, typer.Option(help="a plan.json")],
-    output_dir: Annotated[Path, typer.Option(help="folder to write to; each target gets a folder in it")],
-    weights: Annotated[
-        str | None, typer.Option(help="weights that engines load: a Hugging Face name or a folder")
-    ] = None,
-    gpu_product: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GPU=LABEL", help="nvidia.com/gpu.product of the nodes with this GPU; repeatable"
-        ),
-    ] = None,
-    name: Annotated[str, typer.Option(help="name of the objects and of the Helm release")] = "tokenfleet",
-    image: Annotated[
-        str, typer.Option(help="container image, built from deploy/Containerfile")
-    ] = "tokenfleet:latest",
-    prometheus: Annotated[
-        str, typer.Option(help="Prometheus server that KEDA asks for the advice")
-    ] = "http://prometheus-operated:9090",
-) -> None:
-    """Write a plan as Kubernetes objects, Helm values, rules, a dashboard or a systemd unit.
-
-    tokenfleet export keda --plan plan.json --prometheus http://prometheus.monitoring:9090 --output-dir deploy
-
-    tokenfleet export systemd prometheus grafana --plan plan.json --weights /models/mine --output-dir deploy
-    """
-    from tokenfleet.export.deployment import deployment
-    from tokenfleet.export.files import ExportSettings, export_files, known_kinds
-    from tokenfleet.files import write_files
-    from tokenfleet.planning.plan_file import read_plan
-
-    kinds = known_kinds(kind)
-    fleet = deployment(read_plan(plan), weights, gpu_product or ())
-    settings = ExportSettings(name, image, prometheus)
-    files = export_files(fleet, kinds, settings, output_dir)
-    write_files(files)
-    for path in files:
-        print(path)

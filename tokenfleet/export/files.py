@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from controlplane.errors import BadInput
+from tokenfleet.advise.target import ScaleTarget
 from tokenfleet.export.deployment import PLAN, Deployment, serve_words
 from tokenfleet.export.grafana import dashboard_text
-from tokenfleet.export.keda import advise_words, keda
+from tokenfleet.export.keda import Followed, advise_words, asked_at, followed_plan, keda
 from tokenfleet.export.kuberay import KEYS, kuberay
 from tokenfleet.export.production_stack import production_stack
 from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules
@@ -26,11 +27,17 @@ NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # of objects, to which KubeRay append
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """Settings that a plan does not have. `prometheus`: the server that KEDA asks for the advice."""
+    """Settings that a plan does not have.
+
+    `prometheus`: the server that KEDA asks for the advice; `scaler`: HOST:PORT of `advise --scaler`, asked
+    instead. `target`: what KEDA scales, in place of a Deployment of production-stack.
+    """
 
     name: str = "tokenfleet"
     image: str = "tokenfleet:latest"
     prometheus: str = "http://prometheus-operated:9090"
+    scaler: str | None = None
+    target: ScaleTarget | None = None
 
 
 def _kuberay(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
@@ -48,13 +55,29 @@ def _production_stack(fleet: Deployment, settings: ExportSettings) -> dict[str, 
 
 
 def _keda(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
+    followed = followed_plan(fleet, settings.name, settings.target)
+    asks = "Prometheus has to scrape" if settings.scaler is None else f"KEDA asks at {settings.scaler}"
     heading = (
-        f"{_heading(fleet)}\n# It follows this command, which Prometheus has to scrape:\n"
-        f"#   {shlex.join(advise_words(fleet))}\n"
-        f"# scaleTargetRef is the Deployment of production-stack release {settings.name}; name yours there."
+        f"{_heading(fleet)}\n# It follows this command, which {asks}:\n"
+        f"#   {shlex.join(advise_words(fleet, settings.scaler is not None))}"
     )
-    scaled = keda(fleet, settings.name, settings.prometheus)
-    return {"keda.yaml": _documents(heading, [scaled])}
+    if settings.target is None:
+        heading += (
+            f"\n# scaleTargetRef is the Deployment of production-stack release {settings.name};"
+            " --target names another."
+        )
+    return {"keda.yaml": _documents(heading, [keda(followed, settings.prometheus, settings.scaler)])}
+
+
+def advice_files(followed: Followed, settings: ExportSettings, folder: Path) -> dict[Path, str]:
+    """The ScaledObject of a fleet that is watched; nothing is written. Raises BadInput."""
+    flags = shlex.join(asked_at(settings.scaler is not None))
+    heading = (
+        f"# From an advice of tokenfleet: {followed.low} to {followed.high} replicas of {followed.model}."
+        f"\n# Run the same `tokenfleet advise` with {flags}."
+    )
+    scaled = keda(followed, settings.prometheus, settings.scaler)
+    return {folder / "keda" / "keda.yaml": _documents(heading, [scaled])}
 
 
 def _prometheus(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:

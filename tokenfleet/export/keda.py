@@ -1,26 +1,84 @@
-"""A ScaledObject of KEDA that follows `tokenfleet advise`, for the Deployment of a plan's workers.
+"""A ScaledObject of KEDA that follows `tokenfleet advise`, for a plan's workers or a fleet that is watched.
 
-The trigger asks Prometheus for the advice. Its metric is the wanted number of replicas at a target of 1 by
-AverageValue, so the HorizontalPodAutoscaler wants that number. Two of its own rules are switched off. It
-ignores changes within a tenth, which swallows steps of one above 10 replicas. It holds a fall for 300 s,
-which the advice has done already.
+The trigger asks for the advice: by Prometheus, or by gRPC as KEDA's external scaler. Its metric is the wanted
+number of replicas at a target of 1 by AverageValue, so the HorizontalPodAutoscaler wants that number. Two of
+its own rules are switched off. It ignores changes within a tenth, which swallows steps of one above 10
+replicas. It holds a fall for 300 s, which the advice has done already.
 
-Without an advice (the gauge is missing, Prometheus does not answer) KEDA keeps the plan's whole fleet, or
-what there is if that is more.
+Without an advice (the gauge is missing, nothing answers) KEDA keeps `Followed.fallback`, or what there is if
+that is more.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pydantic
 
 from controlplane.errors import BadInput
 from tokenfleet.advise.gauges import WANTED
+from tokenfleet.advise.target import ScaleTarget, host_port
+from tokenfleet.advise.view import SCHEMA
 from tokenfleet.export.deployment import Deployment
 from tokenfleet.export.production_stack import spec_name
 
-ADVISE_PORT = 9105
+ADVISE_PORT, SCALER_PORT = 9105, 6000
 POLL_S = 15
 FAILURES = 4  # polls without an answer, before KEDA keeps to the plan
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What KEDA scales: the object, its model's name, floor, ceiling, and the replicas without advice."""
+
+    target: ScaleTarget
+    model: str
+    low: int
+    high: int
+    fallback: int
+
+
+def followed_plan(fleet: Deployment, release: str, target: ScaleTarget | None = None) -> Followed:
+    """The plan's workers: `target`, or the Deployment of the production-stack release `release`.
+
+    Raises BadInput for several types of worker, which an advice does not tell apart.
+    """
+    _one_type(fleet)
+    low, high = bounds(fleet)
+    named = target or ScaleTarget("Deployment", f"{release}-{spec_name(fleet, 0)}-deployment-vllm")
+    return Followed(named, fleet.weights, low, high, high)
+
+
+class _Advice(pydantic.BaseModel):
+    """The fields of an advice that a ScaledObject needs."""
+
+    schema_: Literal["tokenfleet.advice/1"] = pydantic.Field(alias="schema")
+    model: str = pydantic.Field(min_length=1)
+    replicas: int = pydantic.Field(ge=0)
+    wanted_replicas: int | None = pydantic.Field(ge=1)
+    floor: int = pydantic.Field(ge=1)
+    ceiling: int | None = pydantic.Field(ge=1)
+
+
+def followed_advice(text: str, where: str, target: ScaleTarget) -> Followed:
+    """The fleet of an advice, the last of `text`, as `advise --format json` prints it. Raises BadInput."""
+    told = [line for line in text.splitlines() if line.strip()]
+    try:
+        document = json.loads(told[-1] if told else "")
+    except ValueError:
+        raise BadInput(f"{where}: expected a document of `tokenfleet advise --format json`") from None
+    try:
+        advice = _Advice.model_validate(document)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "advice"
+        raise BadInput(f"{where}: {field}: {first['msg']}; expected a document of {SCHEMA}") from None
+    if advice.ceiling is None:
+        raise BadInput(f"{where}: ceiling: missing; run advise with --replicas MIN..MAX")
+    most = max(advice.wanted_replicas or 0, advice.replicas, advice.floor)
+    return Followed(target, advice.model, advice.floor, advice.ceiling, min(most, advice.ceiling))
 
 
 def bounds(fleet: Deployment) -> tuple[int, int]:
@@ -28,31 +86,56 @@ def bounds(fleet: Deployment) -> tuple[int, int]:
     return max(min((s.workers for s in fleet.schedule), default=fleet.workers), 1), fleet.workers
 
 
-def advise_words(fleet: Deployment) -> list[str]:
-    """The `tokenfleet advise` that the ScaledObject follows. Raises BadInput as `keda` does."""
+def advise_words(fleet: Deployment, by_scaler: bool = False) -> list[str]:
+    """The `tokenfleet advise` that the ScaledObject follows. Raises BadInput as `followed_plan` does."""
     worker_type = _one_type(fleet)
     low, high = bounds(fleet)
     words = ["tokenfleet", "advise", "dns:SERVICE:8000", "--model", fleet.model]
     words += ["--gpu", str(worker_type.gpu), "--tp", str(worker_type.tp_degree), "--slo", fleet.slo_text]
     words += ["--attainment", f"{fleet.attainment:g}", "--replicas", f"{low}..{high}"]
     words += ["--cold-start", f"{fleet.cold_start_s:g}s"]
-    return [*words, "--listen", f"0.0.0.0:{ADVISE_PORT}"]
+    return [*words, *asked_at(by_scaler)]
 
 
-def keda(fleet: Deployment, release: str, prometheus: str) -> dict[str, Any]:
-    """The ScaledObject for the Deployment of the production-stack release `release`.
+def asked_at(by_scaler: bool) -> list[str]:
+    """The flags by which `advise` answers KEDA's trigger."""
+    return ["--scaler", f"0.0.0.0:{SCALER_PORT}"] if by_scaler else ["--listen", f"0.0.0.0:{ADVISE_PORT}"]
 
-    Raises BadInput for several types of worker, which an advice does not tell apart.
-    """
-    _one_type(fleet)
-    name, (low, high) = f"{release}-{spec_name(fleet, 0)}", bounds(fleet)
+
+def keda(followed: Followed, prometheus: str, scaler: str | None = None) -> dict[str, Any]:
+    """The ScaledObject. `scaler`: HOST:PORT of `advise --scaler`, asked instead of `prometheus`. BadInput."""
     at_once: dict[str, Any] = {
         "stabilizationWindowSeconds": 0,
         "tolerance": "0",
         "policies": [{"type": "Percent", "value": 100, "periodSeconds": POLL_S}],
     }
-    model = fleet.weights.replace("\\", "\\\\").replace('"', '\\"')
-    trigger = {
+    target = {"apiVersion": "apps/v1", "kind": followed.target.kind, "name": followed.target.name}
+    trigger = _by_prometheus(followed, prometheus) if scaler is None else _by_scaler(followed, scaler)
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": {"name": f"{followed.target.name.removesuffix('-deployment-vllm')}-advice"},
+        "spec": {
+            "scaleTargetRef": target,
+            "minReplicaCount": followed.low,
+            "maxReplicaCount": followed.high,
+            "pollingInterval": POLL_S,
+            "fallback": {
+                "failureThreshold": FAILURES,
+                "replicas": followed.fallback,
+                "behavior": "currentReplicasIfHigher",
+            },
+            "advanced": {
+                "horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": at_once, "scaleDown": at_once}}
+            },
+            "triggers": [trigger],
+        },
+    }
+
+
+def _by_prometheus(followed: Followed, prometheus: str) -> dict[str, Any]:
+    model = followed.model.replace("\\", "\\\\").replace('"', '\\"')
+    return {
         "type": "prometheus",
         "metricType": "AverageValue",
         "metadata": {
@@ -62,27 +145,13 @@ def keda(fleet: Deployment, release: str, prometheus: str) -> dict[str, Any]:
             "ignoreNullValues": "false",
         },
     }
-    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"{name}-deployment-vllm"}
-    return {
-        "apiVersion": "keda.sh/v1alpha1",
-        "kind": "ScaledObject",
-        "metadata": {"name": f"{name}-advice"},
-        "spec": {
-            "scaleTargetRef": target,
-            "minReplicaCount": low,
-            "maxReplicaCount": high,
-            "pollingInterval": POLL_S,
-            "fallback": {
-                "failureThreshold": FAILURES,
-                "replicas": high,
-                "behavior": "currentReplicasIfHigher",
-            },
-            "advanced": {
-                "horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": at_once, "scaleDown": at_once}}
-            },
-            "triggers": [trigger],
-        },
-    }
+
+
+def _by_scaler(followed: Followed, scaler: str) -> dict[str, Any]:
+    """KEDA asks `advise --scaler` for the number, and is pushed whether the fleet is active."""
+    host_port(scaler, "--scaler")
+    metadata = {"scalerAddress": scaler, "model": followed.model}
+    return {"type": "external-push", "metricType": "AverageValue", "metadata": metadata}
 
 
 def _one_type(fleet: Deployment) -> Any:

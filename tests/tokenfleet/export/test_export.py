@@ -20,11 +20,12 @@ from pydantic import ValidationError
 from controlplane.errors import BadInput
 from controlplane.types import Slo
 from tokenfleet.advise.gauges import WANTED
+from tokenfleet.advise.target import ScaleTarget
 from tokenfleet.cli.main import main
 from tokenfleet.export.deployment import Deployment, deployment
 from tokenfleet.export.files import KINDS, ExportSettings, export_files
 from tokenfleet.export.grafana import dashboard, dashboard_text
-from tokenfleet.export.keda import keda
+from tokenfleet.export.keda import followed_plan, keda
 from tokenfleet.export.prometheus import BURNS, prometheus_rules, rule_groups, threshold
 from tokenfleet.planning.plan_file import parse_plan, read_plan
 
@@ -140,7 +141,7 @@ def hpa(current: int, scaled: dict[str, Any], wanted: int) -> int:
 
 def test_keda_follows_the_advice_to_the_replica_within_the_plans_bounds() -> None:
     many = fleet(fleet=[{"gpu": "h100-sxm", "tp_degree": 2, "workers": 24}])
-    scaled = keda(many, "stack", "http://prometheus:9090")
+    scaled = keda(followed_plan(many, "stack"), "http://prometheus:9090")
     assert [hpa(at, scaled, wanted) for at, wanted in ((11, 12), (20, 21), (21, 20), (5, 40), (5, 1))] == [
         12, 21, 20, 24, 3,
     ]  # fmt: skip
@@ -150,7 +151,7 @@ def test_keda_follows_the_advice_to_the_replica_within_the_plans_bounds() -> Non
 
 
 def test_keda_asks_for_the_gauge_that_advise_serves_of_the_model_that_is_served() -> None:
-    scaled = keda(fleet(), "stack", "http://prometheus:9090")
+    scaled = keda(followed_plan(fleet(), "stack"), "http://prometheus:9090")
     (trigger,) = scaled["spec"]["triggers"]
     query = f'max({WANTED}{{model="meta-llama/Llama-3.1-8B-Instruct"}})'
     assert trigger["metadata"]["query"] == query
@@ -167,6 +168,83 @@ def test_the_advise_command_beside_keda_is_one_that_advise_takes(capsys: pytest.
     words[words.index("--listen") + 1] = "127.0.0.1:0"  # refused last: all other flags are taken
     assert main(words[1:]) == 2
     assert "--listen: expected HOST:PORT" in capsys.readouterr().err
+
+
+def advice_text(**more: Any) -> str:
+    """What `advise --format json` prints, of the fields that KEDA needs."""
+    made = {"schema": "tokenfleet.advice/1", "model": "llama", "replicas": 8, "wanted_replicas": 3}
+    return json.dumps(made | {"floor": 2, "ceiling": 12} | more) + "\n"
+
+
+@pytest.mark.parametrize("scaler", [None, "advise.llm:6000"])
+def test_an_advice_becomes_a_scaledobject_of_the_operator_s_own_workload(
+    scaler: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "advice.json").write_text("{}\n" + advice_text())  # the last look counts
+    words = ["export", "keda", "--advice", f"{tmp_path}/advice.json", "--target", "statefulset/vllm"]
+    words += ["--output-dir", str(tmp_path / "out"), *(["--scaler", scaler] if scaler else [])]
+    assert main(words) in (None, 0)
+    text = (tmp_path / "out/keda/keda.yaml").read_text()
+    spec = checked_object(yaml.safe_load(text))["spec"]
+    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "vllm"}
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"], spec["fallback"]["replicas"]) == (2, 12, 8)
+    (trigger,) = spec["triggers"]
+    if scaler:
+        assert trigger["metadata"] == {"scalerAddress": scaler, "model": "llama"}
+        assert "--scaler 0.0.0.0:6000" in text
+    else:
+        assert trigger["metadata"]["query"] == f'max({WANTED}{{model="llama"}})'
+        assert "--listen 0.0.0.0:9105" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "says"),
+    [
+        ("", ["--target", "deployment/vllm"], "expected a document of `tokenfleet advise --format json`"),
+        ("[1]", ["--target", "deployment/vllm"], "expected a document of tokenfleet.advice/1"),
+        (advice_text(ceiling=None), ["--target", "deployment/vllm"], "run advise with --replicas MIN..MAX"),
+        (advice_text(floor=0), ["--target", "deployment/vllm"], "floor: Input should be greater than"),
+        (advice_text(), ["--target", "pod/vllm"], "--target: expected deployment/NAME or statefulset/NAME"),
+        (advice_text(), [], "--advice: for keda alone, with --target deployment/NAME"),
+        (
+            advice_text(),
+            ["--target", "deployment/vllm", "--scaler", "advise"],
+            "--scaler: expected HOST:PORT",
+        ),
+        (
+            advice_text(),
+            ["--target", "deployment/vllm", "--plan", "p.json"],
+            "--advice: contradicts --plan",
+        ),
+    ],
+)
+def test_an_advice_that_keda_cannot_follow_is_one_line(
+    text: str, flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "advice.json").write_text(text)
+    words = [
+        "export",
+        "keda",
+        "--advice",
+        f"{tmp_path}/advice.json",
+        "--output-dir",
+        f"{tmp_path}/out",
+        *flags,
+    ]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_keda_asks_the_scaler_of_a_plan_s_own_advise() -> None:
+    settings = ExportSettings(scaler="advise:6000", target=ScaleTarget("Deployment", "vllm"))
+    ((_, text),) = export_files(fleet(), ["keda"], settings, Path("out")).items()
+    assert "--scaler 0.0.0.0:6000" in text
+    spec = checked_object(yaml.safe_load(text))["spec"]
+    assert spec["scaleTargetRef"]["name"] == "vllm"
+    assert spec["triggers"][0]["type"] == "external-push"
 
 
 def budget_rules(attainment: float) -> list[dict[str, Any]]:

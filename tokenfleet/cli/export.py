@@ -1,0 +1,90 @@
+"""`tokenfleet export`: a plan, or an advice, as files for Kubernetes, systemd and monitoring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from controlplane.errors import BadInput
+from tokenfleet.cli.flags import takes
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFlags:
+    """What `tokenfleet export` is asked."""
+
+    kind: Annotated[
+        list[str],
+        typer.Argument(help="one or more of kuberay, production-stack, keda, prometheus, grafana, systemd"),
+    ]
+    output_dir: Annotated[Path, typer.Option(help="folder to write to; each target gets a folder in it")]
+    plan: Annotated[Path | None, typer.Option(help="a plan.json")] = None
+    advice: Annotated[
+        Path | None,
+        typer.Option(help="keda without a plan: what `advise --format json` printed; needs --target"),
+    ] = None
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="KIND/NAME", help="keda: what to scale, deployment/NAME or statefulset/NAME"),
+    ] = None
+    weights: Annotated[
+        str | None, typer.Option(help="weights that engines load: a Hugging Face name or a folder")
+    ] = None
+    gpu_product: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GPU=LABEL", help="nvidia.com/gpu.product of the nodes with this GPU; repeatable"
+        ),
+    ] = None
+    name: Annotated[str, typer.Option(help="name of the objects and of the Helm release")] = "tokenfleet"
+    image: Annotated[str, typer.Option(help="container image, built from deploy/Containerfile")] = (
+        "tokenfleet:latest"
+    )
+    prometheus: Annotated[str, typer.Option(help="Prometheus server that KEDA asks for the advice")] = (
+        "http://prometheus-operated:9090"
+    )
+    scaler: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="keda: ask `advise --scaler` there, without Prometheus"),
+    ] = None
+
+
+@takes(ExportFlags)
+def export_command(flags: ExportFlags) -> None:
+    """Write a plan as Kubernetes objects, Helm values, rules, a dashboard or a systemd unit.
+
+    tokenfleet export keda --plan plan.json --prometheus http://prometheus.monitoring:9090 --output-dir deploy
+
+    tokenfleet export keda --advice advice.json --target deployment/vllm --output-dir deploy
+
+    tokenfleet export systemd prometheus grafana --plan plan.json --weights /models/mine --output-dir deploy
+    """
+    from tokenfleet.advise.target import scale_target
+    from tokenfleet.export.deployment import deployment
+    from tokenfleet.export.files import ExportSettings, advice_files, export_files, known_kinds
+    from tokenfleet.export.keda import followed_advice
+    from tokenfleet.field_errors import read_text
+    from tokenfleet.files import write_files
+    from tokenfleet.planning.plan_file import read_plan
+
+    kinds = known_kinds(flags.kind)
+    target = None if flags.target is None else scale_target(flags.target, "--target")
+    settings = ExportSettings(flags.name, flags.image, flags.prometheus, flags.scaler, target)
+    if flags.plan is not None and flags.advice is not None:
+        raise BadInput("--advice: contradicts --plan; give one of them")
+    if flags.plan is not None:
+        fleet = deployment(read_plan(flags.plan), flags.weights, flags.gpu_product or ())
+        files = export_files(fleet, kinds, settings, flags.output_dir)
+    elif flags.advice is not None:
+        if kinds != ("keda",) or target is None:
+            raise BadInput("--advice: for keda alone, with --target deployment/NAME; --plan gives the others")
+        followed = followed_advice(read_text(flags.advice), str(flags.advice), target)
+        files = advice_files(followed, settings, flags.output_dir)
+    else:
+        raise BadInput("--plan: missing; name a plan.json, or for keda an advice with --advice")
+    write_files(files)
+    for path in files:
+        print(path)
