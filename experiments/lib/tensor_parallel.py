@@ -1,13 +1,7 @@
-"""Tensor-parallel scaling fitted to step times, and all-reduce times looked up in a table.
+"""All-reduce times looked up in a table.
 
-A model split over N GPUs takes
-
-    Eq 5   t(N) = a/N + comm·(N - 1)/N + c
-
-a step. Since (N - 1)/N = 1 - 1/N this is a'/N + c' with a' = a - comm and c' = c + comm: **only two
-parameters can be told from t(N)**, and only those are fitted. All-reduce follows no smooth law in N either (a
-machine with NVLink between pairs is 9 times slower at N = 4 than at N = 2), so it is a table learned per
-topology and N.
+All-reduce follows no smooth law in the TP degree N: a machine with NVLink between pairs is 9 times slower at
+N = 4 than at N = 2. So it is a table learned per topology and N.
 """
 
 from __future__ import annotations
@@ -17,35 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 from controlplane.errors import BadInput
-
-
-@dataclass(frozen=True, slots=True)
-class TpScaling:
-    """Eq 5's identifiable form: `divided_s` shrinks with the degree, `fixed_s` does not."""
-
-    divided_s: float
-    fixed_s: float
-
-    def time_s(self, tp_degree: ArrayLike) -> NDArray[np.float64]:
-        """Seconds at each degree."""
-        return np.asarray(self.divided_s / np.asarray(tp_degree, float) + self.fixed_s, float)
-
-
-def fit_tp_scaling(tp_degree: ArrayLike, time_s: ArrayLike) -> TpScaling:
-    """a/N + c by non-negative least squares on relative error.
-
-    Raises BadInput with fewer than two different degrees: a and c could not be told apart.
-    """
-    n, t = np.asarray(tp_degree, float), np.asarray(time_s, float)
-    if n.shape != t.shape or len(np.unique(n)) < 2:
-        raise BadInput("tp scaling: times at two or more different degrees are needed to tell a/N from c")
-    if not ((n >= 1).all() and np.isfinite(t).all() and (t > 0).all()):
-        raise BadInput("tp scaling: degrees must be at least 1, times positive and finite")
-    (a, c), _ = nnls(np.column_stack([1 / n, np.ones_like(n)]) / t[:, None], np.ones(len(t)))
-    return TpScaling(float(a), float(c))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     python experiments/profiling/perf_models.py [--quick] [--format table|json]
 
-Four kinds of real points:
+Five kinds of points:
 
   2023        Splitwise's measured prompt and token times, one set per (model, GPU, TP): each interior point
               is predicted by a fit without it, the choice of terms included; points alone at the end of the
@@ -11,6 +11,7 @@ Four kinds of real points:
   grid        aiconfigurator's grids over measured operations: every other point is held out
   log         the real vLLM 0.19 log: fitted on even requests, judged on odd ones
   all-reduce  Vidur's measured all-reduces: every other size is held out from the table
+  Eq 5        the library's profiles: each TP degree from the two nearest ones
 
 The bar is on the mean of each measured set (2023 and log); grids are predictions of another model and are
 shown beside. Maxima are stated.
@@ -25,7 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.perfmodel.degrees import at_degree
 from controlplane.perfmodel.fit import fit_phases, fit_step, pooled
+from controlplane.perfmodel.profile import Profile
 from experiments.lib.measured_profiles import (
     SPLITWISE,
     SPLITWISE_GPUS,
@@ -44,7 +47,8 @@ from experiments.lib.published_models import (
     grid_samples,
 )
 from experiments.lib.results import bar, flags, show
-from experiments.lib.tensor_parallel import all_reduce_table, fit_tp_scaling
+from experiments.lib.tensor_parallel import all_reduce_table
+from tokenfleet.profiles.library import library
 
 MEAN_BAR = 0.04
 VIDUR = {"a100_dgx": (2, 4, 8), "a100_pairwise_nvlink": (2, 4), "h100_dgx": (2, 4, 8)}
@@ -137,30 +141,43 @@ def all_reduce(data: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def tp_scaling(data: Any) -> list[dict[str, Any]]:
-    """Eq 5 on the grids' decode steps of 32 sequences: fitted on all degrees but the second, judged on it."""
-    rows = []
-    for model in GRID_NAMES:
-        for gpu in GRID_ENGINE:
-            degrees, times = _decode_by_degree(data, model, gpu)
-            keep = degrees != degrees[1]
-            error = np.abs(fit_tp_scaling(degrees[keep], times[keep]).time_s(degrees) / times - 1)
-            rows.append(
-                _row("Eq 5", f"{model} {gpu} decode 32 x 1024", len(degrees))
-                | {"seen_mean": float(error[keep].mean()), "held_out_mean": float(error[1])}
+def degrees_left_out() -> list[dict[str, Any]]:
+    """Eq 5 (`perfmodel.degrees`) on the library: each TP degree from the two nearest, where that is asked.
+
+    `held_out_mean` is of decode and `prefill_mean` of prefill steps; `ideal_mean`: decode of the nearest
+    degree times the ratio of degrees.
+    """
+    found: dict[str, list[tuple[float, float, float, float]]] = {"between": [], "above": []}
+    workers: dict[tuple[str, str], dict[int, Profile]] = {}
+    for profile in library():
+        if profile.ranks is None:
+            workers.setdefault((profile.gpu, profile.model), {})[profile.tp_degree] = profile
+    for degrees in workers.values():
+        for degree, real in degrees.items():
+            near = sorted(degrees.keys() - {degree}, key=lambda other: abs(np.log2(other / degree)))[:2]
+            if len(near) < 2 or degree < min(near):
+                continue
+            made = at_degree((degrees[near[0]], degrees[near[1]]), degree)
+            (decode, _), (nearest, _) = _times(real), _times(degrees[near[0]])
+            errors = [np.abs(one / other - 1) for one, other in zip(_times(made), _times(real), strict=True)]
+            kv = abs(made.kv.capacity_tokens / real.kv.capacity_tokens - 1)
+            ideal = np.abs(nearest * near[0] / degree / decode - 1)
+            found["between" if degree < max(near) else "above"].append(
+                (float(errors[0].mean()), float(errors[1].mean()), float(ideal.mean()), kv)
             )
-    return rows
+    names = ("held_out_mean", "prefill_mean", "ideal_mean", "kv_mean")
+    return [
+        _row("Eq 5", f"TP degrees {where} two known ones", len(errors))
+        | dict(zip(names, np.mean(errors, 0).tolist(), strict=True))
+        for where, errors in found.items()
+    ]
 
 
-def _decode_by_degree(data: Any, model: str, gpu: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    found = []
-    for tp_degree in TP_DEGREES:
-        samples = grid_samples(data, model, gpu, tp_degree, capacity_tokens=10**9, host_s=0.0)
-        match = (samples.sequences == 32) & (samples.context_tokens == 32 * 1024)
-        if match.any():
-            found.append((float(tp_degree), float(samples.step_s[match][0])))
-    table = np.array(found)
-    return table[:, 0], table[:, 1]
+def _times(profile: Profile) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds of decode steps of 1 to 128 sequences of 512 and 2,048 tokens, and of prefills to 2,048."""
+    sequences, tokens = np.array([1, 8, 32, 128]), np.array([128, 512, 1024, 2048])
+    context = np.outer([512, 2048], sequences)
+    return profile.step.step_s(0, sequences, context).ravel(), profile.step.step_s(tokens, 0, 0, tokens**2)
 
 
 def _row(kind: str, what: str, points: int) -> dict[str, Any]:
@@ -174,7 +191,7 @@ def main() -> int:
         *([] if asked.quick else log(asked.data)),
         *grids(asked.data, asked.quick),
         *all_reduce(asked.data),
-        *([] if asked.quick else tp_scaling(asked.data)),
+        *degrees_left_out(),
     ]
     measured = [row for row in rows if row["kind"] in ("2023", "log")]
     bars = {f"{row['set']}: held-out mean": bar(row["held_out_mean"], MEAN_BAR) for row in measured}

@@ -1,35 +1,12 @@
-"""Tensor-parallel scaling and all-reduce tables."""
+"""All-reduce tables."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
-from experiments.lib.tensor_parallel import AllReduceTable, all_reduce_table, fit_tp_scaling
-
-
-@given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.001, 1.0))
-def test_compute_and_all_reduce_share_two_parameters(a: float, comm: float, c: float) -> None:
-    """Eq 5 with three parameters is a/N + c with two, whatever the three are."""
-    n = np.array([1, 2, 4, 8])
-    t = a / n + comm * (n - 1) / n + c
-    fit = fit_tp_scaling(n, t)
-    if a >= comm:
-        assert fit.time_s(n) == pytest.approx(t, rel=1e-6)
-        assert fit.divided_s == pytest.approx(a - comm, abs=1e-6)
-        assert fit.fixed_s == pytest.approx(c + comm, abs=1e-6)
-    else:
-        assert fit.divided_s == 0  # more GPUs make it slower: no gain is claimed
-
-
-def test_one_degree_cannot_tell_the_two_apart() -> None:
-    with pytest.raises(BadInput, match="two or more different degrees"):
-        fit_tp_scaling([4, 4], [0.1, 0.1])
-    with pytest.raises(BadInput, match="positive and finite"):
-        fit_tp_scaling([1, 2], [0.1, float("nan")])
+from experiments.lib.tensor_parallel import AllReduceTable, all_reduce_table
 
 
 def table() -> AllReduceTable:

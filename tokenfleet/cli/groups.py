@@ -51,7 +51,8 @@ GROUPS = {
         ),
     ),
     "Prediction": (
-        *("--predict", "--kv-precision", "--expert-parallel", "--data-parallel", "--pipeline-parallel"),
+        *("--predict", "--from", "--kv-precision", "--expert-parallel", "--data-parallel"),
+        "--pipeline-parallel",
     ),
     "Endpoint": (
         *("--endpoint", "--control", "--servers", "--prometheus", "--selector", "--tls-ca"),

@@ -22,6 +22,7 @@ from tokenfleet.cli.terminal import console, counted_bar
 from tokenfleet.texts import parse_duration_s, parse_speculation
 
 if TYPE_CHECKING:
+    from controlplane.perfmodel.profile import Profile
     from controlplane.perfmodel.samples import Burst
     from dataplane.live.engine_api.step_trace import Step
     from dataplane.live.worker.profiling import ProfiledEngine
@@ -35,7 +36,7 @@ EXTRA_VISITS = 2
 # Flags of --predict alone: engines take theirs after --.
 PREDICTED = (
     *("gpu", "tp", "precision", "kv_precision", "speculate", "host"),
-    *("expert_parallel", "data_parallel", "pipeline_parallel"),
+    *("expert_parallel", "data_parallel", "pipeline_parallel", "degrees"),
 )
 
 
@@ -82,6 +83,13 @@ class ProfileFlags:
     pipeline_parallel: Annotated[
         int, typer.Option(min=1, help="with --predict: pipeline stages, --tp GPUs each")
     ] = 1
+    degrees: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            help="with --predict: a profile of another TP degree; two of them replace the operation tables",
+        ),
+    ] = None
     speculate: Annotated[
         str,
         typer.Option(help="with --predict: draft acceptance by position, e.g. 0.8/0.6@1ms+0.5ms"),
@@ -105,6 +113,8 @@ def profile_command(flags: ProfileFlags) -> None:
     tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --output my.yaml
     tokenfleet profile --predict --model ./Qwen3-30B-A3B --gpu b200 --precision fp8 --output moe.yaml
 
+    tokenfleet profile --predict --from tp1.yaml --from tp2.yaml --model llama-3.1-8b --tp 4 --output tp4.yaml
+
     tokenfleet profile --predict --model deepseek-v3 --gpu h200 --data-parallel 8 --output dp.yaml
     tokenfleet profile --predict --model llama-3.1-70b --gpu l40s --tp 2 --pipeline-parallel 4 --output p.yaml
     """
@@ -113,7 +123,7 @@ def profile_command(flags: ProfileFlags) -> None:
         return
     for flag in fields(ProfileFlags):
         if flag.name in PREDICTED and getattr(flags, flag.name) != flag.default:
-            option = flag.name.replace("_", "-")
+            option = {"degrees": "from"}.get(flag.name, flag.name.replace("_", "-"))
             raise BadInput(f"--{option}: only with --predict; an engine runs where and as it runs")
     if flags.clock not in ("wall", "cpu"):
         raise BadInput(f"--clock: wall or cpu, got {flags.clock!r}")
@@ -129,28 +139,11 @@ def profile_command(flags: ProfileFlags) -> None:
 
 
 def _predict(flags: ProfileFlags) -> None:
-    from datetime import date
-
     from controlplane.perfmodel.profile import speculating
     from tokenfleet.profiles.library import write_profile
-    from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
-    if flags.gpu is None:
-        raise BadInput("--gpu: which one? --predict needs it, e.g. --gpu h100_sxm")
     host_s, drafts = parse_duration_s(flags.host, "--host"), parse_speculation(flags.speculate)
-    worker = PredictedWorker(
-        flags.model,
-        flags.gpu,
-        flags.tp,
-        host_s,
-        precision=flags.precision,
-        kv_precision=flags.kv_precision,
-        expert_parallel=flags.expert_parallel,
-        data_parallel=flags.data_parallel,
-        pipeline_parallel=flags.pipeline_parallel,
-    )
-    with console(stderr=True).status("composing"):
-        profile = predicted_profile(worker, date.today())
+    profile = _of_degrees(flags) if flags.degrees else _of_tables(flags, host_s)
     if drafts is not None:
         profile = speculating(profile, drafts)
     write_profile(profile, flags.out)
@@ -173,12 +166,51 @@ def _predict(flags: ProfileFlags) -> None:
         return
     print(f"Predicted {profile.label}: {profile.kv.capacity_tokens:,} KV tokens; written to {flags.out}")
     print(
-        f"The mean error on its operation tables is {residuals.mean_relative:.1%}."
-        f" Plans add {residuals.unseen_relative:.0%} of model error, since no engine was measured."
+        f"The mean error {'of the profiles' if flags.degrees else 'on its operation tables'} is"
+        f" {residuals.mean_relative:.1%}. Plans add {residuals.unseen_relative:.0%} of model error, since no"
+        f" engine {'of that degree ' if flags.degrees else ''}was measured."
     )
     print(f"Source: {profile.source.what}")
     if flags.precision or flags.kv_precision:
         print("The effect of a lower precision on answers is not covered.")
+
+
+def _of_tables(flags: ProfileFlags, host_s: float) -> Profile:
+    from datetime import date
+
+    from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
+
+    if flags.gpu is None:
+        raise BadInput("--gpu: which one? --predict needs it, e.g. --gpu h100_sxm")
+    worker = PredictedWorker(
+        flags.model,
+        flags.gpu,
+        flags.tp,
+        host_s,
+        precision=flags.precision,
+        kv_precision=flags.kv_precision,
+        expert_parallel=flags.expert_parallel,
+        data_parallel=flags.data_parallel,
+        pipeline_parallel=flags.pipeline_parallel,
+    )
+    with console(stderr=True).status("composing"):
+        return predicted_profile(worker, date.today())
+
+
+def _of_degrees(flags: ProfileFlags) -> Profile:
+    from controlplane.perfmodel.degrees import at_degree
+    from tokenfleet.profiles.library import canonical_model, read_profile
+
+    tables = ("gpu", "precision", "kv_precision", "expert_parallel", "data_parallel", "pipeline_parallel")
+    for flag in fields(ProfileFlags):
+        if flag.name in tables and getattr(flags, flag.name) != flag.default:
+            raise BadInput(f"--{flag.name.replace('_', '-')}: the profiles of --from say it; leave it out")
+    known = [read_profile(path) for path in flags.degrees or ()]
+    if len(known) != 2:
+        raise BadInput(f"--from: two profiles are needed, got {len(known)}")
+    if canonical_model(known[0].model) != canonical_model(flags.model):
+        raise BadInput(f"--model: the profiles of --from are of {known[0].model}, got {flags.model!r}")
+    return at_degree((known[0], known[1]), flags.tp)
 
 
 async def _measure(flags: ProfileFlags, model: str, budget_s: float) -> dict[str, Any]:
