@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 
 from controlplane.errors import BadInput
 from controlplane.migration.balance import Pairs, decoding
@@ -77,12 +77,15 @@ class LoadForecast:
 
 def forecast(
     load: Load,
-    requests: Sequence[RunningRequest],
+    requests: Iterable[RunningRequest],
     capacity_tokens: int,
     step: StepModel | None,
     settings: ShedSettings,
 ) -> LoadForecast:
-    """The forecast of a worker with this load; `requests` are all there, waiting ones too."""
+    """The forecast of a worker with this load; `requests` are all there, waiting ones too.
+
+    They are listed only where a bound on their peak is not enough.
+    """
     held = load.held_tokens + load.waiting_tokens
     step_share = 0.0
     if step is not None and load.tpot_s < math.inf:
@@ -101,9 +104,9 @@ def forecast(
 def forecast_of(s: WorkerView, settings: ShedSettings, also: RunningRequest | None = None) -> LoadForecast:
     """A worker's forecast, with another request there if one is given."""
     worker, load = s.worker, s.load
-    everyone = _everyone(worker.requests, worker.waiting)
+    everyone: Iterable[RunningRequest] = chain(worker.requests, worker.waiting)
     if also is not None:
-        load, everyone = with_request(load, also, s.id), [*everyone, also]
+        load, everyone = with_request(load, also, s.id), chain(everyone, (also,))
     return forecast(load, everyone, worker.capacity_tokens, worker.step, settings)
 
 
@@ -155,12 +158,6 @@ def reassign(
         if w.worker.state == SERVING and w.worker.step is not None:
             alike[w.id] = w
     return [move for serving in kinds.values() for move in _of_one_kind(settings, serving, errors, resting)]
-
-
-def _everyone(
-    running: Sequence[RunningRequest], waiting: Sequence[RunningRequest]
-) -> Sequence[RunningRequest]:
-    return [*running, *waiting] if waiting else running
 
 
 def _likely(source: WorkerView, slack: Sequence[WorkerView], recent: Pairs) -> list[WorkerView]:

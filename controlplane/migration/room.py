@@ -56,14 +56,18 @@ def make_room(
     """
     free = {w.id: w for w in workers if w.worker.state == SERVING}
     moves: list[Migrate] = []
+    if not held:
+        return moves
     bare = replace(settings, headroom=0.0)  # no request is held back for the sake of headroom
     for h in held:
+        if len(moves) >= settings.most:
+            break
         with_h = {
             w.id: forecast_of(w, bare, h.request).worst
             for w in free.values()
             if w.load.running + w.load.waiting < w.worker.max_seqs
         }
-        if len(moves) >= settings.most or any(worst <= 1.0 for worst in with_h.values()):
+        if any(worst <= 1.0 for worst in with_h.values()):
             continue
         for source in sorted(with_h, key=lambda w: (with_h[w], w))[:_LOOKED_AT]:
             move = _room_at(settings, free[source], list(free.values()), h, resting, recent, transport)
@@ -125,14 +129,17 @@ def _room_at(
     transport: Transport,
 ) -> Migrate | None:
     """The move that lets `h` in at `source`, or None."""
-    soonest = sorted(decoding(source.worker.requests), key=lambda r: (r.priority, r.tokens, r.request))
     targets = [
         t
         for t in others
         if t.id != source.id and t.worker.kind == source.worker.kind and (t.id, source.id) not in recent
     ]
+    if not targets:
+        return None
+    soonest = sorted(decoding(source.worker.requests), key=lambda r: (r.priority, r.tokens, r.request))
+    bare = replace(settings, headroom=0.0)
     for r in (r for r in soonest if r.request not in resting):
-        if _exchanged(replace(settings, headroom=0.0), source, r, h.request) <= 1.0:
+        if _exchanged(bare, source, r, h.request) <= 1.0:
             taker = best_fit(settings, targets, r)
             if taker is not None and _in_time(price_of(transport, source.worker, taker.worker), r, taker, h):
                 reason = f"{h.request.request} waits at the gateway and fits {source.id} without it"

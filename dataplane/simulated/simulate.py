@@ -24,6 +24,7 @@ from dataplane.simulated.cluster import advance
 from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
 from dataplane.simulated.outcome import Outcome
 from dataplane.simulated.run import ENDLESS, OFFER_EVERY_S, RunOptions, RunState, WorkerSpec, prepare
+from dataplane.simulated.still import is_still, run_still
 
 __all__ = [
     "OFFER_EVERY_S",
@@ -58,6 +59,8 @@ def simulate(
     state = prepare(workload, workers, slo, policy, **options)
     if state.rules.policy != EXACT and not state.migrates:
         advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
+    elif control is None and is_still(state, workers):
+        run_still(state)
     else:
         drive(SimulatedPlane(state, control or ControlSettings()))
     return state.outcome()

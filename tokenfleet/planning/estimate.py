@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special  # its `stats` takes a third of a second to import
 
 from dataplane.simulated.outcome import class_counts, joint
 from tokenfleet.planning.fleet import Fleet
@@ -76,7 +76,7 @@ def estimate(
     else:
         y = np.log((missed + 0.5) / (judged + 1.0))
         reach = float(
-            stats.t.ppf(confidence, replicates - 1) * y.std(ddof=1) * np.sqrt(1.0 + 1.0 / replicates)
+            special.stdtrit(replicates - 1, confidence) * y.std(ddof=1) * np.sqrt(1.0 + 1.0 / replicates)
         )
         low = min(1.0 - float(np.exp(y.mean() + reach)), 1.0 - float(share[-1]))
         high = max(1.0 - float(np.exp(y.mean() - reach)), 1.0 - float(share[0]))
@@ -98,7 +98,7 @@ def replicates_for(confidence: float) -> int:
 
 def most_showable(requests: int, confidence: float) -> float:
     """The highest attainment that a trace of `requests` requests can show: Jeffreys, no misses seen."""
-    return 1.0 - float(stats.beta.ppf(confidence, 0.5, requests + 0.5))
+    return 1.0 - float(special.betaincinv(0.5, requests + 0.5, confidence))
 
 
 def requests_needed(attainment: float, confidence: float) -> int:
@@ -142,8 +142,9 @@ def too_few(search: Search) -> TooFew | None:
 class Trial:
     """A fleet in as many resampled traces as it takes to tell whether its lower bound meets the target.
 
-    Where replays take long, the resampled traces that were hardest for other fleets come first. A replay is
-    broken off once it is lost. So a fleet that fails is known to fail, but not by how much.
+    The resampled traces that were hardest for other fleets come first. A replay is broken off once it is
+    lost. So a fleet that fails is known to fail, but not by how much. `verdict` goes on until that is known,
+    where replays do not take long.
     """
 
     def __init__(self, search: Search, fleet: Fleet) -> None:
@@ -155,10 +156,11 @@ class Trial:
         """Whether the lower bound meets the target; `screening`: whether it may, by the hardest."""
         hardest = min(SCREENED, len(self.numbers)) if self._search.hardest else len(self.numbers)
         upto = hardest if screening else len(self.numbers)
-        width = self._search.pool.count if screening else ROUND
+        is_slow, threads = self._search.is_slow, self._search.pool.count
         while len(self._seen) < upto and self._is_open:
-            left = [i for i in self._search.hardest_first(self.numbers) if i not in self._seen]
-            self._look(left[: min(width, upto - len(self._seen))], self._search.is_slow)
+            width = threads if screening or not (is_slow or self._seen) else ROUND
+            left = [i for i in self._search.hardest.first(self.numbers) if i not in self._seen]
+            self._look(left[: min(width, upto - len(self._seen))], True)
         if screening or not self._is_open:
             return self._is_open
         self._look([i for i, seen in self._seen.items() if seen.lost], False)
@@ -183,10 +185,22 @@ class Trial:
         return len(self._seen) == len(self.numbers) and not any(s.lost for s in self._seen.values())
 
     def verdict(self) -> Estimate:
-        """The estimate from what was seen."""
-        return verdict_on(
-            [self._seen[i] for i in sorted(self._seen)], self._search.question, self._search.terms.asked
-        )
+        """The estimate from what was seen; where replays do not take long, from whole replays, in order."""
+        told = sorted(self._seen)
+        if not self._search.is_slow:
+            told = self._told_in_order()
+        return verdict_on([self._seen[i] for i in told], self._search.question, self._search.terms.asked)
+
+    def _told_in_order(self) -> list[int]:
+        """The first resampled traces, replayed to their ends, until a failure is certain."""
+        told: list[int] = []
+        while len(told) < len(self.numbers) and open_still(
+            [self._seen[i] for i in told], self._search.question
+        ):
+            some = self.numbers[len(told) : len(told) + ROUND]
+            self._look([i for i in some if i not in self._seen or self._seen[i].lost], False)
+            told += some
+        return told
 
 
 class ReplicateOutcome(NamedTuple):

@@ -240,7 +240,7 @@ def headroom(search: Search, fleet: Fleet) -> TrafficHeadroom | None:
     """
     if search.workload.prefixes is not None:
         return None
-    numbers = list(range(1, replicates_for(search.question.confidence) + 1))
+    numbers = search.hardest.first(range(1, replicates_for(search.question.confidence) + 1))
     may_fail = max(len(numbers) - rank(len(numbers), search.question.confidence), 0)
     allowed = search.may_miss
 

@@ -191,6 +191,7 @@ def _of_winner(
 ) -> Plan:
     """The plan of the cheapest fleet, proven on a long trace, with its reasons or its schedule as asked."""
     count = winner.confirmed or 0
+    winner.tell_tried()
     best = _candidate(search, winner.mix or winner.fleet(count), winner.sure[count])
     plan = replace(plan, best=best)
     if search.traffic.sampler is not None and explained:

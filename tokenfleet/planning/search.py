@@ -263,10 +263,6 @@ class Search:
             return 1.0 - self.question.attainment
         return float((np.array(self.counts) * (1.0 - np.array(self.terms.asked))).sum() / len(self.workload))
 
-    def hardest_first(self, numbers: Sequence[int]) -> list[int]:
-        """Resampled traces, most misses first; in their own order where all are replayed to their end."""
-        return self.hardest.first(numbers) if self.is_slow else list(numbers)
-
     def meets(self, outcome: Outcome) -> bool:
         """Whether a replay ran to its end and attained what is asked."""
         return outcome.complete and outcome.attainment >= self.question.attainment

@@ -63,6 +63,12 @@ class Sizing:
     fleets: dict[int, Fleet] = field(default_factory=dict)
     on_trace: dict[int, float] = field(default_factory=dict)
     sure: dict[int, Estimate] = field(default_factory=dict)
+    tried: dict[int, Trial] = field(default_factory=dict)  # their verdicts are not in `sure` yet
+
+    def tell_tried(self) -> None:
+        """Put the verdicts of the counts that were tried too into `sure`; those that failed take replays."""
+        self.sure |= {n: trial.verdict() for n, trial in self.tried.items() if trial.is_told}
+        self.tried = {}
 
     def fleet(self, workers: int) -> Fleet:
         """The fleet of that many workers, in split mode with the roles found best so far."""
@@ -292,13 +298,15 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
     # Past twice the count the uncertainty is seldom about capacity: first ask whether workers could end it.
     if sizing.confirmed is None and near < cap and workers_could_hold(search, sizing.worker_type):
         sizing.confirmed = fewest(near + 1, 2 * near, cap)
-    told = {n: trial.verdict() for n, trial in trials.items() if trial.is_told}
-    if sizing.confirmed is None and not told:
-        last = max(trials)
-        seen = look(search, sizing.fleet(last), trials[last].numbers)
-        told[last] = verdict_on(seen, search.question, search.terms.asked)
-    sizing.sure |= told
-    if sizing.confirmed is None:
+    sizing.tried |= {n: trial for n, trial in trials.items() if n != sizing.confirmed}
+    if sizing.confirmed is not None:
+        sizing.sure[sizing.confirmed] = trials[sizing.confirmed].verdict()
+    else:
+        sizing.tell_tried()
+        if not sizing.sure:
+            last = max(trials)
+            seen = look(search, sizing.fleet(last), trials[last].numbers)
+            sizing.sure[last] = verdict_on(seen, search.question, search.terms.asked)
         last = max(sizing.sure)
         sizing.reason = (
             f"{last} workers meet the target with a lower bound of {sizing.sure[last].low:.4f} only,"

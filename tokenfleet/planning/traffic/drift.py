@@ -50,7 +50,7 @@ from typing import Literal
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special
 
 from controlplane.workload import INSTANT_S, Workload
 from tokenfleet.planning.traffic.draws import busier
@@ -157,14 +157,14 @@ def _differs(workload: Workload, spans: int) -> bool:
     parts = counts.reshape(spans, PARTS).astype(float)
     within = max(float(parts.var(axis=1, ddof=1).mean()), float(parts.mean()))  # Poisson's at least
     between = PARTS * float(parts.mean(axis=1).var(ddof=1))
-    if between / within > stats.f.ppf(CALM, spans - 1, spans * (PARTS - 1)):
+    if between / within > special.fdtri(spans - 1, spans * (PARTS - 1), CALM):
         return True
     cut = np.concatenate([[0], np.cumsum(parts.sum(axis=1))]).astype(np.int64)
     held = np.diff(cut)
     for tokens in (workload.prompt_tokens, workload.output_tokens):
         means = np.array([tokens[a:b].mean() if b > a else tokens.mean() for a, b in pairwise(cut)])
         between = float((held * (means - tokens.mean()) ** 2).sum()) / (spans - 1)
-        if between > float(tokens.var()) * stats.chi2.ppf(CALM, spans - 1) / (spans - 1):
+        if between > float(tokens.var()) * 2.0 * special.gammaincinv((spans - 1) / 2.0, CALM) / (spans - 1):
             return True
     return False
 

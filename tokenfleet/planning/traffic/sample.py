@@ -34,7 +34,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special
 
 from controlplane.workload import Workload
 from tokenfleet.planning.traffic.draws import block_starts
@@ -147,12 +147,12 @@ class Sample:
             variance += self.windows[h] * (self.windows[h] - len(drawn)) * spread / len(drawn)
             n, bad = float(requests[drawn].sum()), float(missed[drawn].sum())
             chance += self.held[h] ** 2 * (_jeffreys(bad, n, confidence) - share) ** 2
-        by_windows = float(stats.norm.ppf(confidence)) ** 2 * variance
+        by_windows = float(special.ndtri(confidence)) ** 2 * variance
         return float(np.sqrt(by_windows + chance) / self.held.sum())
 
 
 def _jeffreys(missed: float, requests: float, confidence: float) -> float:
-    return float(stats.beta.ppf(confidence, missed + 0.5, requests - missed + 0.5))
+    return float(special.betaincinv(missed + 0.5, requests - missed + 0.5, confidence))
 
 
 @dataclass(frozen=True)
