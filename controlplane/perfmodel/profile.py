@@ -8,7 +8,6 @@ might really be.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.engine_memory import release_of, taken_bytes
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.speculation import Speculation, verified_base_s, verified_step
 from controlplane.perfmodel.step import PrefillModel, StepModel
@@ -38,6 +38,9 @@ class KvModel:
     Layers that attend to a window, and recurrent ones, keep no more of a longer request. Then a token is what
     it takes in the layers that keep all. A request holds up to `request_tokens` on top of its tokens: all of
     them from `window_tokens` on, fewer in proportion before.
+
+    `vocabulary` and `step_token_bytes` are of the model. The memory of the engine's profiling run follows
+    from them (`engine_memory.py`). 0: not known; then other limits do not change KV.
     """
 
     capacity_tokens: int
@@ -47,8 +50,12 @@ class KvModel:
     gpu_memory_utilization: float = 0.0
     request_tokens: int = 0
     window_tokens: int = 0
+    vocabulary: int = 0
+    step_token_bytes: int = 0
 
     def __post_init__(self) -> None:
+        if self.vocabulary < 0 or self.step_token_bytes < 0:
+            raise BadInput(f"kv: vocabulary and step_token_bytes must be at least 0, got {self}")
         if self.request_tokens < 0 or self.window_tokens < 0:
             raise BadInput(f"kv: request_tokens and window_tokens must be at least 0, got {self}")
         if self.capacity_tokens < 1 or self.block_tokens < 1 or self.bytes_per_token < 0:
@@ -69,10 +76,32 @@ class KvModel:
         """
         if not (self.gpu_memory_bytes and self.gpu_memory_utilization and self.bytes_per_token):
             raise BadInput("its profile does not say what memory its KV is from; give --kv-tokens")
-        more = (share - self.gpu_memory_utilization) * self.gpu_memory_bytes * gpus / self.bytes_per_token
-        blocks = int(self.capacity_tokens + more) // self.block_tokens
-        tokens = max(blocks, 1) * self.block_tokens
-        return replace(self, capacity_tokens=tokens, gpu_memory_utilization=share)
+        more = (share - self.gpu_memory_utilization) * self.gpu_memory_bytes * gpus
+        return replace(self, capacity_tokens=self._tokens_with(more), gpu_memory_utilization=share)
+
+    def with_limits(self, before: EngineLimits, after: EngineLimits, gpus: int) -> KvModel:
+        """With what an engine of other limits or another release leaves, if the model is known."""
+        known = self.vocabulary and self.gpu_memory_utilization and self.bytes_per_token
+        if not known or before == after:
+            return self
+        less = self._taken_bytes(after, gpus) - self._taken_bytes(before, gpus)
+        return replace(self, capacity_tokens=self._tokens_with(-less * gpus)) if less else self
+
+    def _taken_bytes(self, limits: EngineLimits, gpus: int) -> float:
+        """Bytes on each GPU that are neither weights nor KV."""
+        return taken_bytes(
+            limits.version,
+            gpus,
+            limits.max_seqs,
+            limits.max_batched_tokens,
+            self.vocabulary,
+            self.step_token_bytes,
+        )
+
+    def _tokens_with(self, more_bytes: float) -> int:
+        """Tokens in whole blocks with more or less memory on all GPUs together; at least a block."""
+        blocks = int(self.capacity_tokens + more_bytes / self.bytes_per_token) // self.block_tokens
+        return max(blocks, 1) * self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +167,9 @@ class EngineLimits:
 
 def steps_ahead_of(version: str) -> float:
     """The steps that a vLLM of this version plans ahead on GPUs by default; with no version, the latest."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if not numbers:
+    if (release := release_of(version)) is None:
         return 0.0 if version else 1.0
-    return 1.0 if (int(numbers[1]), int(numbers[2])) >= ASYNCHRONOUS_SINCE else 0.0
+    return 1.0 if release >= ASYNCHRONOUS_SINCE else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +290,12 @@ class Profile:
         return self.tp_degree * (self.ranks.count if self.ranks is not None else 1)
 
     @property
+    def _kv_gpus(self) -> int:
+        """GPUs that its KV capacity is of: those of one rank where each has KV of its own."""
+        of_a_rank = self.ranks is not None and self.ranks.of == "data"
+        return self.tp_degree if of_a_rank else self.gpus
+
+    @property
     def type_name(self) -> str:
         """The name of the type of worker that this is a profile of."""
         ranks = f" {self.ranks.name}" if self.ranks is not None else ""
@@ -283,16 +317,18 @@ class Profile:
         max_batched_tokens: int | None = None,
         max_seqs: int | None = None,
         steps_ahead: float | None = None,
+        version: str | None = None,
     ) -> Profile:
-        """The same worker with other engine settings."""
+        """The same worker with other engine settings, and the KV memory that they leave."""
         engine = replace(
             self.engine,
             mode=mode or self.engine.mode,
             max_batched_tokens=max_batched_tokens or self.engine.max_batched_tokens,
             max_seqs=max_seqs or self.engine.max_seqs,
             steps_ahead=self.engine.steps_ahead if steps_ahead is None else steps_ahead,
+            version=self.engine.version if version is None else version,
         )
-        return replace(self, engine=engine)
+        return replace(self, engine=engine, kv=self.kv.with_limits(self.engine, engine, self._kv_gpus))
 
     def with_kv(self, gpu_memory_utilization: float | None, kv_tokens: int | None) -> Profile:
         """The same worker whose engine takes another share of its GPUs' memory, or says what its KV holds.
@@ -301,13 +337,13 @@ class Profile:
         """
         kv = self.kv
         if kv_tokens is not None:
-            # The engine's own figure: that it is from the share stated so far is no longer known.
+            # The engine's own figure: that it is from the share stated so far is no longer known, and the
+            # limits it ran with are counted in it.
             share = gpu_memory_utilization or 0.0
-            kv = replace(kv, capacity_tokens=kv_tokens, gpu_memory_utilization=share)
+            kv = replace(kv, capacity_tokens=kv_tokens, gpu_memory_utilization=share, vocabulary=0)
         elif gpu_memory_utilization is not None:
             try:
-                one = self.ranks is not None and self.ranks.of == "data"  # each rank has KV of its own
-                kv = kv.with_utilization(gpu_memory_utilization, self.tp_degree if one else self.gpus)
+                kv = kv.with_utilization(gpu_memory_utilization, self._kv_gpus)
             except BadInput as error:
                 raise BadInput(f"--gpu-memory-utilization: {self.label}: {error}") from None
         return replace(self, kv=kv)

@@ -107,8 +107,9 @@ class Ladder:
         asked, engine = self.settings, self.settings.engine
         found = profile or find_profiles(asked.model, [asked.gpu], [asked.tp_degree])[0]
         ahead = None if engine.version is None else steps_ahead_of(engine.version)
-        found = found.with_engine(None, engine.max_batched_tokens, engine.max_seqs, ahead)
         found = found.with_kv(engine.gpu_memory_utilization, engine.kv_tokens)
+        limits = (engine.max_batched_tokens, engine.max_seqs, ahead, engine.version)
+        found = found.with_engine(None, *limits)
         front = replace(found.frontend, per_request_s=found.frontend.per_request_s + asked.gateway_s)
         return replace(found, frontend=front)
 

@@ -185,11 +185,7 @@ def profile_document(profile: Profile) -> dict[str, Any]:
         content["host_kv"] = _numbers(profile.host_kv, "capacity_bytes bytes_per_s")
     if profile.ranks is not None:
         content["ranks"] = _numbers(profile.ranks, "of count shared_token_s")
-    content["kv"] = _numbers(profile.kv, "capacity_tokens block_tokens bytes_per_token")
-    if profile.kv.gpu_memory_bytes:
-        content["kv"] |= _numbers(profile.kv, "gpu_memory_bytes gpu_memory_utilization")
-    if profile.kv.request_tokens:
-        content["kv"] |= _numbers(profile.kv, "request_tokens window_tokens")
+    content["kv"] = _kv_document(profile.kv)
     content["context_limit_tokens"] = profile.context_limit_tokens
     if profile.workers_per_gpu > 1:
         content["workers_per_gpu"] = profile.workers_per_gpu
@@ -216,6 +212,17 @@ def profile_document(profile: Profile) -> dict[str, Any]:
         source["host_s"] = profile.source.host_s
     content["source"] = source
     return content
+
+
+def _kv_document(kv: KvModel) -> dict[str, Any]:
+    names = "capacity_tokens block_tokens bytes_per_token"
+    if kv.gpu_memory_bytes:
+        names += " gpu_memory_bytes gpu_memory_utilization"
+    if kv.request_tokens:
+        names += " request_tokens window_tokens"
+    if kv.vocabulary:
+        names += " vocabulary step_token_bytes"
+    return _numbers(kv, names)
 
 
 def _numbers(noun: object, names: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from typing import Any
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.fit import fit_prefill, fit_step
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Source, steps_ahead_of
+from controlplane.perfmodel.profile import EngineLimits, Profile, Source, steps_ahead_of
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode
 from tokenfleet.field_errors import nearest
@@ -50,18 +50,15 @@ from tokenfleet.profiles.kernels import (
     mixed_error,
     uneven_stages,
 )
+from tokenfleet.profiles.kv_memory import EXPERTS, TAKEN, kv_memory, whole_number
 from tokenfleet.profiles.library import FRONTEND, canonical_gpus, canonical_model
 
-GIB = 1024**3
 VERSION = "0.12.0"
 INSTALL = "pip install 'tokenfleet[predict]'"
 FILLED = 0.10  # of a pipeline: its batches form otherwise
 # Of windows counted from attention to all tokens: what they err by.
 WINDOWED = 0.05
-UTILIZATION = 0.9  # vLLM's default share of GPU memory
-BLOCK_TOKENS = 16
 MAX_SEQS = 256
-FAR = 32768  # tokens past which every window is full
 # The tables' names of a precision, of matrices and of experts.
 PRECISIONS = {
     "bf16": ("bfloat16", "bfloat16"),
@@ -73,8 +70,6 @@ PRECISIONS = {
     "nvfp4": ("nvfp4", "nvfp4"),
 }
 KV_PRECISIONS = {"bf16": "bfloat16", "fp8": "fp8"}
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 GEMMA_3_TYPES = ("gemma3", "gemma3_text")
 GEMMA_3: dict[str, Any] = {  # transformers' own where a configuration says nothing
     "num_attention_heads": 8,
@@ -86,16 +81,6 @@ GEMMA_3: dict[str, Any] = {  # transformers' own where a configuration says noth
 }
 # What every configuration says; the layers may be told in a pattern instead.
 SIZES = ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "num_hidden_layers")
-SMALLEST_KV = 8192  # a worker with less KV than this serves no useful batch
-# What the driver reports of a card; the tables count whole GiB, which no driver gives.
-VISIBLE_GIB = {
-    "a100_sxm": 79.15,
-    "h100_sxm": 79.10,
-    "h200_sxm": 139.8,
-    "b200_sxm": 179.06,
-    "gb200": 185.03,
-    "l40s": 44.99,
-}
 # vLLM's default step budget of its server: 8192 on cards of 70 GiB and more except the A100.
 SMALL_BUDGET = frozenset({"a100_sxm", "a100_pcie", "a30", "l4", "l40s"})
 
@@ -132,15 +117,16 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     modes = _modes(target, config, experts)
     with _quiet(), _known_form(model, config) as known:
         engine, engine_version, windows = _tables(known, model, config, system, modes)
-        kv = _kv(known, system, modes, budget, target.max_seqs, config)
+        limits = _limits(engine_version, budget, target)
+        kv = kv_memory(known, system, modes, limits, config)
         capacity = kv.capacity_tokens // stages
         kernels = Kernels(engine, data, uneven_stages(config, stages), windows)
         samples = grid_samples(kernels, budget, target.max_seqs, longest, capacity, target.host_s)
         samples = replace(samples, experts=experts / data)
         step, prefill = fit_step(samples), fit_prefill(samples)
         ranks = _ranks(target, kernels, min(budget, longest))
-        fitted, limits = (step.model, ranks), (budget, target.max_seqs)
-        mixed = mixed_error(kernels, fitted, limits, longest, capacity, target.host_s)
+        fitted, batch = (step.model, ranks), (budget, target.max_seqs)
+        mixed = mixed_error(kernels, fitted, batch, longest, capacity, target.host_s)
     name = canonical_model(Path(model).name if Path(model).is_dir() else model)
     if target.precision and not name.endswith(f"-{target.precision}"):
         name = f"{name}-{target.precision}"
@@ -159,7 +145,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         tp_degree=target.tp_degree,
         step=step.model,
         kv=kv,
-        engine=_limits(engine_version, budget, target),
+        engine=limits,
         residuals=replace(step.residuals, unseen_relative=math.hypot(*doubts)),
         source=Source(
             "composed",
@@ -298,10 +284,7 @@ def _known_form(model: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 def experts_scale(config: Mapping[str, Any]) -> float:
     """Tokens that touch 1 - 1/e of a mixture's experts (`perfmodel/step.py`); 0 for a dense model."""
-    experts, taken = (
-        next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
-        for names in (EXPERTS, TAKEN)
-    )
+    experts, taken = whole_number(config, EXPERTS), whole_number(config, TAKEN)
     return -1.0 / math.log1p(-taken / experts) if 0 < taken < experts else 0.0
 
 
@@ -351,69 +334,6 @@ def _engine(model: str, system: str, modes: Mapping[str, Any]) -> tuple[Any, str
     versions = yaml.safe_load((_package() / "systems" / "query_versions.yaml").read_text())
     own = versions.get("overrides", {}).get(system, {}).get("vllm") or versions["defaults"]["vllm"]
     return engine, str(own["current"])
-
-
-def _kv(
-    model: str,
-    system: str,
-    modes: Mapping[str, Any],
-    budget: int,
-    max_seqs: int,
-    config: Mapping[str, Any],
-) -> KvModel:
-    """The KV memory of a worker at vLLM's default share of its GPUs."""
-    from aiconfigurator_core.sdk.memory import KVCacheEstimator
-
-    visible, gpus, stages = (
-        int(VISIBLE_GIB.get(system, 0) * GIB),
-        int(modes["tp_size"]),
-        int(modes.get("pp_size", 1)),
-    )
-    worker = f"{Path(model).name} on {system} TP {gpus}"
-    try:
-        memory = KVCacheEstimator.from_request(
-            model, system, "vllm", "current", max_num_tokens=budget, max_batch_size=max_seqs, **modes
-        )
-        estimate = memory.estimate(
-            is_of_free=False,
-            fraction=UTILIZATION,
-            gpu_memory_capacity_bytes_override=visible or None,
-        )
-        token_bytes, own_bytes, window = _kv_bytes(memory.breakdown, config)
-    except Exception as error:
-        raise BadInput(f"{worker}: KV: {str(error)[:200]}") from None
-    # Each stage keeps its own layers of all tokens; the package counts those of all stages.
-    tokens = int(estimate["total_kv_size_bytes"] / token_bytes * stages)
-    if tokens < SMALLEST_KV * stages:
-        raise ProfileMissing(f"{worker}: its weights leave room for {max(tokens, 0)} KV tokens")
-    share = UTILIZATION if visible else 0.0
-    own = round(own_bytes / token_bytes)
-    per_token = round(token_bytes * gpus)
-    return KvModel(tokens, BLOCK_TOKENS, per_token, visible, share, own, window if own else 0)
-
-
-def _kv_bytes(memory: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[float, float, int]:
-    """KV bytes of a GPU for each token of a long request, those of its windows and states, and the window.
-
-    The package gives the tokens of one request that fit in a number of bytes. Llama 4's layers attend to a
-    chunk, except every fourth. The package treats all of them as attending to the whole context.
-    """
-    tokens_in = memory["tokens_from_kv_bytes"]
-
-    def bytes_of(tokens: int) -> float:
-        low, high = 0.0, float(memory["kv_size_per_token_bytes"]) * tokens * 2
-        for _ in range(60):  # the least bytes that hold a request of that many tokens
-            middle = (low + high) / 2
-            low, high = (low, middle) if tokens_in(middle) >= tokens else (middle, high)
-        return high
-
-    token_bytes = (bytes_of(2 * FAR) - bytes_of(FAR)) / FAR
-    own_bytes = max(bytes_of(FAR) - token_bytes * FAR, 0.0)
-    window = int(config.get("sliding_window") or config.get("sliding_window_size") or 0)
-    if (chunk := config.get("attention_chunk_size")) and own_bytes < token_bytes:
-        whole = 1.0 / int(config.get("no_rope_layer_interval") or 4)
-        return token_bytes * whole, token_bytes * (1.0 - whole) * int(chunk), int(chunk)
-    return token_bytes, own_bytes, window
 
 
 def _package() -> Path:

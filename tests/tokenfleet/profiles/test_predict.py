@@ -106,7 +106,7 @@ def test_drafts_composed_into_a_profile_count_as_those_that_are_asked_of_a_simul
         ("nope/x", "h100", 1, ProfileMissing, "not bundled"),
         ("llama-3.1-8b", "tpu", 1, ProfileMissing, "no tables"),
         ("llama-3.1-8b", "h100", 3, BadInput, "--tp: 3"),
-        ("llama-3.1-70b", "h100", 1, BadInput, "KV"),
+        ("llama-3.1-70b", "h100", 1, ProfileMissing, "room for 0 KV tokens"),
         (".", "h100", 1, BadInput, "no config.json"),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_configuration_says_how_many_tokens_touch_most_experts(
 
 
 def test_kv_that_stops_growing_is_a_requests_own() -> None:
-    from tokenfleet.profiles.predict import _kv_bytes
+    from tokenfleet.profiles.kv_memory import _kv_bytes
 
     def tokens_in(held: float, window: float) -> float:
         """Half of the layers attend to a window, each of 100 bytes a token."""
