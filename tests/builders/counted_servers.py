@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tokenfleet.advise.look import Page
-from tokenfleet.profiles.engine_metrics import HISTOGRAMS, NAMES, engine_counts
+from tokenfleet.profiles.engine_metrics import HISTOGRAMS, LENGTHS, NAMES, engine_counts
 
+LENGTH_EDGES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, float("inf"))
 EDGES = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, float("inf"))
 PROMPT, OUTPUT = 600, 200
 
@@ -18,7 +19,8 @@ class CountedServer:
         self.model = model
         self.ended = self.running = self.waiting = 0
         self.seconds = {"ttft": 0.0, "tpot": 0.0}
-        self.buckets = {name: dict.fromkeys(EDGES, 0) for name in HISTOGRAMS}
+        edges = {name: LENGTH_EDGES if name in LENGTHS else EDGES for name in HISTOGRAMS}
+        self.buckets = {name: dict.fromkeys(edges[name], 0) for name in HISTOGRAMS}
 
     def arrive(self, count: int = 1, waits: bool = False) -> None:
         if waits:
@@ -30,10 +32,12 @@ class CountedServer:
         count = min(count, self.running)
         self.running -= count
         self.ended += count
-        for name, took_s in (("ttft", ttft_s), ("tpot", tpot_s)):
-            self.seconds[name] += took_s * count
-            for edge in EDGES:
-                self.buckets[name][edge] += count * (took_s <= edge)
+        self.seconds["ttft"] += ttft_s * count
+        self.seconds["tpot"] += tpot_s * count
+        each = {"ttft": ttft_s, "tpot": tpot_s, "prompt": PROMPT, "output": OUTPUT}
+        for name, value in each.items():
+            for edge in self.buckets[name]:
+                self.buckets[name][edge] += count * (value <= edge)
 
     def restart(self) -> None:
         self.__init__(self.model)  # type: ignore[misc]
@@ -56,7 +60,7 @@ class CountedServer:
         lines = ['vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="400000"} 1.0']
         lines += [f"vllm:{NAMES[name][0]}{{{label}}} {float(value)}" for name, value in values.items()]
         for name, told in HISTOGRAMS.items():
-            for edge in EDGES:
+            for edge in self.buckets[name]:
                 said = "+Inf" if edge == float("inf") else edge
                 lines.append(f'vllm:{told}{{{label},le="{said}"}} {float(self.buckets[name][edge])}')
         return "\n".join(lines) + "\n"

@@ -20,6 +20,7 @@ from controlplane.perfmodel.calibration import Interval, calibrated_by
 from tokenfleet.advise.advice import Advice, AdviceSettings, AdviceState
 from tokenfleet.advise.decide import ORIGIN_S, advise, looked_at
 from tokenfleet.advise.look import NoCounts, Page, Watched, look
+from tokenfleet.advise.recorded import TrafficRecord
 from tokenfleet.profiles.engine_metrics import EngineCounts, intervals_of
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class FleetWatch:
         self._watched, self._state = Watched(), AdviceState()
         self._intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
         self._calibrated_s = ORIGIN_S
+        self.record = TrafficRecord()
 
     async def run(self, first: dict[str, EngineCounts], show: Show, stop: asyncio.Event) -> None:
         """Look, advise and show until `stop` is set or `show` asks for no more."""
@@ -91,6 +93,7 @@ class FleetWatch:
     async def _look(self, pages: dict[str, Page], at_s: float) -> Advice:
         before = self._watched.last
         self._watched, traffic = look(self._watched, pages, at_s, self._model)
+        self.record.add(traffic)
         if not traffic.held:
             self._intervals.extend(intervals_of([before, self._watched.last]))
         self._state, advice = advise(self._settings, self._state, traffic)

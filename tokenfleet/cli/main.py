@@ -46,7 +46,9 @@ VERBS = {
     "fit": Verb("tokenfleet.cli.fit", "fit_command", "fit a profile to measurements"),
     "calibrate": Verb("tokenfleet.cli.fit", "calibrate_command", "correct a profile by a vLLM in service"),
     "advise": Verb(
-        "tokenfleet.cli.advise", "advise_command", "advise how many replicas a running vLLM fleet needs"
+        "tokenfleet.cli.advise.command",
+        "advise_command",
+        "advise how many replicas a running vLLM fleet needs",
     ),
     "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, make up or convert a trace"),
     "serve": Verb("tokenfleet.cli.serve.command", "serve_command", "run a fleet behind one OpenAI endpoint"),

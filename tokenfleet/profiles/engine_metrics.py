@@ -47,10 +47,15 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "ended_prompt_tokens": ("request_prompt_tokens_sum",),
     "ended_output_tokens": ("request_generation_tokens_sum",),
 }
-# Of each request: its first token, and the mean of its gaps between tokens.
+# Of each request: its tokens; its first token, and the mean of its gaps between tokens.
+LENGTHS: Mapping[str, str] = {
+    "prompt": "request_prompt_tokens_bucket",
+    "output": "request_generation_tokens_bucket",
+}
 HISTOGRAMS: Mapping[str, str] = {
     "ttft": "time_to_first_token_seconds_bucket",
     "tpot": "request_time_per_output_token_seconds_bucket",
+    **LENGTHS,
 }
 OTHERS = {"sglang:": "SGLang", "tgi_": "TGI", "trtllm_": "TensorRT-LLM", "llamacpp:": "llama.cpp"}
 NEEDED = ("gaps", "gaps_s", "first_tokens", "first_tokens_s", "prompt_tokens", "running")

@@ -26,7 +26,7 @@ from tokenfleet.traces.trace import Assumed, Trace
 
 OF_RATE, OF_LENGTHS = 0.0, 0.05  # standard deviations of logarithms: rates are counted, tails are not
 BEYOND = 2.5  # the end of the last bucket, over its beginning: vLLM's edges are 1, 2, 5, 10, ...
-BENT = 0.05, 0.95  # the least and the most of a bucket's mean, as a share of its width
+BENT = 0.02, 0.98  # the least and the most of a bucket's mean, as a share of its width
 
 
 @dataclass(frozen=True, slots=True)

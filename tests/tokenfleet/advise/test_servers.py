@@ -1,6 +1,7 @@
 """The servers asked for, what they answer, and what `tokenfleet advise` refuses at the start."""
 
 import asyncio
+import json
 import threading
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,13 +24,13 @@ OTHERS = {
 
 @contextmanager
 def answering(text, status=200):
-    """A server that shows this page; its address."""
+    """A server that shows this page, or what a function makes; its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(text.encode())
+            self.wfile.write((text() if callable(text) else text).encode())
 
         def log_message(self, *told):
             pass
@@ -149,3 +150,48 @@ def test_no_name_and_no_server_are_refused(tmp_path):
     with pytest.raises(BadInput, match=r"dns:no\.such\.invalid:1: the name is not known"):
         pages("dns:no.such.invalid:1")
     assert pages(file=tmp_path / "servers.txt") == [{}]
+
+
+@contextmanager
+def busy(requests=40):
+    """A server to which requests come between two looks and end; its address."""
+    server = CountedServer("llama-3.1-8b")
+
+    def page():
+        server.end(server.running)
+        server.arrive(requests)
+        return server.text()
+
+    with answering(page) as address:
+        yield address
+
+
+def test_a_watch_ends_in_a_plan_for_the_traffic_seen(tmp_path, capsys):
+    words = ["--gpu", "h100", "--every", "1s", "--plan", "10s", "--output-dir", str(tmp_path / "out")]
+    with busy() as address:
+        assert main(["advise", address, *words, *SLO]) == 0
+    told = capsys.readouterr().out
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    rows = {name: (value, where) for name, value, where in plan["inputs"]["assumed"]}
+    assert rows["Rate"][0].startswith("40 req/s for 10 s")
+    assert rows["Arrivals"] == ("Poisson within each 1 s", "assumed; metrics have no single arrivals")
+    assert plan["inputs"]["clock_start_unix_s"] > 1.7e9
+    assert plan["feasible"]
+    assert "Assumed" in told
+    assert "Recommended fleet" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--plan", "soon"], "--plan: "),
+        (["--plan", "1s"], "--plan: expected 10s to 86400s, got '1s'"),
+        (["--plan", "1m", "--once"], "--once: contradicts --plan"),
+        (["--output-dir", "out"], "--output-dir: of --plan; say for how long to watch"),
+    ],
+)
+def test_a_watch_that_cannot_be_is_refused_in_a_line(words, says, capsys):
+    code, said = refused(capsys, "a:1", *words)
+    assert code == 2
+    assert says in said
+    assert "\n" not in said

@@ -29,12 +29,12 @@ COLUMNS = ("Rule", "In SLO", "Replica-hours", "Of optimum", "Changes", "Most", "
 
 
 class ShownAdvice:
-    """The advice on stdout: a table that follows it on a terminal, else changes alone; or JSON."""
+    """The advice on stdout: a table that follows it on a terminal, else changes alone; JSON; or nothing."""
 
     def __init__(
         self,
         once: bool,
-        output_format: OutputFormat,
+        output_format: OutputFormat | None,
         settings: AdviceSettings,
         gauges: AdviceGauges,
         cleanup: ExitStack,
@@ -72,6 +72,8 @@ class ShownAdvice:
         from tokenfleet.advise.view import OPENS, document, lines, verdict
         from tokenfleet.report.tables import lines_table
 
+        if self._output_format is None:
+            return
         if self._output_format == OutputFormat.JSON:
             print(json.dumps(document(self._settings, advice, clock)), flush=True)
             return

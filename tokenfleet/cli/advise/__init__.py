@@ -1,0 +1,1 @@
+"""`tokenfleet advise`: its command, its flags, its output and its plan."""
