@@ -8,9 +8,11 @@ import pytest
 from checkout import ROOT
 from served_fleet import ServedFleet
 
+from controlplane.perfmodel.profile import with_times
 from controlplane.types import Slo
 from tokenfleet.cli.compare import compared, met
 from tokenfleet.cli.main import main
+from tokenfleet.profiles.library import read_profile, write_profile
 
 pytestmark = pytest.mark.live
 PROFILE = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
@@ -49,6 +51,25 @@ def test_a_fleet_is_replayed_and_simulated_request_by_request(
     assert sum(",," in row for row in rows) == 1  # the lone token
     # An emulated worker takes at least the profile's time a step; nothing bounds what a busy host adds.
     assert figures["TPOT mean"]["live"] > 0.9 * figures["TPOT mean"]["simulated"]
+
+
+def test_a_minute_of_requests_calibrates_a_profile_twice_too_slow(
+    emulated_fleet: ServedFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow, made = tmp_path / "slow.yaml", tmp_path / "made.yaml"
+    write_profile(with_times(read_profile(PROFILE), 2.0, 2.0), slow)
+    flags = ["--endpoint", emulated_fleet.gateway, "--profile", str(slow), "--workers", "3"]
+    code = main(["calibrate", *flags, "--output", str(made), "--format", "json"])
+    said, refused = capsys.readouterr()
+    if code == 2:  # other tests on this host held the engines up
+        assert "does not fit" in refused, refused
+        assert not made.exists()
+        return
+    (decode,) = (one for one in json.loads(said)["corrections"] if one["name"] == "decode")
+    # An emulated worker takes at least the profile's time a step, which is half of what `slow` says.
+    assert 0.45 < decode["factor"] < 0.9
+    assert read_profile(made).source.kind == "measured"
+    assert "requests to an idle endpoint" in read_profile(made).source.what
 
 
 def test_the_way_to_the_engine_is_learned_from_the_steps_that_the_fleet_recorded(

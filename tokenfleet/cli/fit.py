@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -22,8 +23,8 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Resid
 from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
 from controlplane.types import EngineMode
-from tokenfleet.cli.flags import Format, OutputFormat, takes
-from tokenfleet.cli.terminal import console, show
+from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes
+from tokenfleet.cli.terminal import console, counted_bar, show
 from tokenfleet.profiles.diagnostics import Break, HostSpeed, form_of, linear_breaks
 from tokenfleet.profiles.fit_log import calibrated, fit_log, judged
 from tokenfleet.profiles.library import (
@@ -34,6 +35,9 @@ from tokenfleet.profiles.library import (
     write_profile,
 )
 from tokenfleet.profiles.measurements import RequestLog, is_request_log, read_measurements, read_request_log
+
+if TYPE_CHECKING:
+    from tokenfleet.compare.replay import Replay
 
 CONFIDENCES = (0.5, 0.9, 0.99)
 FEWEST_LOGGED = 30  # requests of an access log
@@ -252,11 +256,19 @@ class CalibrateFlags:
     log: Annotated[
         Path | None, typer.Option(help="read an access log instead (JSONL: arrival, tokens, TTFT, E2E)")
     ] = None
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="send some forty requests to this idle OpenAI endpoint instead; a minute"),
+    ] = None
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint")] = (
+        None
+    )
+    tls_ca: TlsCa = None
     minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="minutes to watch, with --metrics")] = 15.0
     gpu: Annotated[str | None, typer.Option(help="with a model's name: the GPU, e.g. h100")] = None
     tp: Annotated[int | None, typer.Option(min=1, help="with a model's name: GPUs of a worker")] = None
     workers: Annotated[
-        int, typer.Option(min=1, help="with --log: engines that served the requests round-robin")
+        int, typer.Option(min=1, help="with --log or --endpoint: engines that serve the requests in turn")
     ] = 1
     max_seqs: Annotated[
         int | None, typer.Option("--max-num-seqs", min=1, help="the engine's, if not the profile's")
@@ -269,7 +281,7 @@ class CalibrateFlags:
 
 @takes(CalibrateFlags)
 def calibrate_command(flags: CalibrateFlags) -> None:
-    """Correct a profile by the traffic that any vLLM serves. It needs no benchmark and sends no requests.
+    """Correct a profile by the traffic that any vLLM serves, or by requests of its own to an idle one.
 
     It reads metrics every 3 seconds. An access log has a request a line: arrival_s, prompt_tokens,
     output_tokens, and either ttft_s and e2e_s or first_token_s and last_token_s. Terms that the traffic does
@@ -278,17 +290,21 @@ def calibrate_command(flags: CalibrateFlags) -> None:
     tokenfleet calibrate --metrics host:8000 --profile llama-3.1-8b --gpu h100 --tp 1 --output mine.yaml
     tokenfleet calibrate --metrics a:8000 --metrics b:8000 --profile old.yaml --minutes 30 --output new.yaml
 
+    tokenfleet calibrate --endpoint http://host:8000 --profile llama-3.1-8b --gpu h100 --output mine.yaml
+
     tokenfleet calibrate --log requests.jsonl --profile old.yaml --output new.yaml
     tokenfleet plan --trace trace.csv --profile mine.yaml --slo ttft=400ms,tpot=30ms
     """
-    if (flags.log is None) == (not flags.metrics):
-        raise BadInput("calibrate: give --metrics ADDRESS (or several), or --log FILE")
+    if sum((flags.log is not None, bool(flags.metrics), flags.endpoint is not None)) != 1:
+        raise BadInput("calibrate: give --metrics ADDRESS (or several), --log FILE, or --endpoint URL")
     if flags.output.is_dir():
         raise BadInput(f"--output: {flags.output}: is a folder, expected a file")
     around = _around(flags).with_engine(max_batched_tokens=flags.max_batched_tokens, max_seqs=flags.max_seqs)
     said: list[str] = []
     if flags.log is not None:
         made, corrections = _by_log(flags.log, around, flags.workers, said)
+    elif flags.endpoint is not None:
+        made, corrections = _by_probes(flags.endpoint, around, flags, said)
     else:
         made, corrections = _by_metrics(flags.metrics or [], around, flags.minutes, said)
     write_profile(made, flags.output)
@@ -332,6 +348,41 @@ def _by_metrics(
     gaps = sum(one.gaps for one in found)
     what = f"calibrated by /metrics over {minutes:g} minutes ({gaps:.0f} tokens), from {around.label}"
     return _sourced(made, around, what), corrections
+
+
+def _by_probes(
+    url: str, around: Profile, flags: CalibrateFlags, said: list[str]
+) -> tuple[Profile, list[FittedFactor]]:
+    """Calibrate by requests sent to an idle endpoint, and refuse what step times do not explain."""
+    from dataplane.http.tls import client_context
+    from tokenfleet.compare.replay import replay, served_model
+    from tokenfleet.profiles.engine_metrics import engine_counts, kv_of, scraped
+    from tokenfleet.profiles.probe import probes
+
+    with suppress(BadInput):  # a gateway shows no engine's KV
+        kv_tokens, block_tokens = kv_of(engine_counts(scraped(url), 0.0))
+        if kv_tokens:
+            around = around.with_kv(None, kv_tokens)
+            around = replace(around, kv=replace(around.kv, block_tokens=block_tokens))
+            said.append("KV memory is the engine's own figure")
+    workload, judged_rows = probes(around, flags.workers)
+
+    async def send() -> Replay:
+        at = await served_model(url, flags.api_key, client_context(flags.tls_ca))
+        with counted_bar("sending requests", len(workload)) as advance:
+            return await replay(workload, at, np.random.default_rng(0), advance)
+
+    sent = asyncio.run(send())
+    if sent.errors:
+        raise BadInput(
+            f"--endpoint: {url}: {len(sent.errors)} of {len(workload)} requests failed: {sent.errors[0]}"
+        )
+    log = RequestLog(sent.workload, *sent.tokens_s)
+    made, corrections, fit = calibrated(log, around, judged_rows, flags.workers)
+    fit.refuse(f"--endpoint: {url}")
+    said.append(fit.text)
+    what = f"calibrated by {int(judged_rows.sum())} requests to an idle endpoint, from {around.label}"
+    return _sourced(judged(log, made, judged_rows, flags.workers), around, what), corrections
 
 
 def _by_log(path: Path, around: Profile, workers: int, said: list[str]) -> tuple[Profile, list[FittedFactor]]:

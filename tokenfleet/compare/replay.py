@@ -72,6 +72,12 @@ class Replay:
         return self._ordered(self.sent_s) + self.began_unix_s
 
     @property
+    def tokens_s(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Times of first and last tokens since the first request was sent, in order of `workload`."""
+        sent_s = self._ordered(self.sent_s)
+        return self._ordered(self.first_token_s) - sent_s[0], self._ordered(self.last_token_s) - sent_s[0]
+
+    @property
     def ttft_s(self) -> NDArray[np.float64]:
         """In order of `workload`."""
         return self._ordered(self.first_token_s - self.sent_s)

@@ -1,0 +1,55 @@
+"""Requests of its own calibrate a profile: lone prompts, lone decodes and batches say what is off."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import with_times
+from tokenfleet.profiles.fit_log import calibrated, replay
+from tokenfleet.profiles.library import find_profiles
+from tokenfleet.profiles.measurements import RequestLog
+from tokenfleet.profiles.probe import BATCH, WARM_UP, probes
+
+KNOWN = find_profiles("llama-3.1-8b", ["h100"], [1])[0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("decode", "prefill", "rest_s"), [(1.3, 0.8, 0.004), (0.85, 1.4, 0.03)])
+def test_a_profile_that_is_off_is_put_right_by_fewer_than_fifty_requests_each(
+    decode, prefill, rest_s, workers
+):
+    """The requests are sent as by the wrong profile; the engine is the right one."""
+    workload, judged = probes(KNOWN, workers)
+    assert judged.sum() <= 50 * workers
+    real = replace(with_times(KNOWN, decode, prefill), frontend=replace(KNOWN.frontend, per_request_s=rest_s))
+    seen = replay(RequestLog(workload, np.zeros(0), np.zeros(0)), real, workers)
+    log = RequestLog(workload, seen.arrival_s + seen.ttft_s, seen.finish_s)
+    made, corrections, fit = calibrated(log, KNOWN, judged, workers)
+    by_name = {one.name: one.factor for one in corrections}
+    assert by_name["decode"] == pytest.approx(decode, rel=0.03)
+    assert by_name["prefill"] == pytest.approx(prefill, rel=0.05)
+    assert made.frontend.per_request_s == pytest.approx(rest_s, abs=0.005)
+    assert not fit.is_refused
+
+
+def test_groups_do_not_meet_on_an_engine_as_fast_as_the_profile():
+    workload, judged = probes(KNOWN)
+    seen = replay(RequestLog(workload, np.zeros(0), np.zeros(0)), KNOWN)
+    groups = np.unique(workload.arrival_s)
+    for begin, end in pairwise(groups):
+        assert seen.finish_s[workload.arrival_s == begin].max() < end
+    assert not judged[:WARM_UP].any()
+    assert judged[WARM_UP:].all()
+
+
+def test_small_engines_get_smaller_requests():
+    small = replace(KNOWN.with_kv(None, 4 * 304), context_limit_tokens=512).with_engine(max_seqs=64)
+    workload, _ = probes(small)
+    assert (workload.prompt_tokens + workload.output_tokens).max() <= 512
+    batch = max(np.unique(workload.arrival_s, return_counts=True)[1])
+    assert 1 < batch <= 4 < BATCH
+    with pytest.raises(BadInput, match="a request of 128 tokens does not fit"):
+        probes(replace(KNOWN, context_limit_tokens=100))
