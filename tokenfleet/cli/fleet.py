@@ -278,6 +278,7 @@ def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType
         yield floor
     yield _lately(view["lately"], view["attainment_target"])
     yield _cost(view)
+    yield from _proposed(view, verbose)
     yield from _class_lines(view)
     if view["workers"]:
         yield _workers_table(view, verbose)
@@ -367,6 +368,13 @@ def _cost(view: dict[str, Any]) -> str:
         return f"Cost over the hindsight optimum: {line}"
     yesterday = (datetime.now(UTC) - timedelta(days=1)).strftime("%Y-%m-%d")
     return line.replace(f"{yesterday} (UTC", "Yesterday (UTC", 1)
+
+
+def _proposed(view: dict[str, Any], verbose: bool) -> Iterator[str]:
+    """What the fleet's last re-plan would change; a plan that changes nothing is a detail."""
+    proposal = view.get("proposal")
+    if proposal is not None and (verbose or proposal["state"] not in ("none", "same")):
+        yield f"Proposed: {proposal['line']}"
 
 
 def _class_lines(view: dict[str, Any]) -> Iterator[str]:

@@ -28,7 +28,7 @@ GROUPS = {
             "--max-workers",
             "--advisory",
         ),
-        *("--as-is", "--vary"),
+        *("--as-is", "--replan-every", "--vary"),
     ),
     "Replicas": ("--replicas", "--every", "--listen", "--scaler", "--replay", "--once"),
     "Engine and placement": (

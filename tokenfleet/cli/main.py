@@ -66,7 +66,7 @@ VERBS = {
     ),
     "api": Verb("tokenfleet.cli.api", "api_command", "serve plan jobs over HTTP, and the console"),
     "fleet": Verb(
-        "tokenfleet.cli.fleet_changes",
+        "tokenfleet.cli.operate.proposal",
         "fleet_app",
         "operate a running fleet: status, scale, drain, update, …",
     ),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,6 +21,7 @@ from dataplane.http.server import Extension
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.service.data_folder import VARIABLE, default_data_folder, made_folder
 from tokenfleet.service.plan_service import PlanService, ServiceLimits
+from tokenfleet.service.proposals import BY_ITSELF, Proposals, Replanning, no_proposal, proposal_router
 from tokenfleet.service.routes import plan_extension
 from tokenfleet.service.score_process import LastGap
 
@@ -83,28 +85,43 @@ def folder_of_fleet(option: Path | None, keeps: bool | None, model: str = "") ->
         yield Path(folder)
 
 
-def fleet_extension(folder: Path | None, plan: PlanFile | None, has_history: bool) -> Extension:
-    """The plan service over a fleet's folder, where it has one, and the last day's gap; under `plan`, where
-    one is given, the fleet is served."""
+def fleet_extension(
+    folder: Path | None, plan: PlanFile | None, has_history: bool, replanning: Replanning = BY_ITSELF
+) -> Extension:
+    """The plan service over a fleet's folder, where it has one, the last day's gap, and proposals; under
+    `plan`, where one is given, the fleet is served."""
     gap = LastGap(folder, has_history and folder is not None)
-    told = {"gap": gap.view}
+    told: dict[str, Callable[[], Any]] = {"gap": gap.view}
     if folder is None:
-        return Extension(routers=(), fleet=told)
+        return Extension(routers=(), fleet=told | {"proposal": no_proposal("this fleet keeps no history")})
     service = PlanService(folder, ServiceLimits())
     name = None if plan is None else service.plans.keep(plan.document, "served")
+    proposals, why_not = None, replanning.why_not or (None if has_history else "this fleet keeps no history")
+    if plan is None or name is None:
+        why_not = "this fleet is served without --plan"
+    elif why_not is None:
+        proposals = Proposals(service, name, plan, replanning.every_s)
+    told["proposal"] = no_proposal(why_not or "") if proposals is None else proposals.view
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
         number = None if name is None else service.plans.begin_serving(name)
         gaps = asyncio.create_task(gap.keep())
+        replans = None if proposals is None else asyncio.create_task(proposals.keep())
         try:
             async with service.running():
                 yield
         finally:
             gaps.cancel()
             await asyncio.wait([gaps])
+            if proposals is not None and replans is not None:
+                replans.cancel()
+                await asyncio.wait([replans])
+                await proposals.close()
             if number is not None:
                 service.plans.end_serving(number)
             service.close()
 
-    return replace(plan_extension(service, lambda: gap.known), running=running, fleet=told)
+    plans = plan_extension(service, lambda: gap.known)
+    routers = [*plans.routers, proposal_router(proposals or why_not or "")]
+    return replace(plans, routers=routers, running=running, fleet=told)

@@ -50,7 +50,8 @@ def control() -> Iterator[str]:
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(FLEET if self.path == "/v1/fleet" else {"requests": []}).encode()
+            told = {"/v1/fleet": FLEET, "/v1/fleet/proposal": FLEET.get("proposal")}
+            body = json.dumps(told.get(self.path, {"requests": []})).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -69,6 +70,37 @@ def control() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+PROPOSED = {"state": "ready", "plan": "p1", "line": "2x H100 TP1 → 1x H100 TP2, $5.38/h (±$0.00/h)"}
+
+
+def test_a_proposal_is_a_line_of_the_status_and_one_that_changes_nothing_is_a_detail(
+    control: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str) -> str:
+        main(["fleet", "--control", control, *words])
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setitem(FLEET, "proposal", PROPOSED)
+    assert "Proposed: 2x H100 TP1 → 1x H100 TP2, $5.38/h" in said("status")
+    monkeypatch.setitem(FLEET, "proposal", PROPOSED | {"state": "same", "line": "keep 2x H100 TP1"})
+    assert "Proposed" not in said("status")
+    assert "Proposed: keep 2x H100 TP1" in said("status", "--verbose")
+
+
+def test_fleet_proposal_shows_the_last_one_and_says_by_its_exit_code_whether_there_is_one(
+    control: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(FLEET, "proposal", PROPOSED)
+    assert main(["fleet", "--control", control, "proposal"]) == 0
+    assert capsys.readouterr().out.startswith("Proposed: 2x H100 TP1 → 1x H100 TP2")
+    none = {"state": "none", "plan": None, "line": "history too short: 20 min"}
+    monkeypatch.setitem(FLEET, "proposal", none)
+    assert main(["fleet", "--control", control, "proposal"]) == 1
+    assert main(["fleet", "--control", control, "proposal", "--since", "1h"]) == 2
+    assert "--since: is the history that --now plans from" in capsys.readouterr().err
 
 
 def test_what_happened_alike_to_many_requests_is_one_line(

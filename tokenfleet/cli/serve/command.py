@@ -22,7 +22,7 @@ from dataplane.live.kv.nixl import Asked as Transport
 from dataplane.live.kv.nixl import check_installed
 from tokenfleet.cli.flags import model_at, takes
 from tokenfleet.cli.serve.flags import ServeFlags
-from tokenfleet.cli.serve.loop import autoscale_asked, loop_lines
+from tokenfleet.cli.serve.loop import autoscale_asked, loop_lines, replanning_of
 from tokenfleet.cli.serve.members import Asked, members_of
 from tokenfleet.cli.serve.processes import (
     Doors,
@@ -213,6 +213,7 @@ def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
     model = model_at(*flags.model)
     types = types_asked(flags, plan, model)
     engine_words(flags)  # refused here, if at all
+    replanning_of(flags, "")
     autoscale = autoscale_asked(flags, plan, types.workers)
     most = most_workers(flags, sum(types.workers.values()), plan is not None)
     check_budget(flags, types)
@@ -275,7 +276,7 @@ def _settings(
 
     keys, operators, certificate = locks
     folder = held.enter_context(folder_of_fleet(flags.data, flags.history, name))
-    planning = fleet_extension(folder, checked.plan, flags.history is not False)
+    planning = fleet_extension(folder, checked.plan, flags.history is not False, replanning_of(flags, name))
     bandwidth = flags.move_bandwidth
     gateway = GatewaySettings(
         checked.model,

@@ -143,6 +143,14 @@ class ServeFlags:
     ] = False
     history_days: Annotated[float, typer.Option(min=0.01, help="days to keep requests")] = 30.0
     history_mb: Annotated[int, typer.Option(min=1, help="keep at most this many MB of requests")] = 1024
+    replan_every: Annotated[
+        str,
+        typer.Option(
+            metavar="1d or off",
+            help="plan again from the history this often, and when the plan no longer holds; `fleet"
+            " proposal` shows the result",
+        ),
+    ] = "1d"
     policy: Annotated[
         str | None,
         typer.Option(

@@ -23,6 +23,7 @@ from tokenfleet.texts import parse_duration_s
 
 if TYPE_CHECKING:
     from dataplane.live.control.settings import Autoscale
+    from tokenfleet.service.proposals import Replanning
 
 
 def autoscale_asked(flags: ServeFlags, plan: PlanFile | None, workers: Mapping[str, int]) -> Autoscale | None:
@@ -71,6 +72,21 @@ def autoscale_of(
     lengths = line.mean_prompt_tokens, line.mean_output_tokens
     learned_at = None if lengths[0] is None or lengths[1] is None else (lengths[0], lengths[1])
     return replace(plain, line=(line.workers_per_rps, line.intercept), learned_at=learned_at)
+
+
+def replanning_of(flags: ServeFlags, model: str) -> Replanning:
+    """--replan-every, and why this fleet does not plan again. Raises BadInput. `model`: of a portfolio."""
+    from tokenfleet.service.proposals import Replanning
+
+    text = flags.replan_every
+    every_s = None if text == "off" else parse_duration_s(text, "--replan-every")
+    if every_s is not None and every_s <= 0:
+        raise BadInput(f"--replan-every: expected a time such as 1d, or off, got {text!r}")
+    if flags.as_is:
+        return Replanning(every_s, "--as-is serves a plan of other hardware")
+    if model:
+        return Replanning(every_s, "the models of a portfolio share their limits; plan the portfolio again")
+    return Replanning(every_s)
 
 
 def loop_lines(plan: PlanFile, autoscale: Autoscale, are_own: bool) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""The verbs of `tokenfleet fleet` that change a running fleet."""

@@ -1,0 +1,254 @@
+"""Proposals: a served fleet plans again from its own history and keeps what it would change.
+
+`Proposals.keep` looks every LOOK_S whether a plan is due (replan.py). The plan is a job as any other, in a
+process of its own at low priority. The fleet goes on unchanged until the proposal is applied. The last
+proposal is kept in `proposal.json` of the data folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body
+from pydantic import BaseModel, ConfigDict, Field
+
+from controlplane.errors import BadInput
+from dataplane.history.files import history_span, read_history
+from dataplane.http.rules import ERRORS, Conflict, TooBusy
+from tokenfleet.files import write_files
+from tokenfleet.planning.plan_file import PlanFile
+from tokenfleet.service.forms import OVER
+from tokenfleet.service.plan_service import PlanService
+from tokenfleet.service.replan import (
+    COLUMNS,
+    DAY_S,
+    RECENT_S,
+    FleetChange,
+    Recorded,
+    due,
+    next_order,
+    too_short,
+    why_never,
+)
+from tokenfleet.texts import duration_text, parse_duration_s
+
+log = logging.getLogger(__name__)
+
+SCHEMA = "tokenfleet.proposal/1"
+FILE = "proposal.json"
+LOOK_S = 600.0
+JOB_LOOK_S = 0.5
+SINCE = "1d"
+State = Literal["none", "planning", "ready", "same", "failed", "applying", "applied", "rolled-back"]
+
+
+class ProposalOrder(BaseModel):
+    """Plan again now, from the requests of the last `since`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    since: Annotated[str, Field(min_length=1, max_length=20, examples=["1d", "6h"])] = SINCE
+
+
+@dataclass(frozen=True, slots=True)
+class Replanning:
+    """Whether a fleet plans again: `every_s` by itself (None: only when asked), or `why_not` at all."""
+
+    every_s: float | None = DAY_S
+    why_not: str | None = None
+
+
+BY_ITSELF = Replanning()
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The last plan that a fleet made again. `served`: the plan that it is compared with, by its name.
+
+    `why`: the reason for planning; `plan`: the new plan's name, `change`: its difference, `recorded_s`: how
+    much history it was made of. `line`: the state in words.
+    """
+
+    state: State
+    line: str
+    served: str
+    at_s: float
+    why: str | None = None
+    plan: str | None = None
+    change: dict[str, Any] | None = None
+    recorded_s: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """`tokenfleet.proposal/1`."""
+        names = ("state", "line", "why", "served", "plan", "at_s", "recorded_s", "change")
+        return {"schema": SCHEMA, **{name: getattr(self, name) for name in names}}
+
+
+class Proposals:
+    """The proposals of one fleet, which is served under a kept `plan` of that `name`.
+
+    `every_s`: the time from one plan to the next; None plans only when an operator asks.
+    """
+
+    def __init__(
+        self, service: PlanService, name: str, plan: PlanFile, every_s: float | None = DAY_S
+    ) -> None:
+        self.plan, self.name = plan, name
+        self._service, self._every_s = service, every_s
+        self._planned_s = time.time()
+        self._planning: asyncio.Task[None] | None = None
+        self.last = Proposal("none", self._waits(), name, self._planned_s)
+        self._read()
+
+    def view(self) -> dict[str, Any]:
+        """`proposal` of `GET /v1/fleet`."""
+        return self.last.as_json()
+
+    async def keep(self) -> None:
+        """Look whether a plan is due, until cancelled."""
+        while self._every_s is not None and why_never(self.plan) is None:
+            try:
+                await self.look(time.time())
+            except (BadInput, TooBusy, OSError) as refusal:
+                self._note("failed", str(refusal))
+                log.warning("%s", self.last.line)
+            await asyncio.sleep(min(LOOK_S, self._every_s))
+
+    async def look(self, now_s: float) -> None:
+        """Plan again if it is due and there is history enough. Raises BadInput."""
+        assert self._every_s is not None
+        if self._is_planning or self.last.state == "applying":
+            return
+        recent = await asyncio.to_thread(self._recorded, now_s, RECENT_S)
+        why = due(self.plan, self._planned_s, now_s, self._every_s, recent)
+        if why is None:
+            return
+        kept = await asyncio.to_thread(self._span, now_s)
+        if (short := too_short(kept)) is not None:
+            if self.last.plan is None:
+                self._note("none", short)
+            return
+        await self.begin(why, SINCE)
+        assert self._planning is not None
+        await asyncio.shield(self._planning)
+
+    async def begin(self, why: str, since: str) -> None:
+        """Begin to plan again from the last `since`. Raises BadInput, Conflict while one is in work."""
+        if self._is_planning or self.last.state == "applying":
+            raise Conflict(
+                f"proposal: is {'being applied' if not self._is_planning else 'being made'} already"
+            )
+        since_s, now_s = parse_duration_s(since, "since"), time.time()
+        order = next_order(self.plan, since, datetime.fromtimestamp(now_s, UTC).date())
+        kept = await asyncio.to_thread(self._recorded, now_s, since_s)
+        job = await asyncio.to_thread(self._service.order, order)
+        self._planned_s = now_s
+        self._note("planning", f"a plan of the last {since} is being made ({why})", why=why)
+        self._planning = asyncio.create_task(self._await(job["id"], why, kept))
+
+    async def close(self) -> None:
+        """End what is under way here; the job itself goes on or is queued again."""
+        if self._planning is not None:
+            self._planning.cancel()
+            await asyncio.wait([self._planning])
+
+    @property
+    def _is_planning(self) -> bool:
+        return self._planning is not None and not self._planning.done()
+
+    async def _await(self, job: str, why: str, kept: Recorded) -> None:
+        """Wait for a job, and keep what its plan would change."""
+        while (found := await asyncio.to_thread(self._service.job, job))["state"] not in OVER:
+            await asyncio.sleep(JOB_LOOK_S)
+        plan = await asyncio.to_thread(self._service.plans.find, job) if found["state"] == "done" else None
+        if plan is None:
+            self._note("failed", found["error"] or f"its job is {found['state']}", why=why)
+        elif not plan.feasible:
+            self._note(
+                "failed", f"no fleet within the plan's limits holds the targets: {plan.reason}", why=why
+            )
+        else:
+            change = FleetChange.between(self.plan, plan, kept.attainment)
+            self._note(
+                "same" if change.is_none else "ready",
+                f"{change.text()}; planned {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from"
+                f" {duration_text(kept.seconds)} of history ({why})",
+                why=why,
+                plan=job,
+                change=change.as_json(),
+                recorded_s=round(kept.seconds, 1),
+            )
+        log.info("proposal: %s", self.last.line)
+
+    def _waits(self) -> str:
+        why = why_never(self.plan)
+        if why is None and self._every_s is None:
+            return "none; `tokenfleet fleet proposal --now` makes one"
+        return (
+            f"none: {why}"
+            if why
+            else f"none yet; a plan is made every {duration_text(self._every_s or DAY_S)}"
+        )
+
+    def _recorded(self, now_s: float, since_s: float) -> Recorded:
+        return Recorded.of(read_history(self._folder, now_s - since_s, now_s, COLUMNS), now_s)
+
+    def _span(self, now_s: float) -> Recorded:
+        """All that is recorded, without its latencies."""
+        requests, first_s, _ = history_span(self._folder)
+        return Recorded(0.0 if first_s is None else now_s - first_s, requests, 0, 0, None, None)
+
+    @property
+    def _folder(self) -> Any:
+        return self._service.folder / "history"
+
+    def _note(self, state: State, line: str, **facts: Any) -> None:
+        """Keep a proposal, here and on disk. A full disk ends nothing else."""
+        self.last = Proposal(state, line, self.name, time.time(), **facts)
+        with suppress(OSError, BadInput):
+            write_files(
+                {self._service.folder / FILE: json.dumps(self.view() | {"planned_s": self._planned_s})}
+            )
+
+    def _read(self) -> None:
+        """Take up what was kept before, where it is of the plan that is served."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            kept = json.loads((self._service.folder / FILE).read_text(encoding="utf-8"))
+            if kept.pop("schema") != SCHEMA or kept["served"] != self.name:
+                return
+            self._planned_s = float(kept.pop("planned_s"))
+            if kept["state"] in ("ready", "same"):
+                self.last = Proposal(**kept)
+
+
+def no_proposal(why: str) -> Callable[[], dict[str, Any]]:
+    """The view of a fleet that never has one."""
+    return lambda: Proposal("none", f"none: {why}", "", 0.0).as_json()
+
+
+def proposal_router(proposals: Proposals | str) -> APIRouter:
+    """The routes of a fleet's proposals; of a fleet that has none, the reason."""
+    router = APIRouter(prefix="/v1/fleet", tags=["proposals"], responses=ERRORS)
+
+    @router.get("/proposal")
+    async def proposal() -> dict[str, Any]:
+        """The last plan that the fleet made from its own history, and what it would change."""
+        return no_proposal(proposals)() if isinstance(proposals, str) else proposals.view()
+
+    @router.post("/proposal", status_code=202)
+    async def propose(order: Annotated[ProposalOrder, Body()]) -> dict[str, Any]:
+        """Plan again now, from the requests that the fleet recorded."""
+        if isinstance(proposals, str):
+            raise Conflict(f"proposal: none is made: {proposals}")
+        await proposals.begin("an operator asked", order.since)
+        return proposals.view()
+
+    return router
