@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -124,6 +125,11 @@ def _by_text(path: Path, lines: Sequence[bytes], packer: str = "") -> TableFile:
         return _by_objects(TableFile(path, Kind.OBJECTS, (), packer=packer))
     if start.startswith(b"{"):
         return TableFile(path, Kind.JSONL, _json_columns(path, lines), packer=packer)
+    if re.search(rb"^(\([\w:]+ pid=\d+\) )?(INFO|WARNING|DEBUG) \d\d-\d\d \d\d:", start, re.M):
+        raise BadInput(
+            f"{path}: vLLM's log, which has no token counts; expected its spans (--otlp-traces-endpoint)"
+            " or its metrics (plan --prometheus)"
+        )
     separator = _separator(start)
     frame = pl.scan_csv(path, separator=separator, infer_schema=False, glob=False)
     columns = tuple(frame.collect_schema().names())

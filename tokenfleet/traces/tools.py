@@ -29,6 +29,7 @@ class Tool:
     name: str
     has: frozenset[str]
     rows: Callable[[Json], Iterable[Row]]
+    nothing: str = ""  # why there may be no row, and what to do
 
 
 def tool_of(keys: Iterable[str]) -> Tool | None:
@@ -40,14 +41,28 @@ def tool_of(keys: Iterable[str]) -> Tool | None:
 def table_of(tool: Tool, documents: Iterable[Json], where: str) -> pl.DataFrame:
     """The requests of a file, as text columns COLUMNS. Raises BadInput for objects of another form."""
     rows: list[Row] = []
+    number = 0
     for number, document in enumerate(documents, 1):
+        if not tool.has <= document.keys():
+            raise BadInput(f"{where}: object {number}: {_stranger(tool, document)}")
         try:
             rows += tool.rows(document)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
             what = f"misses {error}" if isinstance(error, KeyError) else f"cannot be used: {error}"
             raise BadInput(f"{where}: object {number} of a file of {tool.name}: {what}") from None
+    if not rows and tool.nothing:
+        raise BadInput(f"{where}: {number} objects of {tool.name}: {tool.nothing}")
     texts = [[None if value is None else str(value) for value in row] for row in rows]
     return pl.DataFrame(texts, schema=dict.fromkeys(COLUMNS, pl.String), orient="row")
+
+
+def _stranger(tool: Tool, document: Json) -> str:
+    """What an object is that is not of the file's tool."""
+    other = tool_of(document)
+    if other is not None:
+        return f"of {other.name}, the objects before it are of {tool.name}; expected one format in a file"
+    missing = ", ".join(sorted(tool.has - document.keys()))
+    return f"expected an object of {tool.name}, which has {missing}"
 
 
 def _vllm_bench(document: Json) -> Iterator[Row]:
@@ -145,8 +160,11 @@ TOOLS = (
     Tool("guidellm", frozenset({"benchmarks", "metadata"}), _guidellm),
     Tool("aiperf", frozenset({"metadata", "metrics"}), _aiperf),
     Tool("litellm", frozenset({"startTime", "prompt_tokens", "completion_tokens"}), _litellm),
-    Tool("otlp", frozenset({"resourceSpans"}), _spans),
-)
+    Tool(
+        "otlp", frozenset({"resourceSpans"}), _spans,
+        "no span has gen_ai.usage token counts; export the spans of vLLM, or of a gateway that counts tokens",
+    ),
+)  # fmt: skip
 
 
 def documents_of(text: str, where: str) -> Iterator[Json]:

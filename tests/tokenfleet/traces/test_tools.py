@@ -25,6 +25,11 @@ SAMPLE = {  # format, requests, prompt tokens, output tokens, and whether arriva
 }
 
 
+def objects_of(name):
+    text = (SAMPLES / name).read_text()
+    return [json.loads(text)] if name.endswith(".json") else [json.loads(one) for one in text.splitlines()]
+
+
 @pytest.mark.parametrize("name", SAMPLE)
 def test_what_a_tool_wrote_is_read(name):
     form, requests, prompts, outputs, dated = SAMPLE[name]
@@ -39,8 +44,7 @@ def test_what_a_tool_wrote_is_read(name):
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_packed_indented_or_in_an_array_it_is_the_same(name, tmp_path):
-    text = (SAMPLES / name).read_text()
-    objects = [json.loads(text)] if name.endswith(".json") else [json.loads(one) for one in text.splitlines()]
+    text, objects = (SAMPLES / name).read_text(), objects_of(name)
     expected = read_trace(SAMPLES / name).workload
     for form, content in {
         "gz": gzip.compress(text.encode()),
@@ -108,5 +112,34 @@ def test_a_report_without_its_requests_says_what_is_missing(tmp_path):
     del report["start_times"]
     with pytest.raises(BadInput, match="run vllm bench serve with --save-result --save-detailed"):
         read_trace(one(tmp_path, report))
-    with pytest.raises(BadInput, match="no requests"):
-        read_trace(one(tmp_path, {"resourceSpans": []}))
+
+
+def test_spans_without_token_counts_say_what_is_missing(tmp_path):
+    spans = (SAMPLES / "otlp.jsonl").read_text().replace("gen_ai.usage", "http.usage")
+    (tmp_path / "one").write_text(spans)
+    (tmp_path / "two").write_text('{"resourceSpans": []}')
+    for path in (tmp_path / "one", tmp_path / "two"):
+        with pytest.raises(BadInput, match=r"objects of otlp: no span has gen_ai\.usage token counts"):
+            read_trace(path)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_two_formats_in_one_file_are_refused_by_their_place(name, tmp_path):
+    other = "otlp.jsonl" if name != "otlp.jsonl" else "litellm.jsonl"
+    told = f"object {len(objects_of(name)) + 1}: of {SAMPLE[other][0]}, the objects before it are of"
+    (tmp_path / "two").write_text("\n".join(map(json.dumps, objects_of(name) + objects_of(other))))
+    with pytest.raises(BadInput, match=f"{told} {SAMPLE[name][0]}"):
+        read_trace(tmp_path / "two")
+    (tmp_path / "two").write_text("\n".join(map(json.dumps, [*objects_of(name), {"arrival_s": 1}])))
+    with pytest.raises(BadInput, match=f"expected an object of {SAMPLE[name][0]}, which has "):
+        read_trace(tmp_path / "two")
+
+
+@pytest.mark.parametrize("who", ["(APIServer pid=7) ", ""])
+def test_vllm_s_log_has_no_token_counts_and_says_where_they_are(who, tmp_path):
+    line = (
+        f"{who}INFO 11-25 21:02:11 [request_logger.py:65] Received request chatcmpl-1: params: SamplingParams"
+    )
+    (tmp_path / "vllm.log").write_text(f"{line}(n=1, seed=None), lora_request: None.\n" * 3)
+    with pytest.raises(BadInput, match="vLLM's log, which has no token counts; expected its spans"):
+        read_trace(tmp_path / "vllm.log")
