@@ -13,7 +13,6 @@ API: https://prometheus.io/docs/prometheus/latest/querying/api/
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from typing import Any
 
@@ -23,6 +22,7 @@ from controlplane.errors import BadInput
 from tokenfleet.advise.look import NoCounts, Page
 from tokenfleet.advise.servers import TIMEOUT_S
 from tokenfleet.profiles.engine_metrics import READ, engine_counts
+from tokenfleet.traces.prometheus import matchers_of
 
 LAG_S = 75.0  # of a server's last sample; longer than any usual scrape interval
 EVERY_S = 15.0
@@ -34,13 +34,8 @@ class PrometheusServers:
     """The servers whose metrics a selector matches, and a session to ask Prometheus by."""
 
     def __init__(self, url: str, selector: str = "{}") -> None:
-        if not url.startswith(("http://", "https://")):
-            raise BadInput(f"--prometheus: expected an http:// or https:// address, got {url!r}")
-        inner = re.fullmatch(r"\{\s*(.*?)\s*,?\s*\}", selector.strip(), re.S)
-        if inner is None:
-            raise BadInput(f'--selector: expected {{label="value"}}, got {selector!r}')
+        self._matchers = matchers_of(url, selector)
         self._url, self._selector = url.rstrip("/"), selector.strip()
-        self._matchers = inner[1]
         self._known: set[str] = set()
         self._session: aiohttp.ClientSession | None = None
 

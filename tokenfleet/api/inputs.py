@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -22,6 +23,7 @@ from tokenfleet.profiles.library import find_profiles, read_profile, write_profi
 from tokenfleet.texts import duration_text
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.traces.check import Checkup, check, verdict
+from tokenfleet.traces.prometheus import SINCE, MetricsRange
 from tokenfleet.traces.usage import BUSIEST, Usage, trace_of_usage
 from tokenfleet.traces.writers import write_trace
 
@@ -49,11 +51,7 @@ class RequestTrace:
 
     @classmethod
     def of(
-        cls,
-        arrival_s: ArrayLike,
-        prompt_tokens: ArrayLike,
-        output_tokens: ArrayLike,
-        name: str = "trace",
+        cls, arrival_s: ArrayLike, prompt_tokens: ArrayLike, output_tokens: ArrayLike, name: str = "trace"
     ) -> RequestTrace:
         """A trace from columns of shape [requests]; arrivals in seconds, in any order.
 
@@ -89,9 +87,19 @@ class RequestTrace:
         """
         return cls(trace_of_usage(Usage(users, requests_per_day, shape, growth, peak), seed))
 
+    @classmethod
+    def from_prometheus(
+        cls, url: str, selector: str = "{}", since: str = SINCE, seed: int = 0
+    ) -> RequestTrace:
+        """Requests drawn from the rates and lengths that vLLM's metrics at a Prometheus server count.
+
+        `selector`: the servers, as `{job="vllm"}`. `since`: the last `24h`, `7d`. Raises BadInput.
+        """
+        return cls(MetricsRange(url, selector, since).trace(time.time(), seed))
+
     @property
     def assumed(self) -> pl.DataFrame:
-        """What a trace of `from_users` rests on; no rows for a recording."""
+        """What a trace of `from_users` or `from_prometheus` rests on; no rows for a recording."""
         rows = self.recorded.assumed.rows if self.recorded.assumed else ()
         return pl.DataFrame(rows, dict.fromkeys(("assumed", "value", "source"), pl.String), orient="row")
 

@@ -9,7 +9,17 @@ import typer
 GROUPS = {
     "Targets": ("--slo", "--attainment", "--confidence", "--class", "--session-time", "--agents"),
     "Traffic": (
-        *("--trace", "--since", "--users", "--requests-per-day", "--shape", "--growth", "--peak"),
+        *(
+            "--trace",
+            "--since",
+            "--prometheus",
+            "--selector",
+            "--users",
+            "--requests-per-day",
+            "--shape",
+            "--growth",
+            "--peak",
+        ),
         *("--data", "--window", "--rate-scale", "--prompt-scale", "--output-scale"),
         *("--drop-too-long", "--bias-from", "--most-agents", "--open-loop"),
     ),
@@ -55,7 +65,7 @@ GROUPS = {
         "--pipeline-parallel",
     ),
     "Endpoint": (
-        *("--endpoint", "--control", "--servers", "--prometheus", "--selector", "--tls-ca"),
+        *("--endpoint", "--control", "--servers", "--tls-ca"),
         *("--host", "--port", "--gateways", "--api-key", "--api-keys", "--control-host", "--control-port"),
         *("--control-key", "--control-keys", "--tls-cert", "--tls-key", "--insecure"),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tokenfleet.planning.plan_file import PlanFile
+    from tokenfleet.traces import Trace
+    from tokenfleet.traces.prometheus import MetricsRange
     from tokenfleet.traces.usage import Usage
 
 # Tables with the rows printed; None: all.
@@ -48,6 +51,13 @@ class UsageFlags:
     peak: Annotated[
         float | None, typer.Option(help="requests of the busiest hour over the day's mean (default: 1.8)")
     ] = None
+    prometheus: Annotated[
+        str | None,
+        typer.Option(help="plan from vLLM's metrics at this Prometheus server, of --since (default: 24h)"),
+    ] = None
+    selector: Annotated[
+        str | None, typer.Option(help='with --prometheus: the servers, as {job="vllm"} (default: all)')
+    ] = None
 
 
 @takes_request()
@@ -72,29 +82,24 @@ def plan_command(
     --slo ttft=1.6s,tpot=75ms --attainment 0.999 --max-gpus 64 --output-dir out
 
     tokenfleet plan --users 2000 --shape chat --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
+
+    tokenfleet plan --prometheus http://prometheus:9090 --selector '{job="vllm"}' --since 7d
+    --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
     """
     request.consistent()
-    used = asked_usage(usage, source)
+    counted = asked_range(usage, source)
+    used = None if counted else asked_usage(usage, source)
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.api.plan import answered, plan_texts
     from tokenfleet.cli.terminal import answer, console, progress_bar, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import gather
-    from tokenfleet.service.forks import asked_traces
     from tokenfleet.service.scorecard import kept_bias
-    from tokenfleet.traces import read_traces
-    from tokenfleet.traces.usage import trace_of_usage
 
     files = [] if output_dir is None else [output_dir / "plan.json", output_dir / "report.html"]
     refuse_unwritable(files)
     with console(stderr=True).status("reading"):
-        if used is None:
-            paths, notes = asked_traces(
-                source.trace, source.since, source.data, request.bias_from is not None
-            )
-            trace = read_traces(paths)
-        else:
-            trace, notes = trace_of_usage(used, request.seed), ()
+        trace, notes = asked_trace(counted or used, source, request)
         bias = None if request.bias_from is None else kept_bias(source.data, request.bias_from)
         gathered = gather(trace, request, bias, date.today())
     # The answer's note has the ages of prices and profiles.
@@ -106,6 +111,38 @@ def plan_command(
         write_files({output_dir / name: text for name, text in texts.items()})
     answer(output_format, texts["plan.json"], lambda: plan_answer(plan, output_dir, show_all))
     return 0 if plan.feasible else 1
+
+
+def asked_trace(
+    instead: MetricsRange | Usage | None, source: TraceSource, request: PlanRequest
+) -> tuple[Trace, tuple[str, ...]]:
+    """The trace to plan for, read or drawn, and what to warn of. Raises BadInput."""
+    from tokenfleet.service.forks import asked_traces
+    from tokenfleet.traces import read_traces
+    from tokenfleet.traces.prometheus import MetricsRange
+    from tokenfleet.traces.usage import trace_of_usage
+
+    if isinstance(instead, MetricsRange):
+        return instead.trace(time.time(), request.seed), ()
+    if instead is not None:
+        return trace_of_usage(instead, request.seed), ()
+    paths, notes = asked_traces(source.trace, source.since, source.data, request.bias_from is not None)
+    return read_traces(paths), notes
+
+
+def asked_range(flags: UsageFlags, source: TraceSource) -> MetricsRange | None:
+    """The metrics to plan from; None where none are named. Raises BadInput."""
+    from tokenfleet.traces.prometheus import SINCE, MetricsRange
+
+    if flags.prometheus is None:
+        if flags.selector is not None:
+            raise BadInput("--selector: needs --prometheus too")
+        return None
+    usage = {"--users": flags.users, "--requests-per-day": flags.requests_per_day, "--shape": flags.shape}
+    given = {"--trace": source.trace, **usage, "--growth": flags.growth, "--peak": flags.peak}
+    if other := next((name for name, value in given.items() if value), None):
+        raise BadInput(f"--prometheus: contradicts {other}; give one of them")
+    return MetricsRange(flags.prometheus, flags.selector or "{}", source.since or SINCE)
 
 
 def asked_usage(flags: UsageFlags, source: TraceSource) -> Usage | None:
