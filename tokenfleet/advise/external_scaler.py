@@ -10,7 +10,7 @@ Messages and field numbers are those of KEDA's externalscaler.proto (`MESSAGES`)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib import import_module
 from types import SimpleNamespace
@@ -55,27 +55,27 @@ async def scaler_at(address: str, gauges: AdviceGauges) -> AsyncIterator[None]:
         await server.stop(0)
 
 
-def messages() -> Any:
-    """KEDA's message classes by their names; they need protobuf."""
+def messages(package: str = "externalscaler", table: Mapping[str, str] = MESSAGES) -> Any:
+    """The message classes of a table by their names; they need protobuf."""
     protobuf = "google.protobuf"
     descriptors = import_module(f"{protobuf}.descriptor_pb2")
     kinds = descriptors.FieldDescriptorProto
-    plain = {one: getattr(kinds, f"TYPE_{one.upper()}") for one in ("string", "int64", "double", "bool")}
-    file = descriptors.FileDescriptorProto(name="keda.proto", package="externalscaler", syntax="proto3")
-    for name, fields in MESSAGES.items():
+    plain = {
+        one: getattr(kinds, f"TYPE_{one.upper()}") for one in ("string", "int64", "double", "bool", "bytes")
+    }
+    file = descriptors.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
+    for name, fields in table.items():
         message = file.message_type.add(name=name)
         for called, number, kind in (field.split(":") for field in fields.split()):
             label = kinds.LABEL_REPEATED if kind[0] == "*" else kinds.LABEL_OPTIONAL
             made = message.field.add(name=called, number=int(number), label=label)
             made.type = plain.get(kind, kinds.TYPE_MESSAGE)
             if kind not in plain:
-                made.type_name = f".externalscaler.{kind.lstrip('*')}"
+                made.type_name = f".{package}.{kind.lstrip('*')}"
     pool = import_module(f"{protobuf}.descriptor_pool").DescriptorPool()
     pool.Add(file)
     class_of = import_module(f"{protobuf}.message_factory").GetMessageClass
-    return SimpleNamespace(
-        **{n: class_of(pool.FindMessageTypeByName(f"externalscaler.{n}")) for n in MESSAGES}
-    )
+    return SimpleNamespace(**{n: class_of(pool.FindMessageTypeByName(f"{package}.{n}")) for n in table})
 
 
 def _handlers(grpc: Any, keda: Any, gauges: AdviceGauges) -> Any:

@@ -40,11 +40,12 @@ GROUPS = {
         ),
         *("--as-is", "--replan-every", "--vary"),
     ),
-    "Replicas": ("--replicas", "--every", "--listen", "--scaler", "--replay", "--once"),
+    "Replicas": ("--replicas", "--every", "--scaler", "--replay", "--once"),
     "Engine and placement": (
         *("--engine", "--policy", "--strictness", "--priority-headroom", "--no-prefix-cache"),
         *("--gpu-memory-utilization", "--kv-tokens", "--max-num-batched-tokens", "--max-num-seqs"),
         *("--speculate", "--host-kv", "--kv-gb-per-s", "--block-tokens", "--context-limit"),
+        *("--tokenizer", "--kv-events", "--kv-replay"),
         *("--engine-version", "--kv-latency", "--kv-transport", "--move-bandwidth", "--move-share"),
     ),
     "Measurements": (
@@ -65,6 +66,7 @@ GROUPS = {
         "--pipeline-parallel",
     ),
     "Endpoint": (
+        *("--listen", "--metrics-listen", "--client-ca", "--fallbacks"),
         *("--endpoint", "--control", "--servers", "--tls-ca"),
         *("--host", "--port", "--gateways", "--api-key", "--api-keys", "--control-host", "--control-port"),
         *("--control-key", "--control-keys", "--tls-cert", "--tls-key", "--insecure"),
@@ -106,6 +108,10 @@ FIRST = {
     "advise": (
         *("--slo", "--servers", "--prometheus", "--model", "--gpu", "--tp", "--profile", "--attainment"),
         *("--replicas", "--cold-start", "--listen", "--scaler", "--replay", "--once", "--format"),
+    ),
+    "pick": (
+        *("--slo", "--servers", "--model", "--gpu", "--tp", "--profile", "--tokenizer", "--listen"),
+        *("--metrics-listen", "--data", "--kv-events", "--queue-wait"),
     ),
 }
 

@@ -50,6 +50,9 @@ VERBS = {
         "advise_command",
         "advise how many replicas a running vLLM fleet needs",
     ),
+    "pick": Verb(
+        "tokenfleet.cli.pick", "pick_command", "choose a vLLM server for each request of an Envoy gateway"
+    ),
     "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, make up or convert a trace"),
     "serve": Verb("tokenfleet.cli.serve.command", "serve_command", "run a fleet behind one OpenAI endpoint"),
     "doctor": Verb(

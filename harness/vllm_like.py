@@ -1,0 +1,159 @@
+"""Small servers that answer and count as vLLM does, with a batch whose steps take a time of its own.
+
+    python -m harness.vllm_like 8001 8002
+
+`POST /v1/completions` and `/v1/chat/completions` stream `max_tokens` words. The body's `fault` is 503, cut or
+hang, at the ports that `fault_on` names. A step takes STEP_S, and more for each request and prefill token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from tokenfleet.profiles.engine_metrics import NAMES
+
+STEP_S, A_REQUEST_S, A_PREFILL_TOKEN_S = 4e-3, 1e-4, 2e-6
+SEATS, KV_TOKENS = 64, 400_000
+BATCHED = 2048
+
+
+@dataclass(eq=False)
+class Running:
+    """A request in the batch: tokens of the prompt to compute, words to make, and where they go."""
+
+    prompt: int
+    words: int
+    made: int = 0
+    left: int = 0
+    out: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
+
+
+class VllmLike:
+    """One server: its batch, its counters and its routes."""
+
+    def __init__(self, port: int, step_s: float = STEP_S, seats: int = SEATS) -> None:
+        self.port, self.step_s, self.seats = port, step_s, seats
+        self.running: list[Running] = []
+        self.waiting: list[Running] = []
+        self.values = dict.fromkeys(
+            ("gaps", "gaps_s", "first_tokens", "first_tokens_s", "prompt_tokens", "ended"), 0.0
+        ) | dict.fromkeys(("ended_prompt_tokens", "ended_output_tokens"), 0.0)
+        self.bodies: list[tuple[int, dict[str, str]]] = []  # of requests: the body's size, and headers
+        self.aborted = 0
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=64 << 20)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self._answer)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self._task = asyncio.create_task(self._steps())
+
+    async def stop(self) -> None:
+        assert self._runner is not None
+        assert self._task is not None
+        self._task.cancel()
+        await self._runner.cleanup()
+
+    async def _steps(self) -> None:
+        while True:
+            if not self.running and not self.waiting:
+                self._wake.clear()
+                await self._wake.wait()
+            while self.waiting and len(self.running) < self.seats:
+                self.running.append(self.waiting.pop(0))
+            budget = BATCHED
+            for one in self.running:
+                chunk = min(one.left, budget)
+                budget -= chunk
+                one.left -= chunk
+            took_s = self.step_s + len(self.running) * A_REQUEST_S + (BATCHED - budget) * A_PREFILL_TOKEN_S
+            await asyncio.sleep(took_s)
+            for one in [one for one in self.running if not one.left]:
+                one.made += 1
+                self.values["gaps" if one.made > 1 else "first_tokens"] += 1
+                self.values["gaps_s" if one.made > 1 else "first_tokens_s"] += took_s
+                one.out.put_nowait(one.made)
+                if one.made >= one.words:
+                    self.running.remove(one)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.bodies.append((len(body), dict(request.headers)))
+        asked = json.loads(body)
+        fault = asked.get("fault", "") if str(self.port) in asked.get("fault_on", str(self.port)) else ""
+        if fault == "503":
+            return web.Response(status=503, text="busy")
+        text = json.dumps(asked.get("messages") or asked.get("prompt", ""))
+        one = Running(max(len(text) // 4, 1), asked.get("max_tokens", 8))
+        one.left = one.prompt
+        self.waiting.append(one)
+        self._wake.set()
+        self.values["prompt_tokens"] += one.prompt
+        try:
+            return await self._stream(request, asked, one, fault)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.aborted += 1
+            raise
+        finally:
+            for of in (self.running, self.waiting):
+                if one in of:
+                    of.remove(one)
+            self.values["ended"] += 1
+            self.values["ended_prompt_tokens"] += one.prompt
+            self.values["ended_output_tokens"] += one.made
+
+    async def _stream(
+        self, request: web.Request, asked: dict[str, object], one: Running, fault: str
+    ) -> web.StreamResponse:
+        usage = {"prompt_tokens": one.prompt, "completion_tokens": one.words}
+        if not asked.get("stream"):
+            for _ in range(one.words):
+                await one.out.get()
+            document = {"choices": [{"text": " word" * one.words}], "usage": usage}
+            return web.json_response(document, headers={"x-port": str(self.port)})
+        reply = web.StreamResponse(headers={"content-type": "text/event-stream", "x-port": str(self.port)})
+        await reply.prepare(request)
+        for n in range(one.words):
+            if fault == "hang" or (fault == "cut" and n == one.words // 2):
+                await (asyncio.sleep(3600) if fault == "hang" else asyncio.sleep(0))
+                assert request.transport is not None
+                request.transport.abort()
+                return reply
+            await one.out.get()
+            await reply.write(b'data: {"choices":[{"index":0,"text":" word"}]}\n\n')
+        await reply.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
+        return reply
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        values = self.values | {"running": len(self.running), "waiting": len(self.waiting), "kv_share": 0.0}
+        label = 'engine="0",model_name="small"'
+        config = f'block_size="16",engine="0",kv_cache_size_tokens="{KV_TOKENS}"'
+        lines = [f"vllm:cache_config_info{{{config}}} 1.0"]
+        lines += [f"vllm:{NAMES[name][0]}{{{label}}} {float(value)}" for name, value in values.items()]
+        return web.Response(text="\n".join(lines) + "\n")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "small", "max_model_len": 32_768}]})
+
+
+async def serve(ports: list[int]) -> None:
+    """Serve until stopped."""
+    for port in ports:
+        await VllmLike(port).start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve([int(one) for one in sys.argv[1:]]))

@@ -1,0 +1,278 @@
+"""`tokenfleet pick`: an endpoint picker for Envoy, over vLLM servers that run elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from controlplane.errors import BadInput, ProfileMissing
+from controlplane.perfmodel.profile import Profile
+from controlplane.types import EngineMode
+from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, takes
+from tokenfleet.cli.terminal import warn
+from tokenfleet.profiles.library import find_profiles, read_profile
+from tokenfleet.texts import parse_duration_s
+
+if TYPE_CHECKING:
+    import socket
+
+    from tokenfleet.advise.servers import Servers
+    from tokenfleet.pick.asked import Targets
+    from tokenfleet.pick.fleet import PickedFleet
+    from tokenfleet.pick.watch import ServerLimits, ServerWatch
+
+OWN = ""  # the kind of a server whose step times are known
+UNKNOWN = "unknown"
+PRIOR_OUTPUT_TOKENS = 256.0
+LEAST_ROOM = 16  # servers, in the ledger
+
+
+@dataclass(frozen=True, slots=True)
+class PickFlags:
+    """What `tokenfleet pick` is asked."""
+
+    slo: Annotated[
+        list[str],
+        typer.Option(help="targets of each request, e.g. ttft=1s,tpot=50ms; with NAME: those of a class"),
+    ]
+    addresses: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ADDRESS]...", help="servers: HOST:PORT, http://HOST:PORT, dns:NAME:PORT"),
+    ] = None
+    servers: Annotated[
+        Path | None, typer.Option(help="file with an address on each line; read again at each look")
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(help="model of the library, where the served name says another")
+    ] = None
+    gpu: Annotated[str | None, typer.Option(help="GPU of a server, e.g. h100")] = None
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a server, vLLM's --tensor-parallel-size (default: 1)")
+    ] = None
+    profile: Annotated[
+        Path | None, typer.Option(help="step times of a server, instead of --gpu and --tp")
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="folder of the model's tokenizer, to count prompts and know prefixes"),
+    ] = None
+    policy: Annotated[str, typer.Option(help="placement policy, as of `tokenfleet serve`")] = "spread"
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's --max-num-seqs (default: the profile's, else 256)")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's flag of that name (default: the profile's, else 2048)")
+    ] = None
+    kv_events: Annotated[
+        str | None, typer.Option(help="ZMQ port of servers' KV events: PORT, or +N from the server's own")
+    ] = None
+    kv_replay: Annotated[
+        str | None, typer.Option(help="ZMQ port at which servers replay their events: PORT, or +N")
+    ] = None
+    queue: Annotated[int, typer.Option(min=0, help="most requests held back for want of room")] = 1000
+    queue_wait: Annotated[str, typer.Option(help="longest wait before a 429")] = "30s"
+    fallbacks: Annotated[
+        int, typer.Option(min=1, max=16, help="addresses for each request; 1 for Envoy's ORIGINAL_DST")
+    ] = 3
+    data: Annotated[Path | None, typer.Option(help="folder for the history of requests")] = None
+    listen: Annotated[str, typer.Option(help="HOST:PORT for the gateway (gRPC)")] = "127.0.0.1:9002"
+    metrics_listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve /metrics at")] = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    client_ca: Annotated[
+        Path | None, typer.Option(help="PEM file of the authority that signs the gateway's certificate")
+    ] = None
+    insecure: Insecure = False
+
+
+@takes(PickFlags)
+def pick_command(flags: PickFlags) -> None:
+    """Choose a vLLM server for each request of an Envoy gateway, by its external processor (ext_proc).
+
+    The servers are plain vLLM: nothing runs on them. Their metrics tell what they hold. With --gpu or
+    --profile requests go where they meet their targets; without, to the least loaded server.
+
+    tokenfleet pick vllm-0:8000 vllm-1:8000 --gpu h100 --slo ttft=1s,tpot=50ms
+    tokenfleet pick dns:vllm-headless:8000 --profile mine.yaml --tokenizer ./llama --slo ttft=1s,tpot=50ms
+    """
+    asyncio.run(_pick(flags))
+
+
+async def _pick(flags: PickFlags) -> None:
+    from dataplane.http.tls import certificate_of
+    from tokenfleet.advise.servers import Servers
+    from tokenfleet.pick.server import PickerPort, require_clients_of, serving
+
+    targets = _targets(flags.slo)
+    _check(flags)
+    host = flags.listen.rpartition(":")[0]
+    certificate = certificate_of(flags.tls_cert, flags.tls_key, flags.insecure, {"--listen": host})
+    if flags.client_ca is not None:
+        if certificate is None:
+            raise BadInput("--client-ca: needs --tls-cert and --tls-key too")
+        require_clients_of(flags.client_ca, certificate.context)
+    async with AsyncExitStack() as stack:
+        servers = await stack.enter_async_context(Servers(flags.addresses or (), flags.servers))
+        model = await _served_model(servers)
+        profile = _profile(flags, model)
+        listening = stack.enter_context(_listening(flags.listen, "--listen"))
+        fleet = await _fleet(flags, servers, profile, model)
+        stack.callback(fleet.close)
+        watch = await _watch(flags, stack, servers, profile, fleet, model)
+        context = None if certificate is None else certificate.context
+        await stack.enter_async_context(serving(PickerPort(fleet, targets), listening, context))
+        _say(f"picking at {flags.listen}: {_known(flags, profile)}")
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for one in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(one, stop.set)
+        await watch.run(stop)
+
+
+def _check(flags: PickFlags) -> None:
+    """Raise BadInput for flags that do not go together."""
+    if flags.kv_events and not flags.tokenizer:
+        raise BadInput("--kv-events: tell of tokens; give --tokenizer too")
+    if flags.kv_replay and not flags.kv_events:
+        raise BadInput("--kv-replay: of --kv-events; give its port too")
+
+
+async def _fleet(flags: PickFlags, servers: Servers, profile: Profile | None, model: str) -> PickedFleet:
+    """The ledger, the queue and the history, still without servers."""
+    import numpy as np
+
+    from controlplane.placement.lengths import LengthTable
+    from controlplane.placement.policies import read_policy
+    from controlplane.placement.queue import QueueSettings
+    from dataplane.live.gateway.history import History
+    from tokenfleet.pick.fleet import PickedFleet
+    from tokenfleet.pick.subsets import SubsetPlacement
+    from tokenfleet.pick.tokens import PromptLengths, tokenizer
+
+    policy, moves = read_policy(flags.policy)
+    if moves or policy == "exact":
+        raise BadInput(f"--policy: a picker places each request once, when it comes; got {flags.policy!r}")
+    queue = QueueSettings(flags.queue, parse_duration_s(flags.queue_wait, "--queue-wait"))
+    lengths = PromptLengths(None if flags.tokenizer is None else tokenizer(flags.tokenizer))
+    history = History(PRIOR_OUTPUT_TOKENS, flags.data, model)
+    room = max(LEAST_ROOM, 2 * len(await servers.listed()))
+    prior = LengthTable.constant(PRIOR_OUTPUT_TOKENS)
+    known = {} if profile is None else {OWN: profile}
+    placement = SubsetPlacement(known, room, prior, np.random.default_rng(0), policy)
+    return PickedFleet(placement, history, queue, lengths, flags.fallbacks)
+
+
+async def _watch(
+    flags: PickFlags,
+    stack: AsyncExitStack,
+    servers: Servers,
+    profile: Profile | None,
+    fleet: PickedFleet,
+    model: str,
+) -> ServerWatch:
+    """The watch over the servers, after its first look; metrics are served from then on."""
+    from tokenfleet.advise.watch import answering
+    from tokenfleet.pick.gauges import PickGauges
+    from tokenfleet.pick.kv_events import KvFollower
+    from tokenfleet.pick.unseen import Unseen
+    from tokenfleet.pick.watch import ServerWatch
+
+    unseen, events = Unseen(fleet), None
+    kind = UNKNOWN if profile is None else OWN
+    watch = ServerWatch(servers, fleet, unseen, _limits(flags, profile), _say, model, kind)
+    if flags.kv_events:
+        events = KvFollower(fleet, flags.kv_events, flags.kv_replay, fleet.block_tokens)
+        stack.push_async_callback(events.close)
+        watch.on_server.append(events.told)
+    await watch.look()
+    if flags.metrics_listen is not None:
+        gauges = PickGauges(fleet, unseen, None if events is None else events.counts)
+        metrics = _listening(flags.metrics_listen, "--metrics-listen")
+        await stack.enter_async_context(answering(metrics, gauges))
+    return watch
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _known(flags: PickFlags, profile: Profile | None) -> str:
+    """What placement goes by, for the first line."""
+    by = "by load alone (no --gpu, no --profile)"
+    if profile is not None:
+        by = f"policy {flags.policy} with step times of {profile.label}"
+    prompts = "by the tokenizer" if flags.tokenizer else "by their bytes (no --tokenizer)"
+    caches = "KV events" if flags.kv_events else ("what was sent there" if flags.tokenizer else "not known")
+    return f"{by}; prompts measured {prompts}; prefix caches: {caches}"
+
+
+def _targets(texts: list[str]) -> Targets:
+    from tokenfleet.cli.serve.workers import targets_asked
+    from tokenfleet.pick.asked import Targets
+    from tokenfleet.planning.request import tightest
+
+    plain, classes = targets_asked(texts, None)
+    return Targets(plain or tightest(classes), {one.name: one for one in classes})
+
+
+async def _served_model(servers: Servers) -> str:
+    """The model that the servers say they serve, or nothing where none answers. Raises BadInput for two."""
+    from tokenfleet.profiles.engine_metrics import EngineCounts
+
+    pages = await servers.pages(0.0)
+    if not pages:
+        raise BadInput("pick: no server is listed")
+    models = {page.model: server for server, page in pages.items() if isinstance(page, EngineCounts)}
+    if len(models) > 1:
+        (one, at), (other, there) = sorted(models.items())[:2]
+        raise BadInput(f"pick: one model at a time; {at} serves {one}, {there} serves {other}")
+    return next(iter(models), "")
+
+
+def _profile(flags: PickFlags, served: str) -> Profile | None:
+    """The step times of a server; None where they are not known."""
+    if flags.profile is not None and (flags.gpu or flags.tp):
+        raise BadInput("--profile: says GPU and TP; leave out --gpu and --tp")
+    if flags.profile is not None:
+        profile = read_profile(flags.profile)
+    elif flags.gpu is None:
+        warn(["no --gpu and no --profile: requests are placed by load, not by their targets"])
+        return None
+    else:
+        name = flags.model or served
+        if not name:
+            raise BadInput("--gpu: no server answers yet, and the model is not known; give --model")
+        try:
+            profile = find_profiles(name, [flags.gpu], [flags.tp or 1])[0]
+        except ProfileMissing as missing:
+            hint = "" if flags.model else "; --model names another, --profile gives step times"
+            raise ProfileMissing(f"{missing}{hint}") from None
+    if profile.engine.mode != EngineMode.CHUNKED:
+        mode = profile.engine.mode
+        raise BadInput(f"--profile: {profile.label}: is of a {mode} engine, vLLM's are chunked")
+    return profile
+
+
+def _limits(flags: PickFlags, profile: Profile | None) -> ServerLimits:
+    from controlplane.perfmodel.profile import EngineLimits
+    from tokenfleet.pick.watch import UNKNOWN_KV, ServerLimits
+
+    engine = EngineLimits() if profile is None else profile.engine
+    kv_tokens = UNKNOWN_KV if profile is None else profile.kv.capacity_tokens
+    seqs = flags.max_num_seqs or engine.max_seqs
+    return ServerLimits(seqs, flags.max_num_batched_tokens or engine.max_batched_tokens, kv_tokens)
+
+
+def _listening(text: str, flag: str) -> socket.socket:
+    """A bound socket at HOST:PORT."""
+    from dataplane.http.server import bind
+
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise BadInput(f"{flag}: expected HOST:PORT, got {text!r}")
+    return bind(host.strip("[]"), int(port), flag)

@@ -1,0 +1,287 @@
+"""The picker's fleet: servers that it did not start, what the ledger says they hold, and the choice.
+
+The gateway's own placement, queue and history decide and remember. What differs is what is known:
+
+    prompt      the client's token ids, a tokenizer's, else its bytes over the bytes of a token so far
+    steps       pieces of answers that come within GATHER_S of each other; else servers' counters (`unseen`)
+    capacity    the servers' metrics; seats and the size of a step are flags, or the profile's
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from controlplane.placement.queue import QueueSettings
+from controlplane.types import RequestId, WorkerId
+from dataplane.live.engine_api.cache_events import CacheChange
+from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.gateway.history import History
+from dataplane.live.ledger.admission import Admission
+from dataplane.live.ledger.request import Ticket, Tracked, expected_tokens
+from tokenfleet.pick.asked import Asked
+from tokenfleet.pick.call import Call, request_of
+from tokenfleet.pick.subsets import SubsetPlacement
+from tokenfleet.pick.times import Times
+from tokenfleet.pick.tokens import PromptLengths
+
+GATHER_S = 0.010
+LIKELY_S = 30  # until a fleet without servers may have one again
+
+
+class PickedFleet:
+    """The servers, and the calls that are on them or wait.
+
+    `fallbacks`: how many addresses a choice names. `lengths` says how long prompts are.
+    """
+
+    def __init__(
+        self,
+        placement: SubsetPlacement,
+        history: History,
+        queue: QueueSettings,
+        lengths: PromptLengths,
+        fallbacks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.placement, self.history, self.lengths = placement, history, lengths
+        self._fallbacks, self._clock = fallbacks, clock
+        self._max_wait_s = queue.max_wait_s
+        self.admission = Admission(queue, placement, self._begin, self._turn_away, clock=clock)
+        self.calls: dict[RequestId, Call] = {}
+        self.on_unseen: Callable[[Call], None] = self._forget
+        self.counts: Counter[tuple[str, str]] = Counter()  # by what, and which
+        self.times = Times()
+        self._infos: dict[WorkerId, WorkerInfo] = {}
+        self._passed: dict[WorkerId, dict[Call, int]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._number = 0
+        history.on_learnt.append(placement.learn)
+        placement.learn(history.lengths)
+
+    @property
+    def now_s(self) -> float:
+        """The picker's clock."""
+        return self._clock()
+
+    @property
+    def servers(self) -> Sequence[WorkerId]:
+        """Those that may get requests, and those that are leaving."""
+        return list(self._infos)
+
+    def is_attached(self, server: WorkerId) -> bool:
+        return server in self._infos
+
+    def block_tokens(self, server: WorkerId) -> int:
+        """The tokens of a block of its KV."""
+        return self._infos[server].block_tokens
+
+    def running(self, server: WorkerId) -> list[Call]:
+        """The calls that are on a server."""
+        return [call for call in self.calls.values() if call.worker == server]
+
+    # Servers.
+
+    def attach(self, info: WorkerInfo, kind: str) -> bool:
+        """A server takes requests from now on; False where the ledger has no room for another."""
+        if len(self._infos) >= len(self.placement.ledger.workers):
+            return False
+        self._infos[info.worker], self._passed[info.worker] = info, {}
+        self.placement.attach(info, kind)
+        self.admission.look()
+        return True
+
+    def detach(self, server: WorkerId) -> None:
+        """A server has left. Answers that it still sends are passed on."""
+        del self._infos[server], self._passed[server]
+        self.placement.detach(server)
+        for call in self.running(server):
+            assert call.tracked is not None
+            call.tracked.worker = None
+
+    def suspect(self, server: WorkerId, is_silent: bool) -> None:
+        """Whether a server's metrics are missing; it is chosen last then."""
+        self.placement.suspect(server, is_silent)
+        self.admission.look()
+
+    def take_cached(self, server: WorkerId, change: CacheChange) -> str:
+        """A server tells what it has cached; return why all of it is needed, or nothing."""
+        return self.placement.take_cached(server, change) if server in self._infos else ""
+
+    # Calls.
+
+    def ask(self, call: Call, asked: Asked) -> None:
+        """Place a request, now or later; `call.asker` gets the choice."""
+        self._number += 1
+        if self.lengths.must_wait(asked):
+            task = asyncio.get_running_loop().create_task(self._ask_later(call, asked))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._ask(call, asked, self.lengths.ids(call, asked))
+
+    async def _ask_later(self, call: Call, asked: Asked) -> None:
+        ids = await self.lengths.tokenized(call, asked)
+        if not call.is_over:
+            self._ask(call, asked, ids)
+
+    def _ask(self, call: Call, asked: Asked, ids: Sequence[int]) -> None:
+        began_s = self._clock()
+        if not any(call.allowed is None or name in call.allowed for name in self._infos):
+            self._refuse_without_servers(call)
+            return
+        longest = max(info.max_model_len for info in self._infos.values())
+        request = request_of(call, asked, ids[: longest - 1], self.lengths.adapter(asked.model), self._number)
+        ticket = Ticket(request.request_id, call.tenant, call.slo, 0, slo_class=call.slo_class)
+        expected = expected_tokens(request, self.history.expected_tokens)
+        tracked = call.tracked = Tracked(request, ticket, began_s, expected)
+        self.calls[tracked.id] = call
+        if call.allowed is not None:
+            self.placement.allow(tracked.id, call.allowed)
+        # It suspends nowhere: `_begin` is the one thing that it awaits.
+        taking = self.admission.take_in(tracked)
+        try:
+            taking.send(None)
+        except StopIteration:
+            pass
+        else:
+            raise AssertionError("the queue has waited for a server to begin a request")
+        self.times.add(self._clock() - began_s)
+        if call.worker is None and not call.is_over and not call.may_wait:
+            self._turn_away(tracked, "no server has room, and the gateway's mode lets no request wait")
+
+    def _refuse_without_servers(self, call: Call) -> None:
+        call.is_over = True
+        self.counts["refused", "no_server"] += 1
+        why = "no server is ready"
+        if self._infos:
+            why = "none of the servers that the gateway allows is one of this picker's"
+        call.asker.refused(503, why, "no_server", LIKELY_S)
+
+    async def _begin(self, tracked: Tracked, server: WorkerId) -> None:
+        call = self.calls[tracked.id]
+        self._put(call, server)
+        self.counts["picked", server] += 1
+        call.asker.picked([server, *self._others(call, server)][: self._fallbacks])
+
+    def _put(self, call: Call, server: WorkerId) -> None:
+        assert call.tracked is not None
+        call.tracked.worker = server
+        self.placement.put(call.tracked, server, False, self._clock())
+
+    def _others(self, call: Call, server: WorkerId) -> list[WorkerId]:
+        """Where a request may go instead, the least loaded first."""
+        led, rows = self.placement.ledger.workers, self.placement.worker_rows
+        allowed = [s for s in self._infos if s != server and (call.allowed is None or s in call.allowed)]
+        return sorted(allowed, key=lambda s: int(led[rows[s]]["decoding"] + led[rows[s]]["queued"]))
+
+    def _turn_away(self, tracked: Tracked, why: str) -> None:
+        call = self.calls[tracked.id]
+        retry_after_s = self.admission.rejection(why).retry_after_s
+        self.over(call, "rejected")
+        self.counts["refused", "no_room"] += 1
+        call.asker.refused(429, why, "no_room", retry_after_s)
+
+    def got(self, call: Call, tokens: int) -> None:
+        """Tokens of its answer have passed."""
+        tracked, server = call.tracked, call.worker
+        if tracked is None or call.is_over:
+            return
+        now_s = self._clock()
+        tracked.last_token_s = now_s
+        if tracked.first_token_s is None:
+            tracked.first_token_s = now_s
+        if server is None:  # it has left
+            tracked.output_token_ids.extend([0] * tokens)
+            return
+        passed = self._passed[server]
+        if not passed:
+            asyncio.get_running_loop().call_later(GATHER_S, self.step, server)
+        passed[call] = passed.get(call, 0) + tokens
+
+    def step(self, server: WorkerId) -> None:
+        """What has come from a server since the last one was a step of its engine."""
+        passed = self._passed.get(server)
+        if not passed:
+            return
+        self._passed[server] = {}
+        got = [
+            (call.tracked, n) for call, n in passed.items() if call.tracked is not None and not call.is_over
+        ]
+        self.advance(server, got)
+        self.admission.look()
+
+    def advance(self, server: WorkerId, got: Sequence[tuple[Tracked, int]]) -> None:
+        """Count tokens for these requests. The picker does not know which tokens."""
+        now_s = self._clock()
+        if got and self.placement.advance(server, got, now_s):
+            for tracked, tokens in got:
+                tracked.output_token_ids.extend([0] * tokens)
+            self.placement.begin_step(server, now_s)
+
+    def served(self, call: Call, address: str) -> None:
+        """The gateway names the server that has served it."""
+        server = WorkerId(address)
+        if call.tracked is None or server == call.worker:
+            return
+        self.counts["served_elsewhere", ""] += 1
+        if server in self._infos:
+            self._put(call, server)
+        else:
+            self.placement.take(call.tracked)
+            call.tracked.worker = None
+        self.admission.look()
+
+    def over(self, call: Call, outcome: str) -> None:
+        """A call has ended; only the first end counts."""
+        if call.is_over:
+            return
+        call.is_over = True
+        tracked = call.tracked
+        if tracked is None:
+            return
+        self.counts["ended", outcome] += 1
+        if tracked.worker is not None:
+            self.step(tracked.worker)  # nothing of it, which is over, but of others
+        elif tracked.id in self.calls:
+            self.admission.discard(tracked)
+        if call.output_tokens is not None:
+            tracked.output_token_ids[:] = [0] * call.output_tokens
+        self.lengths.learn(call)
+        if call.is_generation:
+            self.history.add(tracked, outcome)
+        self._forget(call)
+
+    def unseen(self, call: Call) -> None:
+        """Its answer will not pass here; the servers' counters show its end."""
+        if not call.is_over:
+            self.on_unseen(call)
+
+    def drop(self, call: Call) -> None:
+        """A call whose end was not seen is over."""
+        call.is_over = True
+        self._forget(call)
+
+    def _forget(self, call: Call) -> None:
+        tracked = call.tracked
+        assert tracked is not None
+        call.is_over = True
+        tracked.output_token_ids.clear()  # unknown ids must name no blocks
+        self.placement.forget(tracked)
+        self.placement.allow(tracked.id, None)
+        self.calls.pop(tracked.id, None)
+        self.admission.look()
+
+    def add(self, call: Call, tracked: Tracked, server: WorkerId) -> None:
+        """A request that another has placed is on a server, and decodes."""
+        call.tracked = tracked
+        tracked.worker = server
+        self.calls[tracked.id] = call
+        self.placement.put(tracked, server, True, self._clock())
+
+    def close(self) -> None:
+        """Take no more requests, and write what is buffered."""
+        self.admission.close()
+        self.history.close()

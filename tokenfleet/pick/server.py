@@ -1,0 +1,88 @@
+"""The picker's gRPC port: Envoy's external processor, and gRPC's health check."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import import_module
+from pathlib import Path
+
+from controlplane.errors import BadInput
+from tokenfleet.pick import messages as wire
+from tokenfleet.pick.asked import Targets
+from tokenfleet.pick.exchange import Exchange
+from tokenfleet.pick.fleet import PickedFleet
+from tokenfleet.pick.frames import Handler, Send
+from tokenfleet.pick.http2 import Connection
+
+SERVING, NOT_SERVING = 1, 2
+
+
+class PickerPort:
+    """What the port serves: calls by their paths."""
+
+    def __init__(self, fleet: PickedFleet, targets: Targets) -> None:
+        self._fleet, self._targets = fleet, targets
+        self._connections: set[Connection] = set()
+        self.exchanges = 0
+
+    def handler(self, path: str, send: Send) -> Handler | None:
+        """The handler of a call; None for a path that is not served."""
+        if path == wire.PROCESS:
+            self.exchanges += 1
+            return Exchange(self._fleet, self._targets, send)
+        return _Health(self._fleet, send) if path == wire.CHECK else None
+
+    def connection(self) -> Connection:
+        """The protocol of one connection."""
+        return Connection(self.handler, self._connections.add, self._connections.discard)
+
+    def close(self) -> None:
+        """Say goodbye to all gateways."""
+        for one in list(self._connections):
+            one.end()
+
+
+class _Health:
+    """A health check: serving while there is a server to choose."""
+
+    def __init__(self, fleet: PickedFleet, send: Send) -> None:
+        self._fleet, self._send = fleet, send
+
+    def receive(self, data: bytes) -> None:
+        wire.parsed("HealthCheckRequest", data)
+        status = SERVING if self._fleet.servers else NOT_SERVING
+        self._send(wire.wire().HealthCheckResponse(status=status).SerializeToString())
+
+    def closed(self) -> None: ...
+
+
+@asynccontextmanager
+async def serving(
+    port: PickerPort, listening: socket.socket, tls: ssl.SSLContext | None
+) -> AsyncIterator[None]:
+    """Serve the port meanwhile. Raises BadInput without protobuf."""
+    try:
+        import_module("google.protobuf")
+    except ImportError:
+        raise BadInput("pick: needs protobuf, which vLLM brings; `pip install protobuf`") from None
+    wire.wire()
+    server = await asyncio.get_running_loop().create_server(port.connection, sock=listening, ssl=tls)
+    try:
+        yield
+    finally:
+        server.close()
+        port.close()
+
+
+def require_clients_of(authority: Path, context: ssl.SSLContext) -> None:
+    """Accept only clients that this authority has signed. Raises BadInput for a file without one."""
+    try:
+        context.load_verify_locations(authority)
+    except (OSError, ssl.SSLError) as error:
+        why = "holds no certificate in PEM form" if isinstance(error, ssl.SSLError) else error.strerror
+        raise BadInput(f"--client-ca: {authority}: {why}") from None
+    context.verify_mode = ssl.CERT_REQUIRED

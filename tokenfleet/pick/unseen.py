@@ -1,0 +1,132 @@
+"""Requests whose tokens do not pass the picker: advanced, added and ended by what servers count.
+
+Such are requests whose answers the gateway keeps to itself, answers that come in one piece, and requests that
+another picker has placed. Between two scrapes of a server
+
+    first tokens    Δ first_tokens, less those that passed here; the earliest requests get them
+    tokens          Δ gaps / running, for each that decodes
+    load            running + waiting: where the ledger has had more twice in a row, the oldest unseen ones
+                    have ended; where it has had fewer twice, others' requests of mean lengths are added
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from controlplane.types import Slo, WorkerId
+from dataplane.live.engine_api.messages import EngineRequest
+from dataplane.live.ledger.request import Ticket, Tracked
+from tokenfleet.pick.call import Call
+from tokenfleet.pick.fleet import PickedFleet
+from tokenfleet.profiles.engine_metrics import EngineCounts
+
+EASY = Slo(3600.0, 3600.0)  # of others' requests, whose targets are not known
+MEAN_TOKENS = 500.0
+
+
+class _Elsewhere:
+    """No gateway of ours waits for the choice."""
+
+    def picked(self, addresses: object) -> None: ...
+
+    def refused(self, status: int, why: str, reason: str, retry_after_s: int | None = None) -> None: ...
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A server's last scrape, how far the ledger was off, and first tokens that passed here since."""
+
+    page: EngineCounts
+    off: int = 0
+
+
+class Unseen:
+    """The requests whose ends no stream tells. `added`, `ended`: corrections so far."""
+
+    def __init__(self, fleet: PickedFleet) -> None:
+        self._fleet = fleet
+        self._unseen: dict[Call, None] = {}  # the oldest first
+        self._last: dict[WorkerId, _Seen] = {}
+        self._number = 0
+        self.counts: Counter[str] = Counter()
+        fleet.on_unseen = self._add
+
+    def __len__(self) -> int:
+        return len(self._unseen)
+
+    def _add(self, call: Call) -> None:
+        self._unseen[call] = None
+        self.counts["unseen"] += 1
+
+    def heard(self, server: WorkerId, page: EngineCounts) -> None:
+        """A server's counters, now."""
+        seen = self._last.get(server)
+        calls = self._fleet.running(server)
+        self._unseen = {call: None for call in self._unseen if not call.is_over}
+        off = len(calls) - round(page.values.get("running", 0) + page.values.get("waiting", 0))
+        before = 0 if seen is None else seen.off
+        self._last[server] = _Seen(page, off)
+        if seen is not None:
+            self._progress(server, calls, seen.page, page)
+        if off > 0 and before > 0:
+            self._end(server, min(off, before))
+        elif off < 0 and before < 0:
+            self._others(server, page, min(-off, -before))
+
+    def gone(self, server: WorkerId) -> None:
+        """A server has left, and what ran there unseen with it."""
+        self._last.pop(server, None)
+        for call in self._fleet.running(server):
+            if call in self._unseen:
+                self._unseen.pop(call)
+                self._fleet.drop(call)
+
+    def _progress(self, server: WorkerId, calls: list[Call], before: EngineCounts, now: EngineCounts) -> None:
+        """Tokens for those whose tokens do not pass here."""
+        blind = [call.tracked for call in calls if not call.is_streamed or call in self._unseen]
+        tracked = sorted((one for one in blind if one is not None), key=lambda one: one.arrival_s)
+        if not tracked:
+            return
+        more = {name: max(now.values[name] - before.values[name], 0.0) for name in ("first_tokens", "gaps")}
+        each = round(more["gaps"] / max(now.values.get("running", 0.0), 1.0))
+        firsts, got = round(more["first_tokens"]), []
+        for one in tracked:
+            if one.output_token_ids:
+                got.append((one, each))
+            elif firsts > 0:
+                firsts -= 1
+                got.append((one, 1))
+        self._fleet.advance(server, [(one, tokens) for one, tokens in got if tokens > 0])
+
+    def _end(self, server: WorkerId, count: int) -> None:
+        there = [call for call in self._unseen if call.worker == server][:count]
+        for call in there:
+            self._unseen.pop(call)
+            self._fleet.drop(call)
+        self.counts["ended"] += len(there)
+
+    def _others(self, server: WorkerId, page: EngineCounts, count: int) -> None:
+        """Requests on a server that this picker has not placed."""
+        ended = max(page.values.get("ended", 0.0), 1.0)
+        prompt = page.values.get("ended_prompt_tokens", 0.0) / ended or MEAN_TOKENS
+        output = page.values.get("ended_output_tokens", 0.0) / ended or MEAN_TOKENS
+        for _ in range(count):
+            self._number += 1
+            request = EngineRequest(
+                f"other-{self._number}",
+                [0] * max(round(prompt), 1),
+                [None],
+                None,
+                None,
+                0.0,
+                None,
+                None,
+                None,
+            )
+            ticket = Ticket(request.request_id, "", EASY, 0)
+            tracked = Tracked(request, ticket, self._fleet.now_s, max(round(output), 2), [0])
+            call = Call(_Elsewhere(), EASY, "", "", is_streamed=False)
+            self._unseen[call] = None
+            self._fleet.add(call, tracked, server)
+        self.counts["added"] += count
