@@ -18,7 +18,7 @@ from dataplane.http.server import bind
 from dataplane.live.gateway.history import History
 from harness.vllm_like import VllmLike
 from tokenfleet.advise.servers import Servers
-from tokenfleet.pick.asked import Targets
+from tokenfleet.pick.asked import PickTargets
 from tokenfleet.pick.fleet import PickedFleet
 from tokenfleet.pick.server import PickerPort, serving
 from tokenfleet.pick.subsets import SubsetPlacement
@@ -28,7 +28,7 @@ from tokenfleet.pick.watch import ServerLimits, ServerWatch
 from tokenfleet.profiles.library import find_profiles
 
 LOADS = ("decoding", "queued", "queued_tokens", "queued_context", "context", "running_n")
-TARGETS = Targets(Slo(1.0, 0.05), {"batch": SloClass("batch", Slo(60.0, 0.2), 0.9)})
+TARGETS = PickTargets(Slo(1.0, 0.05), {"batch": SloClass("batch", Slo(60.0, 0.2), 0.9)})
 
 
 def free_ports(count: int) -> list[int]:

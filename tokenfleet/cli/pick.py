@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import socket
 
     from tokenfleet.advise.servers import Servers
-    from tokenfleet.pick.asked import Targets
+    from tokenfleet.pick.asked import PickTargets
     from tokenfleet.pick.fleet import PickedFleet
     from tokenfleet.pick.watch import ServerLimits, ServerWatch
 
@@ -211,13 +211,13 @@ def _known(flags: PickFlags, profile: Profile | None) -> str:
     return f"{by}; prompts measured {prompts}; prefix caches: {caches}"
 
 
-def _targets(texts: list[str]) -> Targets:
+def _targets(texts: list[str]) -> PickTargets:
     from tokenfleet.cli.serve.workers import targets_asked
-    from tokenfleet.pick.asked import Targets
+    from tokenfleet.pick.asked import PickTargets
     from tokenfleet.planning.request import tightest
 
     plain, classes = targets_asked(texts, None)
-    return Targets(plain or tightest(classes), {one.name: one for one in classes})
+    return PickTargets(plain or tightest(classes), {one.name: one for one in classes})
 
 
 async def _served_model(servers: Servers) -> str:

@@ -37,7 +37,7 @@ class Unclear(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class PickTargets:
     """The targets of requests: of those that name no class, and of each class."""
 
     plain: Slo
@@ -62,7 +62,7 @@ def tenant_of(headers: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedBody:
     """A body, as far as placement reads it.
 
     `token_ids`: where the client sends tokens instead of text. `text_bytes`: of all text of the prompt.
@@ -87,10 +87,10 @@ class Asked:
         return "messages" in self.document or "prompt" in self.document
 
 
-def read_body(body: bytes) -> Asked:
+def read_body(body: bytes) -> AskedBody:
     """What a JSON body asks for; an empty one asks for nothing. Raises Unclear."""
     if not body:
-        return Asked()
+        return AskedBody()
     try:
         document = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -102,7 +102,7 @@ def read_body(body: bytes) -> Asked:
     most = [_tokens(document, name) for name in ("max_completion_tokens", "max_tokens")]
     salt = document.get("cache_salt")
     model = document.get("model")
-    return Asked(
+    return AskedBody(
         text_bytes=text_bytes,
         token_ids=_ids(prompt),
         most_tokens=next((one for one in most if one is not None), None),

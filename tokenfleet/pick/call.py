@@ -9,7 +9,7 @@ from typing import Protocol
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.messages import Adapter, EngineRequest, Sampling
 from dataplane.live.ledger.request import Tracked
-from tokenfleet.pick.asked import Asked
+from tokenfleet.pick.asked import AskedBody
 
 
 class Asker(Protocol):
@@ -53,7 +53,7 @@ class Call:
 
 
 def request_of(
-    call: Call, asked: Asked, ids: Sequence[int], adapter: str | None, number: int
+    call: Call, asked: AskedBody, ids: Sequence[int], adapter: str | None, number: int
 ) -> EngineRequest:
     """The request in the engines' form. Where its tokens are not known its blocks are like no other's."""
     call.is_generation = asked.is_generation

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tokenfleet.pick import messages as wire
-from tokenfleet.pick.asked import Asked, Targets, Unclear, read_body, tenant_of
+from tokenfleet.pick.asked import AskedBody, PickTargets, Unclear, read_body, tenant_of
 from tokenfleet.pick.call import Call
 
 MOST_BODY_BYTES = 32 << 20
@@ -27,7 +27,7 @@ OK = 200
 class Picks(Protocol):
     """The fleet that an exchange asks."""
 
-    def ask(self, call: Call, asked: Asked) -> None:
+    def ask(self, call: Call, asked: AskedBody) -> None:
         """Place a request, now or later; the asker gets the choice."""
 
     def got(self, call: Call, tokens: int) -> None:
@@ -46,7 +46,7 @@ class Picks(Protocol):
 class Exchange:
     """The state of one request. `send` gets replies, as bytes."""
 
-    def __init__(self, fleet: Picks, targets: Targets, send: Callable[[bytes], None]) -> None:
+    def __init__(self, fleet: Picks, targets: PickTargets, send: Callable[[bytes], None]) -> None:
         self._fleet, self._targets, self._send = fleet, targets, send
         self._request_mode = self._response_mode = wire.FULL_DUPLEX
         self._headers: dict[str, str] = {}
@@ -129,7 +129,7 @@ class Exchange:
             return
         if not self._body:
             length = self._headers.get("content-length", "")
-            asked = Asked(text_bytes=int(length) if length.isdecimal() and len(length) < 10 else 0)
+            asked = AskedBody(text_bytes=int(length) if length.isdecimal() and len(length) < 10 else 0)
         may_wait = self._request_mode == wire.FULL_DUPLEX  # elsewhere Envoy's own timeout runs
         sees_tokens = self._response_mode != wire.NONE
         self._call = Call(

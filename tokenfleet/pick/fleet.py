@@ -21,10 +21,10 @@ from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.history import History
 from dataplane.live.ledger.admission import Admission
 from dataplane.live.ledger.request import Ticket, Tracked, expected_tokens
-from tokenfleet.pick.asked import Asked
+from tokenfleet.pick.asked import AskedBody
 from tokenfleet.pick.call import Call, request_of
 from tokenfleet.pick.subsets import SubsetPlacement
-from tokenfleet.pick.times import Times
+from tokenfleet.pick.times import DecisionTimes
 from tokenfleet.pick.tokens import PromptLengths
 
 GATHER_S = 0.010
@@ -53,7 +53,7 @@ class PickedFleet:
         self.calls: dict[RequestId, Call] = {}
         self.on_unseen: Callable[[Call], None] = self._forget
         self.counts: Counter[tuple[str, str]] = Counter()  # by what, and which
-        self.times = Times()
+        self.times = DecisionTimes()
         self._infos: dict[WorkerId, WorkerInfo] = {}
         self._passed: dict[WorkerId, dict[Call, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,7 +112,7 @@ class PickedFleet:
 
     # Calls.
 
-    def ask(self, call: Call, asked: Asked) -> None:
+    def ask(self, call: Call, asked: AskedBody) -> None:
         """Place a request, now or later; `call.asker` gets the choice."""
         self._number += 1
         if self.lengths.must_wait(asked):
@@ -122,12 +122,12 @@ class PickedFleet:
         else:
             self._ask(call, asked, self.lengths.ids(call, asked))
 
-    async def _ask_later(self, call: Call, asked: Asked) -> None:
+    async def _ask_later(self, call: Call, asked: AskedBody) -> None:
         ids = await self.lengths.tokenized(call, asked)
         if not call.is_over:
             self._ask(call, asked, ids)
 
-    def _ask(self, call: Call, asked: Asked, ids: Sequence[int]) -> None:
+    def _ask(self, call: Call, asked: AskedBody, ids: Sequence[int]) -> None:
         began_s = self._clock()
         if not any(call.allowed is None or name in call.allowed for name in self._infos):
             self._refuse_without_servers(call)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from controlplane.errors import BadInput
 from tokenfleet.pick import messages as wire
-from tokenfleet.pick.asked import Targets
+from tokenfleet.pick.asked import PickTargets
 from tokenfleet.pick.exchange import Exchange
 from tokenfleet.pick.fleet import PickedFleet
 from tokenfleet.pick.frames import Handler, Send
@@ -24,7 +24,7 @@ SERVING, NOT_SERVING = 1, 2
 class PickerPort:
     """What the port serves: calls by their paths."""
 
-    def __init__(self, fleet: PickedFleet, targets: Targets) -> None:
+    def __init__(self, fleet: PickedFleet, targets: PickTargets) -> None:
         self._fleet, self._targets = fleet, targets
         self._connections: set[Connection] = set()
         self.exchanges = 0

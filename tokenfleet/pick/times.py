@@ -7,7 +7,7 @@ from bisect import bisect_left
 EDGES_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.25)
 
 
-class Times:
+class DecisionTimes:
     """How many decisions took up to each edge, and their sum."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from controlplane.errors import BadInput
-from tokenfleet.pick.asked import Asked
+from tokenfleet.pick.asked import AskedBody
 from tokenfleet.pick.call import Call
 
 BYTES_A_TOKEN, LEAST_BYTES, MOST_BYTES = 4.0, 1.0, 16.0
@@ -41,11 +41,11 @@ class PromptLengths:
         """The LoRA adapter that a request names as its model."""
         return model if model in self.adapters else None
 
-    def must_wait(self, asked: Asked) -> bool:
+    def must_wait(self, asked: AskedBody) -> bool:
         """Whether the prompt is to be tokenized on another thread."""
         return self._tokenize is not None and asked.token_ids is None and asked.text_bytes > LONG_BYTES
 
-    def ids(self, call: Call, asked: Asked) -> Sequence[int]:
+    def ids(self, call: Call, asked: AskedBody) -> Sequence[int]:
         """The prompt's tokens; zeros where only their number is guessed, which `call.estimated` tells."""
         if asked.token_ids is not None:
             self.counts["tokens"] += 1
@@ -58,11 +58,11 @@ class PromptLengths:
         call.estimated = max(asked.text_bytes, 1)
         return [0] * max(1, round(asked.text_bytes / self.bytes_a_token))
 
-    async def tokenized(self, call: Call, asked: Asked) -> Sequence[int]:
+    async def tokenized(self, call: Call, asked: AskedBody) -> Sequence[int]:
         """As `ids`, on another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.ids, call, asked)
 
-    def _tokens(self, asked: Asked) -> Sequence[int] | None:
+    def _tokens(self, asked: AskedBody) -> Sequence[int] | None:
         if self._tokenize is None or asked.document is None or asked.has_media:
             return None
         try:
