@@ -75,12 +75,8 @@ def busy_fleet(
         [WorkerSpec(CASES[0].profile)] * workers,
         CASES[0].slo,
         Policy.SPREAD,
-        settings=None,
         predictor=lengths.table(),
-        predicted_tokens=None,
         seed=seed,
-        patience=4.0,
-        max_misses=None,
     )
     advance(run.ledger, run.engines, run.cluster, run.rules, WARM_S)
     return run

@@ -1,12 +1,11 @@
 """How many requests a second the simulator gets through on one core, and how that changes with the fleet.
 
-    python benchmarks/simulator.py [--quick] [--no-compile] [--format table|json]
+    python benchmarks/simulator.py [--quick] [--format table|json]
 
 Aladdin's Llama-2 13B workers on A100s, ShareGPT lengths, Poisson arrivals in proportion to the fleet: 100 a
 second for 120 workers. Requests a second by thread time (what one core does) and by wall time (what one
 waits, whatever else the machine does). The reference is tests/builders/reference_engine.py: one worker, one
-step at a time, plain Python, no placement. `compile`: what the very first call on a machine costs, measured
-in a process of its own with an empty cache.
+step at a time, plain Python, no placement.
 
 `scale`: how that and one placement by `spread` grow with the fleet, at 40 requests a worker. A placement is
 measured on a fleet some time into its load, arrivals at their distances, nothing else happening meanwhile: by
@@ -20,10 +19,7 @@ into the engine's 32 of 16 tokens.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -63,17 +59,6 @@ SCALE = (60, 250, 1000, 4000)
 OF_ROOT = 0.5  # the exponent that a placement's cost must stay below
 WARM_S, STATES, SPAN_S, SPARE_S = 40.0, 40, 0.05, 6.0
 POLICIES = (Policy.SPREAD, Policy.SLACK_FIT, Policy.BEST_FIT, Policy.JSQ)
-FIRST_CALL = """
-import resource
-from experiments.lib.fewest_workers import CASES
-from dataplane.simulated.simulate import WorkerSpec, simulate
-import numpy as np
-def spent():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
-before = spent()
-simulate(Workload(np.zeros(2), np.full(2, 9), np.full(2, 9)), [WorkerSpec(CASES[0].profile)], CASES[0].slo)
-print(spent() - before)
-"""
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -81,6 +66,11 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
     wall_s, thread_s = perf_counter(), thread_time()
     work()
     return thread_time() - thread_s, perf_counter() - wall_s
+
+
+def speed(requests: int, thread_s: float, wall_s: float) -> dict[str, int]:
+    a_second = {"requests/s": round(requests / thread_s), "wall requests/s": round(requests / wall_s)}
+    return {"requests": requests, **a_second}
 
 
 def fleet_row(workers: int, policy: Policy, requests: int, lengths: Lengths, seed: int) -> dict[str, Any]:
@@ -97,9 +87,7 @@ def fleet_row(workers: int, policy: Policy, requests: int, lengths: Lengths, see
         "what": policy.value,
         "workers": workers,
         "rps": round(RPS_PER_WORKER * workers, 1),
-        "requests": requests,
-        "requests/s": round(requests / thread_s),
-        "wall requests/s": round(requests / wall_s),
+        **speed(requests, thread_s, wall_s),
         "attainment": attainment[0],
     }
 
@@ -130,12 +118,8 @@ def place_many(
 
 def placement_us(run: RunState, apart_s: float) -> tuple[float, float]:
     """Thread time of one placement, in the kept order and by a look at all, without the call itself."""
-    count, settings, draw, spent = (
-        max(round(SPAN_S / apart_s), 1),
-        run.rules.settings,
-        np.zeros(2),
-        [0.0, 0.0],
-    )
+    count = max(round(SPAN_S / apart_s), 1)
+    settings, draw, spent = run.rules.settings, np.zeros(2), [0.0, 0.0]
     for state in range(-1, STATES):  # the first compiles
         now_s = float(run.cluster.clock["now_s"][0]) + 0.2
         advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
@@ -211,9 +195,7 @@ def cached_row(what: str, workload: Workload, profile: Profile) -> dict[str, Any
         "what": what,
         "workers": 32,
         "rps": round(workload.rate_rps, 1),
-        "requests": len(workload),
-        "requests/s": round(len(workload) / thread_s),
-        "wall requests/s": round(len(workload) / wall_s),
+        **speed(len(workload), thread_s, wall_s),
         "attainment": seen[0].attainment,
         "prefix hits": seen[0].prefix_hit_rate,
     }
@@ -228,24 +210,12 @@ def reference_row(requests: int, lengths: Lengths, seed: int) -> dict[str, Any]:
         "what": "reference",
         "workers": 1,
         "rps": round(RPS_PER_WORKER, 2),
-        "requests": requests,
-        "requests/s": round(requests / thread_s),
-        "wall requests/s": round(requests / wall_s),
+        **speed(requests, thread_s, wall_s),
     }
 
 
-def compile_s() -> float:
-    """CPU seconds of the first call ever: compiling all kernels, nothing cached."""
-    with tempfile.TemporaryDirectory() as home:
-        told, fresh = [sys.executable, "-c", FIRST_CALL], {"HOME": home, "NUMBA_CACHE_DIR": ""}
-        done = subprocess.run(told, cwd=ROOT, env={**os.environ, **fresh}, capture_output=True, check=True)
-    return float(done.stdout)
-
-
 def main() -> int:
-    parser = flags(__doc__, SHAREGPT, MOONCAKE)
-    parser.add_argument("--no-compile", action="store_true", help="leave the cold start out")
-    asked = parser.parse_args()
+    asked = flags(__doc__, SHAREGPT, MOONCAKE).parse_args()
     lengths = sharegpt(asked.data)
     fleet_row(2, Policy.SPREAD, 10, lengths, asked.seed)  # compiles, or loads what was compiled
     rows = []
@@ -263,8 +233,6 @@ def main() -> int:
     cached = next(r for r in rows if r["what"] == "mooncake, blocks of 512")["requests/s"]
     for row in (r for r in rows if "requests/s" in r):
         row["spread at 120 is faster by"] = round(fast / row["requests/s"], 2)
-    if not (asked.quick or asked.no_compile):
-        rows.append({"what": "first call", "compile CPU s": round(compile_s(), 1)})
     bars = {
         "requests/s on one core, spread, 120 workers, 100 rps": bar(fast, BAR_RPS, at_least=True),
         "exponent of a placement's cost over workers": bar(exponents["placement µs"], OF_ROOT),

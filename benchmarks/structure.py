@@ -2,7 +2,8 @@
 
 Product code is what stands in `controlplane`, `dataplane` and `tokenfleet`; `--tree` counts another checkout.
 
-* Lines are those of every `.py` file, with docstrings and blanks. A long module has over 300.
+* Lines are those of every `.py` file, with docstrings and blanks. A long module has over 300. Those of
+  experiments and benchmarks are counted apart.
 * A class's lines are from `class` to its end. A name is taken twice when two modules have a class of it.
 * A module is a `.py` file other than `__init__.py`; a folder's modules are those directly in it.
 * A module is in a circle when its imports lead back to it: all of them, also those within functions and
@@ -25,11 +26,12 @@ import ast
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOTS = ("controlplane", "dataplane", "tokenfleet")
+STUDIES = ("experiments", "benchmarks")
 COEFFICIENT = "per_prefill_step_s"
 OPTIONS = {
     *("attainment", "budget_usd_per_h", "confidence", "drop_too_long", "max_gpus"),
@@ -42,6 +44,7 @@ LONG_LINES = 300  # of a module, and of a class
 BARS = {
     "product lines": 69_310,
     "product modules": 320,
+    "lines of experiments and benchmarks": 12_000,
     "modules over 300 lines": 56,
     "modules in the fullest folder": 19,
     "modules in a circle of imports": 0,
@@ -75,9 +78,9 @@ class Row:
         return self.bar is None or self.value <= self.bar
 
 
-def sources_of(tree: Path) -> dict[str, str]:
-    """The text of every module of the product by its dotted name; packages under their own."""
-    paths = sorted(path for root in ROOTS for path in (tree / root).rglob("*.py"))
+def sources_of(tree: Path, roots: Iterable[str] = ROOTS) -> dict[str, str]:
+    """The text of every module below `roots` by its dotted name; packages under their own."""
+    paths = sorted(path for root in roots for path in (tree / root).rglob("*.py"))
     return {".".join(p.relative_to(tree).with_suffix("").parts): p.read_text() for p in paths}
 
 
@@ -236,6 +239,7 @@ def rows_of(tree: Path) -> list[Row]:
     lines = {module: text.count("\n") for module, text in sources.items()}
     packages_too = {module: ast.parse(text) for module, text in sources.items()}
     modules = {m: content for m, content in packages_too.items() if not is_package(m)}
+    studies = sum(text.count("\n") for text in sources_of(tree, STUDIES).values())
     per_folder = Counter(folder_of(m) for m in modules)
     fullest, most = per_folder.most_common(1)[0]
     names = {m: names_in(content) for m, content in packages_too.items()}
@@ -249,6 +253,7 @@ def rows_of(tree: Path) -> list[Row]:
     return [
         Row("product lines", sum(lines.values()), []),
         Row("product modules", len(modules), []),
+        Row("lines of experiments and benchmarks", studies, []),
         Row(f"modules over {LONG_LINES} lines", len(long), long),
         Row("modules in the fullest folder", most, [fullest]),
         Row("modules in a circle of imports", len(in_circles), in_circles),

@@ -103,10 +103,7 @@ def steady_workers(rate_rps: float, lengths: Lengths, profile: Profile, slo: Slo
 
 @dataclass
 class Question:
-    """How many workers of `profile` does a policy need for these workloads? Answers are remembered.
-
-    `prefill_pool` > 0 asks for split mode: that many prefill workers, and decode workers are counted.
-    """
+    """How many workers of `profile` does a policy need for these workloads? Answers are remembered."""
 
     workloads: Sequence[Workload]
     profile: Profile
@@ -114,7 +111,6 @@ class Question:
     table: LengthTable
     policy: Policy
     settings: PlacementSettings = field(default_factory=PlacementSettings)
-    prefill_pool: int = 0
     most: int = 120
     _missed: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -128,9 +124,6 @@ class Question:
         if counted_to >= enough or missed > enough:
             return missed
         fleet = [WorkerSpec(self.profile)] * workers
-        if self.prefill_pool:
-            fleet = [WorkerSpec(self.profile, "prefill")] * self.prefill_pool
-            fleet += [WorkerSpec(self.profile, "decode")] * workers
         missed = 0
         for seed, workload in enumerate(self.workloads):
             outcome = simulate(

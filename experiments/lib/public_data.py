@@ -13,7 +13,6 @@ DATA = Path(os.environ.get("TOKENFLEET_BENCH_DATA") or ROOT / "data")
 AZURE_HOUR = "azure/AzureLLMInferenceTrace_conv_2023.csv"
 SHAREGPT = "lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
 SERVEGEN = {name: f"servegen/language_{name}_rate_600s.csv" for name in ("m-mid", "m-small")}
-LLUMNIX_FIGURES = "llumnix_paper/figures.csv"
 REQUEST_LOG = "vllm_logs/rtx_pro_6000_llama-3.1-8b"
 SPLITWISE_TABLE = "splitwise/perf_model.csv"
 

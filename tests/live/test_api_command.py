@@ -330,7 +330,6 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(api, tmp_path, capsys
 
 
 def test_the_api_keeps_its_own_schema(tmp_path, request):
-    """A small fuzz; experiments/serving/api_fuzz.py is the large one."""
     schemathesis = pytest.importorskip("schemathesis")
     from schemathesis.specs.openapi.checks import positive_data_acceptance
 
