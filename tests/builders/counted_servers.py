@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tokenfleet.advise.look import Page
 from tokenfleet.profiles.engine_metrics import HISTOGRAMS, LENGTHS, NAMES, engine_counts
@@ -68,3 +71,39 @@ class CountedServer:
     def page(self, at_s: float) -> Page:
         (one,) = engine_counts(self.text(), at_s).values()
         return one
+
+
+@contextmanager
+def answering(text: str | Callable[[], str], status: int = 200, token: str = "") -> Iterator[str]:
+    """A server that shows this page, or what a function makes, to those with the token; its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_known = not token or self.headers.get("Authorization") == f"Bearer {token}"
+            self.send_response(status if is_known else 401)
+            self.end_headers()
+            self.wfile.write((text() if callable(text) else text).encode())
+
+        def log_message(self, *told: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
+def busy(requests: int = 40) -> Iterator[str]:
+    """A server to which requests come between two looks and end; its address."""
+    server = CountedServer("llama-3.1-8b")
+
+    def page() -> str:
+        server.end(server.running)
+        server.arrive(requests)
+        return server.text()
+
+    with answering(page) as address:
+        yield address

@@ -1,8 +1,9 @@
 """The Kubernetes objects that exports write, as strict models, and the check of every object.
 
-Pinned to apps/v1, v1, policy/v1 and networking.k8s.io/v1, and for custom objects to keda.sh/v1alpha1 (KEDA
-2.17) and monitoring.coreos.com/v1. Only the fields that are used stand here, each as strict as its API; any
-other field is an error. A RayCluster is held against KubeRay's own schema (harness/crd_schemas.py).
+Pinned to apps/v1, v1, policy/v1, rbac.authorization.k8s.io/v1 and networking.k8s.io/v1. Custom objects are
+those of keda.sh/v1alpha1 (KEDA 2.17) and monitoring.coreos.com/v1. Only the fields that are used stand here,
+each as strict as its API; any other field is an error. A RayCluster is held against KubeRay's own schema
+(harness/crd_schemas.py).
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ class PodSpec(Strict):
     terminationGracePeriodSeconds: Annotated[int, Field(ge=0)] | None = None
     securityContext: SecurityContext | None = None
     automountServiceAccountToken: bool | None = None
+    serviceAccountName: Name | None = None
 
 
 class PodTemplate(Strict):
@@ -233,8 +235,52 @@ class PodDisruptionBudget(Strict):
     spec: BudgetSpec
 
 
+class ServiceAccount(Strict):
+    apiVersion: Literal["v1"]
+    kind: Literal["ServiceAccount"]
+    metadata: Metadata
+
+
+Verb = Literal["get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"]
+
+
+class RoleRule(Strict):
+    apiGroups: Annotated[list[str], Field(min_length=1)]
+    resources: Annotated[list[str], Field(min_length=1)]
+    resourceNames: list[str] | None = None
+    verbs: Annotated[list[Verb], Field(min_length=1)]
+
+
+class Role(Strict):
+    apiVersion: Literal["rbac.authorization.k8s.io/v1"]
+    kind: Literal["Role"]
+    metadata: Metadata
+    rules: Annotated[list[RoleRule], Field(min_length=1)]
+
+
+class RoleReference(Strict):
+    apiGroup: Literal["rbac.authorization.k8s.io"]
+    kind: Literal["Role", "ClusterRole"]
+    name: Name
+
+
+class Subject(Strict):
+    kind: Literal["ServiceAccount"]
+    name: Name
+    namespace: Name | None = None
+
+
+class RoleBinding(Strict):
+    apiVersion: Literal["rbac.authorization.k8s.io/v1"]
+    kind: Literal["RoleBinding"]
+    metadata: Metadata
+    roleRef: RoleReference
+    subjects: Annotated[list[Subject], Field(min_length=1)]
+
+
 class Peer(Strict):
-    podSelector: dict[Literal["matchLabels"], Labels]
+    podSelector: dict[Literal["matchLabels"], Labels] | None = None
+    namespaceSelector: dict[Literal["matchLabels"], Labels] | None = None
 
 
 class AllowedPort(Strict):
@@ -397,6 +443,9 @@ AnyObject = Annotated[
     | PodDisruptionBudget
     | NetworkPolicy
     | ScaledObject
+    | ServiceAccount
+    | Role
+    | RoleBinding
     | PrometheusRule
     | ServiceMonitor,
     Field(discriminator="kind"),

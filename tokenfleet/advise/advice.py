@@ -74,6 +74,7 @@ class Advice:
     `likely`: 90 % of what it may be. `regime`, `since_s`: the rate since the last change point, `upper_rps`
     at most. `arrivals`: counted so far. `shares`: of recent requests within TTFT and TPOT, at least and at
     most. `held`: why this look counted nothing, and `held_since_s` when the last did.
+    `applied`: what was done with it.
     """
 
     at_s: float
@@ -96,3 +97,4 @@ class Advice:
     profile: Profile
     held: str = ""
     held_since_s: float | None = None
+    applied: str = ""

@@ -125,12 +125,13 @@ def _snapshot(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
     )
 
 
-def _published(settings: AdviceSettings, state: AdviceState, now_s: float) -> int | None:
+def _published(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> int | None:
     """The advice for a scaler that follows it by itself; None where there is none, or an old one alone."""
+    now_s = traffic.at_s
     if state.wanted is None or now_s - state.held_since_s > WITHDRAWN_S:
         return None
     if now_s - state.begun_s < settings.settled_s:
-        return max(state.wanted, state.has)
+        return max(state.wanted, state.has + traffic.starting)
     return state.wanted
 
 
@@ -153,7 +154,7 @@ def _advice(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic)
         has=state.has if traffic.held else traffic.servers,
         starting=traffic.starting,
         wanted=state.wanted,
-        published=_published(settings, state, traffic.at_s),
+        published=_published(settings, state, traffic),
         likely=_likely(settings, state, profile, line, regime, demand.bin_s),
         regime=regime,
         upper_rps=0.0 if regime is None else regime.upper_rps(demand.bin_s, RATE_Z),

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from controlplane.errors import BadInput
+from tokenfleet.advise.bearer import Bearer
 from tokenfleet.advise.look import NoCounts, Page
 from tokenfleet.advise.servers import TIMEOUT_S
 from tokenfleet.profiles.engine_metrics import READ, engine_counts
@@ -33,11 +34,12 @@ Series = list[tuple[dict[str, str], float]]
 class PrometheusServers:
     """The servers whose metrics a selector matches, and a session to ask Prometheus by."""
 
-    def __init__(self, url: str, selector: str = "{}") -> None:
-        self._matchers = matchers_of(url, selector)
+    def __init__(self, url: str, selector: str = "{}", bearer: Bearer | None = None) -> None:
+        self._matchers, self._bearer = matchers_of(url, selector), bearer or Bearer()
         self._url, self._selector = url.rstrip("/"), selector.strip()
         self._known: set[str] = set()
         self._session: aiohttp.ClientSession | None = None
+        self.discovered: frozenset[str] = frozenset()
 
     async def __aenter__(self) -> PrometheusServers:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
@@ -79,7 +81,9 @@ class PrometheusServers:
         assert self._session is not None
         url = f"{self._url}/api/v1/query"
         try:
-            async with self._session.post(url, data={"query": query}) as reply:
+            async with self._session.post(
+                url, data={"query": query}, headers=self._bearer.headers()
+            ) as reply:
                 told = json.loads(await reply.read())
             if told["status"] != "success":
                 raise _NoAnswer(f"refuses the query: {told.get('error', 'no reason given')}")

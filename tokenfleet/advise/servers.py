@@ -1,4 +1,4 @@
-"""The servers of a fleet and their metrics pages, by address, by file and by DNS name.
+"""The servers of a fleet and their metrics pages: by address, by file, by DNS name, by labels of pods.
 
 Files and names are looked up at each look. Where one cannot be read any more, its last list stands.
 """
@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from controlplane.errors import BadInput
+from tokenfleet.advise.bearer import Bearer
+from tokenfleet.advise.kubernetes.pods import PodWatch
 from tokenfleet.advise.look import NoCounts, Page
 from tokenfleet.field_errors import read_text
 from tokenfleet.profiles.engine_metrics import MOST_BYTES, engine_counts
@@ -26,9 +28,17 @@ DNS = "dns:"
 class Servers:
     """The servers that are asked for, and a session to ask them by."""
 
-    def __init__(self, addresses: Sequence[str], file: Path | None = None) -> None:
-        if not addresses and file is None:
-            raise BadInput("advise: which servers? give addresses, or --servers FILE")
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        file: Path | None = None,
+        pods: PodWatch | None = None,
+        bearer: Bearer | None = None,
+    ) -> None:
+        if not addresses and file is None and pods is None:
+            raise BadInput("advise: which servers? give addresses, --servers FILE, or --selector for pods")
+        self.discovered: frozenset[str] = frozenset()
+        self._pods, self._bearer = pods, bearer or Bearer()
         self._fixed = [checked(address) for address in addresses]
         self._file = file
         self._known: dict[str, list[str]] = {}
@@ -47,18 +57,22 @@ class Servers:
         """The servers now, each once. Raises BadInput for a file or a name that was never read."""
         listed = self._fixed + (self._of_file(self._file) if self._file is not None else [])
         found = [await self._of_name(one) if one.startswith(DNS) else [one] for one in listed]
+        if self._pods is not None:
+            found.append(self._pods.listed())
+            self.discovered = frozenset(found[-1])
         return list(dict.fromkeys(address for some in found for address in some))
 
     async def pages(self, at_s: float) -> dict[str, Page]:
         """What each server says now."""
         servers = await self.listed()
-        pages = await asyncio.gather(*(self._page(server, at_s) for server in servers))
+        headers = self._bearer.headers()
+        pages = await asyncio.gather(*(self._page(server, at_s, headers) for server in servers))
         return dict(zip(servers, pages, strict=True))
 
-    async def _page(self, server: str, at_s: float) -> Page:
+    async def _page(self, server: str, at_s: float, headers: dict[str, str]) -> Page:
         assert self._session is not None
         try:
-            async with self._session.get(url_of(server), allow_redirects=False) as reply:
+            async with self._session.get(url_of(server), headers=headers, allow_redirects=False) as reply:
                 if reply.status != 200:
                     return NoCounts(f"answers with status {reply.status}", answers=reply.status < 500)
                 text = await _text(reply)

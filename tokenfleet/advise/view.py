@@ -42,6 +42,8 @@ def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tu
     yield "Advice", verdict(settings, advice)
     if advice.held:
         yield "Metrics", held_text(advice, clock)
+    if advice.applied:
+        yield "Applied", advice.applied
     yield "Cost", cost_text(settings, advice)
     yield (
         "Target",
@@ -170,6 +172,7 @@ def document(settings: AdviceSettings, advice: Advice, clock: Clock) -> dict[str
         "workers_per_rps": None if advice.line is None else advice.line.workers_per_rps,
         "intercept": None if advice.line is None else advice.line.intercept,
         "bottleneck": binds,
+        "applied": advice.applied or None,
         "running": advice.running,
         "waiting": advice.waiting,
         "arrivals": advice.arrivals,

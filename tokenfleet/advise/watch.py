@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -31,22 +31,32 @@ if TYPE_CHECKING:
 
 CALIBRATE_S = 60.0
 MOST_INTERVALS = 2000
+Act = Callable[[Advice], Awaitable[str]]
 Show = Callable[[Advice, Callable[[float], datetime]], bool]
 
 
 class MetricsSource(Protocol):
-    """The place that a look reads the servers' metrics from."""
+    """The place that a look reads the servers' metrics from. `discovered`: servers that may be starting."""
+
+    discovered: frozenset[str]
 
     async def pages(self, at_s: float) -> dict[str, Page]:
         """What each server says now."""
 
 
 async def first_pages(servers: MetricsSource) -> dict[str, EngineCounts]:
-    """The servers' first pages. Raises BadInput for one that gives no counts, and where models differ."""
+    """The servers' first pages. Raises BadInput for one that gives no counts, and where models differ.
+
+    A pod that does not answer yet is starting, where another answers.
+    """
     pages = await servers.pages(ORIGIN_S)
     if not pages:
         raise BadInput("advise: no server is listed")
+    some_answer = any(isinstance(page, EngineCounts) for page in pages.values())
     for server, page in pages.items():
+        may_start = some_answer and server in servers.discovered
+        if may_start and isinstance(page, NoCounts) and not page.answers:
+            continue
         if isinstance(page, NoCounts):
             raise BadInput(f"{server}: {page.why}")
         if "ended" not in page.values:
@@ -62,8 +72,15 @@ async def first_pages(servers: MetricsSource) -> dict[str, EngineCounts]:
 class FleetWatch:
     """The watched fleet: its state between looks."""
 
-    def __init__(self, servers: MetricsSource, settings: AdviceSettings, model: str, every_s: float) -> None:
-        self._servers, self._model, self._every_s = servers, model, every_s
+    def __init__(
+        self,
+        servers: MetricsSource,
+        settings: AdviceSettings,
+        model: str,
+        every_s: float,
+        act: Act | None = None,
+    ) -> None:
+        self._servers, self._model, self._every_s, self._act = servers, model, every_s, act
         self._settings = looked_at(settings, every_s)
         self._watched, self._state = Watched(), AdviceState()
         self._intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
@@ -80,6 +97,8 @@ class FleetWatch:
 
         while True:
             advice = await self._look(pages, ORIGIN_S + number * self._every_s)
+            if self._act is not None:
+                advice = replace(advice, applied=await self._act(advice))
             if not show(advice, clock) or stop.is_set():
                 return
             number = max(number, int((time.monotonic() - began_s) / self._every_s)) + 1

@@ -40,7 +40,7 @@ GROUPS = {
         ),
         *("--as-is", "--replan-every", "--vary"),
     ),
-    "Replicas": ("--replicas", "--every", "--scaler", "--replay", "--once"),
+    "Replicas": ("--replicas", "--every", "--scaler", "--apply", "--yes", "--replay", "--once"),
     "Engine and placement": (
         *("--engine", "--policy", "--strictness", "--priority-headroom", "--no-prefix-cache"),
         *("--gpu-memory-utilization", "--kv-tokens", "--max-num-batched-tokens", "--max-num-seqs"),
@@ -67,7 +67,7 @@ GROUPS = {
     ),
     "Endpoint": (
         *("--listen", "--metrics-listen", "--client-ca", "--fallbacks"),
-        *("--endpoint", "--control", "--servers", "--tls-ca"),
+        *("--endpoint", "--control", "--servers", "--tls-ca", "--pool", "--namespace", "--token-file"),
         *("--host", "--port", "--gateways", "--api-key", "--api-keys", "--control-host", "--control-port"),
         *("--control-key", "--control-keys", "--tls-cert", "--tls-key", "--insecure"),
     ),

@@ -87,6 +87,14 @@ def test_a_fleet_that_follows_by_itself_does_not_shrink_on_the_first_counts():
     assert advices[-1].published == advices[-1].wanted
 
 
+def test_a_fleet_that_still_starts_does_not_shrink_on_the_first_counts():
+    fleet = Fleet(6)
+    fleet.silent = ("s4", "s5")
+    advices = [advice for advice in fleet.looks(2.0, 8) if advice.wanted is not None]
+    assert {(a.has, a.starting, a.published) for a in advices} == {(4, 2, 6)}
+    assert all(a.wanted < 4 for a in advices)
+
+
 @pytest.mark.parametrize("outage", [6, 200])
 def test_missing_metrics_hold_the_advice_and_never_look_like_an_idle_fleet(outage):
     fleet = Fleet(6)

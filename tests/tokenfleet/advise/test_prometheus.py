@@ -131,7 +131,10 @@ def test_a_selector_that_matches_nothing_is_refused(capsys):
             ("--prometheus", "http://p", "a:1"),
             "--prometheus: has the servers; leave out addresses and --servers",
         ),
-        (("--selector", "{}", "a:1"), "--selector: of --prometheus; give its URL too"),
+        (
+            ("--selector", "{}", "a:1"),
+            "--selector: braces are of --prometheus; give its URL, or app=vllm for pods",
+        ),
         (
             ("--prometheus", "http://p", "--selector", "x=1"),
             "--selector: expected {label=\"value\"}, got 'x=1'",

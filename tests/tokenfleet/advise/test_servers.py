@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import threading
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 
 import pytest
-from counted_servers import CountedServer
+from counted_servers import CountedServer, answering, busy
 
 from controlplane.errors import BadInput
+from tokenfleet.advise.bearer import VARIABLE, Bearer
 from tokenfleet.advise.look import NoCounts
 from tokenfleet.advise.servers import Servers
 from tokenfleet.cli.main import main
@@ -22,30 +21,9 @@ OTHERS = {
 }
 
 
-@contextmanager
-def answering(text, status=200):
-    """A server that shows this page, or what a function makes; its address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write((text() if callable(text) else text).encode())
-
-        def log_message(self, *told):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def pages(*addresses, file=None, times=1):
+def pages(*addresses, file=None, times=1, bearer=None):
     async def asked():
-        async with Servers(addresses, file) as servers:
+        async with Servers(addresses, file, bearer=bearer) as servers:
             return [await servers.pages(float(n)) for n in range(times)]
 
     return asyncio.run(asked())
@@ -127,7 +105,7 @@ def test_a_gpu_is_asked_for_where_the_library_has_several_and_a_model_where_it_h
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ((), "advise: which servers? give addresses, or --servers FILE"),
+        ((), "advise: which servers? give addresses, --servers FILE, or --selector"),
         (("127.0.0.1:9",), "127.0.0.1:9: does not answer: Connect call failed ('127.0.0.1', 9)"),
         (("ftp://h:1",), "advise: 'ftp://h:1': expected HOST:PORT, http://HOST:PORT or dns:NAME:PORT"),
         (("dns:name",), "advise: 'dns:name': expected HOST:PORT, http://HOST:PORT or dns:NAME:PORT"),
@@ -150,20 +128,6 @@ def test_no_name_and_no_server_are_refused(tmp_path):
     with pytest.raises(BadInput, match=r"dns:no\.such\.invalid:1: the name is not known"):
         pages("dns:no.such.invalid:1")
     assert pages(file=tmp_path / "servers.txt") == [{}]
-
-
-@contextmanager
-def busy(requests=40):
-    """A server to which requests come between two looks and end; its address."""
-    server = CountedServer("llama-3.1-8b")
-
-    def page():
-        server.end(server.running)
-        server.arrive(requests)
-        return server.text()
-
-    with answering(page) as address:
-        yield address
 
 
 def test_a_watch_ends_in_a_plan_for_the_traffic_seen(tmp_path, capsys):
@@ -192,6 +156,51 @@ def test_a_watch_ends_in_a_plan_for_the_traffic_seen(tmp_path, capsys):
 )
 def test_a_watch_that_cannot_be_is_refused_in_a_line(words, says, capsys):
     code, said = refused(capsys, "a:1", *words)
+    assert code == 2
+    assert says in said
+    assert "\n" not in said
+
+
+def test_metrics_are_asked_with_the_token_of_the_file_as_it_is_now_or_of_the_environment(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("first\n")
+    bearer = Bearer(path, {VARIABLE: "not this one"})
+    assert bearer.headers() == {"Authorization": "Bearer first"}
+    path.write_text("s3cret\n")
+    with answering(CountedServer().text(), token="s3cret") as address:
+        for one in (bearer, Bearer(None, {VARIABLE: "s3cret"})):
+            (found,) = pages(address, bearer=one)
+            assert isinstance(found[address], EngineCounts)
+        (found,) = pages(address, bearer=Bearer(None, {}))
+        assert found[address] == NoCounts("answers with status 401", answers=True)
+    path.unlink()
+    assert bearer.headers() == {"Authorization": "Bearer s3cret"}  # the last one stands
+
+
+@pytest.mark.parametrize("text", ["", "two words", "t\u00f6ken"])
+def test_a_file_that_has_no_token_is_refused_in_a_line(tmp_path, text):
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(BadInput) as refused:
+        Bearer(tmp_path / "token")
+    assert str(refused.value) == f"{tmp_path}/token: expected one bearer token"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--selector", '{app="vllm"}'], "--selector: braces are of --prometheus"),
+        (["--selector", "app=vllm", "--pool", "p"], "--pool: has a selector; leave out --selector"),
+        (["a:1", "--port", "8000"], "--port: of --selector or --pool"),
+        (["a:1", "--yes"], "--yes: of --apply; say what to scale"),
+        (["a:1", "--apply", "deployment/vllm"], "--apply: needs a floor and a ceiling"),
+        (["a:1", "--apply", "vllm", "--replicas", "1..4"], "--apply: expected deployment/NAME"),
+        (["--prometheus", "http://p:1", "--pool", "p"], "--pool: contradicts --prometheus"),
+        (["--selector", "app=vllm"], "/nowhere/config: no kubeconfig"),
+    ],
+)
+def test_pods_and_targets_that_cannot_be_are_refused_in_a_line(words, says, capsys, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", "/nowhere/config")
+    code, said = refused(capsys, *words, "--gpu", "h100")
     assert code == 2
     assert says in said
     assert "\n" not in said

@@ -354,6 +354,35 @@ def test_the_unit_has_only_keys_that_systemd_knows(tmp_path: Path) -> None:
     assert "tokenfleet.service:" not in said.stderr, said.stderr
 
 
+def test_the_manifests_of_advise_are_as_their_apis_take_them_and_grant_what_it_asks() -> None:
+    from tokenfleet.cli.main import VERBS, command_of
+
+    made = list(yaml.safe_load_all((ROOT / "deploy/advise/advise.yaml").read_text()))
+    of_kind = {one["kind"]: checked_object(one) for one in made}
+    granted = {
+        (group, resource, verb)
+        for rule in of_kind["Role"]["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    asked = {("", "pods", "list"), ("", "pods", "watch"), ("autoscaling", "horizontalpodautoscalers", "list")}
+    asked |= {("inference.networking.k8s.io", "inferencepools", "get")}
+    scales = ("deployments/scale", "statefulsets/scale")
+    assert granted == asked | {("apps", scale, verb) for scale in scales for verb in ("get", "patch")}
+    pod = of_kind["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    arguments = container["args"][1:]
+    flags = command_of(VERBS["advise"]).make_context("advise", arguments, resilient_parsing=False).params
+    assert (flags["selector"], flags["replicas"]) == ("app=vllm", "2..16")
+    ports = {one["containerPort"] for one in container["ports"]}
+    assert ports == {int(flags[flag].rpartition(":")[2]) for flag in ("listen", "scaler")}
+    allowed = {p["port"] for rule in of_kind["NetworkPolicy"]["spec"]["ingress"] for p in rule["ports"]}
+    assert allowed == ports
+    account = of_kind["ServiceAccount"]["metadata"]["name"]
+    assert account == pod["serviceAccountName"] == of_kind["RoleBinding"]["subjects"][0]["name"]
+
+
 def test_kustomize_renders_objects_that_their_apis_take() -> None:
     kubectl = shutil.which("kubectl")
     for folder in ("base", "emulated"):

@@ -96,16 +96,10 @@ async def _watch(
     """Watch until a signal; with `watched_s` for that long, and what was seen."""
     from tokenfleet.advise.external_scaler import scaler_at
     from tokenfleet.advise.gauges import AdviceGauges
-    from tokenfleet.advise.prometheus import PrometheusServers
-    from tokenfleet.advise.servers import Servers
     from tokenfleet.advise.watch import FleetWatch, answering, first_pages
+    from tokenfleet.cli.advise.fleet import opened
     from tokenfleet.cli.advise.plan import Until, WatchedTraffic
 
-    servers: Servers | PrometheusServers
-    if flags.prometheus is None:
-        servers = Servers(flags.addresses or (), flags.servers)
-    else:
-        servers = PrometheusServers(flags.prometheus, flags.selector or "{}")
     listening = None if flags.listen is None else _listening(flags.listen)
     if listening is not None:
         cleanup.callback(listening.close)
@@ -113,8 +107,8 @@ async def _watch(
     for one in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(one, stop.set)
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(servers)
-        first = await first_pages(servers)
+        fleet = await opened(flags, stack)
+        first = await first_pages(fleet.servers)
         model = next(iter(first.values())).model
         settings = replace(settings_of(first), served=model)
         gauges = AdviceGauges(model, settings)
@@ -125,7 +119,7 @@ async def _watch(
         is_silent = watched_s is not None and flags.output_format == OutputFormat.JSON
         output = None if is_silent else flags.output_format
         shown = ShownAdvice(flags.once, output, settings, gauges, cleanup)
-        watch = FleetWatch(servers, settings, model, every_s)
+        watch = FleetWatch(fleet.servers, settings, model, every_s, fleet.applied)
         until = Until(shown, watched_s)
         await watch.run(first, until, stop)
         if not until.is_over:
@@ -138,6 +132,7 @@ def _replayed(flags: AdviseFlags, given: Profile | None) -> Profile:
     """The step times of a replica, where no server tells its model."""
     given_too = {"an address": flags.addresses, "--servers": flags.servers, "--listen": flags.listen}
     given_too |= {"--prometheus": flags.prometheus, "--scaler": flags.scaler}
+    given_too |= {"--selector": flags.selector, "--pool": flags.pool, "--apply": flags.apply}
     if flags.plan:
         raise BadInput("--plan: of servers; `tokenfleet plan --trace` plans for a recorded day")
     for flag, value in {**given_too, "--once": flags.once}.items():

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from controlplane.errors import BadInput
+from tokenfleet.advise.bearer import VARIABLE
 from tokenfleet.advise.view import MOST
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.texts import parse_duration_s
@@ -32,7 +33,24 @@ class AdviseFlags:
         str | None, typer.Option(help="URL of a Prometheus server that scrapes the servers, instead")
     ] = None
     selector: Annotated[
-        str | None, typer.Option(help="""--prometheus: labels of the servers, e.g. {namespace="llm"}""")
+        str | None,
+        typer.Option(
+            help="""labels of the servers: of pods, app=vllm; with --prometheus, {namespace="llm"}"""
+        ),
+    ] = None
+    pool: Annotated[
+        str | None, typer.Option(help="InferencePool whose pods are the servers, instead of --selector")
+    ] = None
+    namespace: Annotated[
+        str | None, typer.Option(help="Kubernetes namespace (default: the context's, or this pod's)")
+    ] = None
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="port of the pods' metrics (default: the pool's, or 8000)"),
+    ] = None
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help=f"bearer token that metrics or Prometheus are asked with (or ${VARIABLE})"),
     ] = None
     gpu: Annotated[str | None, typer.Option(help="GPU of a replica, e.g. h100")] = None
     tp: Annotated[
@@ -62,6 +80,14 @@ class AdviseFlags:
     scaler: Annotated[
         str | None, typer.Option(help="HOST:PORT to answer KEDA's external scaler (gRPC, without TLS)")
     ] = None
+    apply: Annotated[
+        str | None,
+        typer.Option(
+            help="what to scale: deployment/NAME, statefulset/NAME, or a command with {replicas}; needs"
+            " --replicas, and --yes or it is a dry run"
+        ),
+    ] = None
+    yes: Annotated[bool, typer.Option("--yes", help="--apply: really set the replicas")] = False
     replay: Annotated[
         list[Path] | None,
         typer.Option(help="show what the advice would have done on a recorded day; a trace of requests"),
@@ -79,16 +105,39 @@ class AdviseFlags:
 
 def refuse_contradictions(flags: AdviseFlags) -> None:
     """Raise BadInput for flags that exclude each other."""
-    if flags.profile is not None and (flags.gpu or flags.tp or flags.model):
-        raise BadInput("--profile: says model, GPU and TP; leave out --model, --gpu and --tp")
-    if flags.prometheus is not None and (flags.addresses or flags.servers):
-        raise BadInput("--prometheus: has the servers; leave out addresses and --servers")
-    if flags.selector is not None and flags.prometheus is None:
-        raise BadInput("--selector: of --prometheus; give its URL too")
-    if flags.plan is not None and flags.once:
-        raise BadInput("--once: contradicts --plan, which watches for longer; give one of them")
-    if flags.output_dir is not None and flags.plan is None:
-        raise BadInput("--output-dir: of --plan; say for how long to watch")
+    for told, holds in (_of_servers(flags) | _of_use(flags)).items():
+        if holds:
+            raise BadInput(told)
+
+
+def _of_servers(flags: AdviseFlags) -> dict[str, object]:
+    """What is wrong where the servers are named, and whether it holds."""
+    pool, selector, prometheus = flags.pool, flags.selector or "", flags.prometheus
+    library, listed = flags.gpu or flags.tp or flags.model, flags.addresses or flags.servers
+    of_pods_alone = "--selector: braces are of --prometheus; give its URL, or app=vllm for pods"
+    return {
+        "--profile: says model, GPU and TP; leave out --model, --gpu and --tp": flags.profile and library,
+        "--prometheus: has the servers; leave out addresses and --servers": prometheus and listed,
+        "--pool: contradicts --prometheus; give one of them": prometheus and pool,
+        "--pool: has a selector; leave out --selector": pool and selector,
+        of_pods_alone: selector.startswith("{") and not prometheus,
+        "--port: of --selector or --pool; addresses have their own": flags.port and not of_pods(flags),
+    }
+
+
+def _of_use(flags: AdviseFlags) -> dict[str, object]:
+    """What is wrong in what becomes of the advice, and whether it holds."""
+    return {
+        "--apply: needs a floor and a ceiling; give --replicas MIN..MAX": flags.apply and not flags.replicas,
+        "--yes: of --apply; say what to scale": flags.yes and not flags.apply,
+        "--once: contradicts --plan, which watches for longer; give one of them": flags.plan and flags.once,
+        "--output-dir: of --plan; say for how long to watch": flags.output_dir and not flags.plan,
+    }
+
+
+def of_pods(flags: AdviseFlags) -> bool:
+    """Whether the servers are pods that Kubernetes lists."""
+    return flags.pool is not None or (flags.selector is not None and flags.prometheus is None)
 
 
 def watch_s(flags: AdviseFlags) -> float | None:
