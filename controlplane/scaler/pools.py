@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from controlplane.scaler.load import LoadSettings
 from controlplane.scaler.state import ScalingSettings
+from controlplane.scaler.target import may_give_back
 from controlplane.snapshot import Scale, Snapshot
 from controlplane.worker_type import WorkerType
 
@@ -61,7 +62,7 @@ def together(
     """
     there = {name: snapshot.wanted_kinds.get(name, 0) for name in changes}
     wanted = {name: there[name] if change is None else change.workers for name, change in changes.items()}
-    if snapshot.waiting_requests:
+    if not may_give_back(snapshot, by_demand=False):
         wanted = {name: max(n, there[name]) for name, n in wanted.items()}
     one = replace(settings, worker_types=settings.worker_types[:1]).limits
     counts = within(wanted, max(settings.target.low, len(wanted)), one.high)

@@ -250,10 +250,15 @@ class Stabilized:
     most_below: int = 0
 
 
-def may_give_back(snapshot: Snapshot) -> bool:
-    """Whether workers may go at all: no request waits for one, and the arrivals were counted."""
+def may_give_back(snapshot: Snapshot, by_demand: bool = True) -> bool:
+    """Whether workers may go at all: no request waits for one.
+
+    `by_demand`: where demand decides, the arrivals must have been counted, too.
+    """
+    if snapshot.waiting_requests:
+        return False
     arrivals = snapshot.arrivals
-    return not (snapshot.waiting_requests or arrivals is None or math.isnan(arrivals))
+    return not by_demand or (arrivals is not None and not math.isnan(arrivals))
 
 
 def stabilize(

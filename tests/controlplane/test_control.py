@@ -334,6 +334,18 @@ def test_nothing_is_let_go_while_requests_wait_or_what_runs_needs_it():
         assert [a.workers for a in tick(settings, state, seen)[1]] == wanted
 
 
+@pytest.mark.parametrize("arrivals", [None, 4.0])
+def test_by_load_too_nothing_is_let_go_while_requests_wait(arrivals):
+    fleet = worker("a", (100,)), worker("b"), worker("c")
+    for waiting, wanted in ((0, [1]), (1, [])):
+        state, counts = State(), []
+        for beat in range(12):
+            seen = at(beat, *fleet, arrivals=arrivals, waiting_requests=waiting)
+            state, actions = tick(STILL, state, seen)
+            counts += [a.workers for a in actions]
+        assert counts[:1] == wanted
+
+
 def test_an_outage_of_the_metrics_keeps_the_fleet():
     _, state = by_demand(1, [100] * 6)
     seen, _ = by_demand(6, [None] * 30, state, start_s=60.0)

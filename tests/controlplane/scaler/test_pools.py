@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from made_types import BIG, SLO
 
 from controlplane.scaler.line import decode_rps, prefill_rps
-from controlplane.scaler.pools import within
+from controlplane.scaler.pools import together, within
+from controlplane.scaler.state import ScalingSettings
+from controlplane.scaler.target import TargetSettings
+from controlplane.snapshot import Scale, Snapshot
 from controlplane.types import ClassArrivals, Slo
 
 
@@ -34,6 +37,16 @@ def test_longer_prompts_take_prefill_workers_and_longer_answers_decode_workers()
     assert prefill_rps(BIG, long_prompts) < prefill_rps(BIG, plain) / 2
     assert prefill_rps(BIG, long_answers) == prefill_rps(BIG, plain)
     assert decode_rps(BIG, long_answers) < decode_rps(BIG, plain) / 2
+
+
+def test_neither_pool_gives_back_while_requests_wait_for_one_of_them():
+    changes = {"prefill": Scale(1, "few prompts"), "decode": Scale(4, "long answers")}
+    seen = Snapshot(0.0, (), 5, wanted_kinds={"prefill": 3, "decode": 2})
+    settings = ScalingSettings(TargetSettings(None, None))
+    for waiting, kinds in ((0, {"prefill": 1, "decode": 4}), (1, {"prefill": 3, "decode": 4})):
+        together_now = together(settings, replace(seen, waiting_requests=waiting), changes)
+        assert together_now is not None
+        assert together_now.kinds == kinds
 
 
 def test_a_tight_ttft_leaves_a_prefill_worker_less_to_do_and_none_too_tight_asks_for_more_than_one_each():
