@@ -54,6 +54,7 @@ VERBS = {
         "tokenfleet.cli.pick", "pick_command", "choose a vLLM server for each request of an Envoy gateway"
     ),
     "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, make up or convert a trace"),
+    "data": Verb("tokenfleet.cli.data", "data_app", "keep prices and profiles of your own, with their dates"),
     "serve": Verb("tokenfleet.cli.serve.command", "serve_command", "run a fleet behind one OpenAI endpoint"),
     "doctor": Verb(
         "tokenfleet.cli.doctor", "doctor_command", "check a host or a cluster before a fleet starts"

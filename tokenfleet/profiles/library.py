@@ -1,8 +1,9 @@
 """The profile library: profile files on disk, found by model, GPU and tensor-parallel degree.
 
-`find_profiles` looks on three shelves, in this order: the library proper (one folder per GPU), what was
-measured in 2023, and the two profiles that reproduce Aladdin's tables. A later shelf answers only for a
-GPU that no earlier one has, so an old measurement is never taken for a current one by accident.
+`find_profiles` looks on three shelves in this order. The first is the library proper: the user's own
+profiles, and one folder per GPU. The second is what was measured in 2023. The third are the two profiles that
+reproduce Aladdin's tables. A later shelf answers only for a GPU that no earlier one has, so an old
+measurement is never taken for a current one by accident.
 
 `LearnedProfiles` caches the profiles that fleets have learned. Each is one file, named by a digest of its
 key, which is what step times depend on. A file holds key and profile, and is there whole or not at all. A
@@ -29,6 +30,7 @@ from controlplane.perfmodel.profile import Frontend, Profile
 from tokenfleet.field_errors import read_text
 from tokenfleet.files import keep_newest, write_files
 from tokenfleet.profiles.form import parse_profile, profile_text
+from tokenfleet.profiles.own import own_profiles
 
 MAX_FILE_BYTES = 1_000_000
 STALE_AFTER_DAYS = 180
@@ -97,7 +99,7 @@ def library_folder() -> Path:
 def _shelves() -> tuple[tuple[str, Profile], ...]:
     folder = library_folder()
     rows = []
-    for path in sorted(folder.glob("*/*.yaml")):
+    for path in [*own_profiles(), *sorted(folder.glob("*/*.yaml"))]:
         shelf = path.parent.name if path.parent.name in _SHELVES else "current"
         profile = read_profile(path)
         rows += [(shelf, one) for one in (profile, *_of_same_layers(profile))]

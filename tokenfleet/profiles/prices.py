@@ -23,6 +23,7 @@ from pydantic import BeforeValidator, Field
 from controlplane.errors import BadInput
 from tokenfleet.field_errors import FilePart, no_bool, parse_yaml, read_text
 from tokenfleet.profiles.library import canonical_gpus, library_folder
+from tokenfleet.profiles.own import own_prices
 
 SCHEMA = "tokenfleet.prices/1"
 Kind = Literal["on_demand", "reserved", "spot"]
@@ -104,14 +105,19 @@ class _PriceFile(FilePart):
 
 
 def read_prices(path: Path | str | None = None) -> PriceList:
-    """The prices in a file, or those that ship. Raises BadInput naming the file, the entry and the value.
+    """The prices in a file, else the user's own, else those that ship. Raises BadInput naming the entry.
 
     A file of the user's stands alone: it is not filled up from the shipped list, since prices of two
     makers do not compare.
     """
-    path = library_folder() / "prices.yaml" if path is None else Path(path)
+    path = Path(path or own_prices() or library_folder() / "prices.yaml")
+    return parse_prices(read_text(path, MAX_FILE_BYTES), str(path))
+
+
+def parse_prices(text: str, path: str) -> PriceList:
+    """The prices in a text. Raises BadInput naming `path`, the entry and the value."""
     no_prices = f"not a price list: expected `schema: {SCHEMA}` and `prices`"
-    file = parse_yaml(read_text(path, MAX_FILE_BYTES), str(path), _PriceFile, no_prices)
+    file = parse_yaml(text, path, _PriceFile, no_prices)
     prices: dict[tuple[str, Kind, str], GpuPrice] = {}
     for row in file.prices:
         gpu, host_usd = canonical_gpus(row.gpu)[0], row.host_memory_gib or 0.0
@@ -124,4 +130,4 @@ def read_prices(path: Path | str | None = None) -> PriceList:
             if (gpu, kind, row.provider) in prices:
                 raise BadInput(f"{path}: {row.gpu}: {kind}: given twice")
             prices[gpu, kind, row.provider] = GpuPrice(usd, row.date, row.source, host_usd)
-    return PriceList(prices, str(path))
+    return PriceList(prices, path)

@@ -102,6 +102,26 @@ def _aiperf(document: Json) -> Iterator[Row]:
     yield start_s, value["input_sequence_length"], value["output_sequence_length"], *answer
 
 
+def _inference_perf(document: Json) -> Iterator[Row]:
+    """An entry of inference-perf's `per_request_lifecycle_metrics.json`; its times are those of a stopwatch.
+
+    Tokens are the server's own count where it gave one.
+    """
+    start_s = document["start_time"]
+    if document["error"]:
+        yield start_s, *FAILED, None, None
+        return
+    told = document["info"]
+    answer = told["response_metrics"] or {}
+    usage: Json = answer.get("server_usage") or {}
+    times_s: list[float] = answer.get("chunk_times") or []
+    prompt = usage.get("prompt_tokens", told["input_tokens"])
+    output = usage.get("completion_tokens", answer.get("output_tokens", 0))
+    ttft_s = times_s[0] - start_s if times_s else None
+    tpot_s = (times_s[-1] - times_s[0]) / max(int(output) - 1, 1) if len(times_s) > 1 else None
+    yield start_s, prompt, output, ttft_s, tpot_s
+
+
 def _litellm(document: Json) -> Iterator[Row]:
     """An object of LiteLLM's logging payload, or a row of its spend logs."""
     start_s = _unix_s(document["startTime"])
@@ -159,6 +179,7 @@ TOOLS = (
     Tool("vllm-bench", frozenset({"request_throughput", "total_input_tokens"}), _vllm_bench),
     Tool("guidellm", frozenset({"benchmarks", "metadata"}), _guidellm),
     Tool("aiperf", frozenset({"metadata", "metrics"}), _aiperf),
+    Tool("inference-perf", frozenset({"start_time", "end_time", "info", "error"}), _inference_perf),
     Tool("litellm", frozenset({"startTime", "prompt_tokens", "completion_tokens"}), _litellm),
     Tool(
         "otlp", frozenset({"resourceSpans"}), _spans,

@@ -104,6 +104,7 @@ TOLD = st.sampled_from(
         *("metrics", "request_start_ns", "value", "input_lens", "output_lens", "ttfts", "itls", "startTime"),
         *("resourceSpans", "scopeSpans", "spans", "attributes", "key", "start_times", "completion_tokens"),
         *("prompt_tokens", "gen_ai.usage.prompt_tokens", "gen_ai.usage.completion_tokens"),
+        *("start_time", "end_time", "info", "error", "response_metrics", "server_usage", "chunk_times"),
     ]
 )
 NESTED = st.recursive(

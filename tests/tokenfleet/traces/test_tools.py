@@ -1,7 +1,7 @@
 """Files of load tools, LiteLLM and OpenTelemetry. `samples` holds parts of files that the tools wrote.
 
 vLLM 0.32, guidellm 0.8.1, aiperf 0.13.0 and LiteLLM 1.110 each sent a few requests to one vLLM server on a
-CPU; the spans are that server's, as OTLP's JSON.
+CPU; the spans are that server's, as OTLP's JSON. inference-perf 0.7.0 sent its own to an emulated fleet.
 """
 
 import gzip
@@ -20,6 +20,7 @@ SAMPLE = {  # format, requests, prompt tokens, output tokens, and whether arriva
     "vllm_bench.json": ("vllm-bench", 4, 240, 48, False),
     "guidellm.json": ("guidellm", 4, 276, 48, True),
     "aiperf.jsonl": ("aiperf", 4, 240, 55, True),
+    "inference_perf.json": ("inference-perf", 4, 188, 51, False),
     "litellm.jsonl": ("litellm", 6, 114, 48, True),
     "otlp.jsonl": ("otlp", 6, 360, 72, True),
 }
@@ -27,7 +28,10 @@ SAMPLE = {  # format, requests, prompt tokens, output tokens, and whether arriva
 
 def objects_of(name):
     text = (SAMPLES / name).read_text()
-    return [json.loads(text)] if name.endswith(".json") else [json.loads(one) for one in text.splitlines()]
+    if name.endswith(".jsonl"):
+        return [json.loads(one) for one in text.splitlines()]
+    whole = json.loads(text)
+    return whole if isinstance(whole, list) else [whole]
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -60,6 +64,7 @@ def test_answers_carry_their_times():
         "vllm_bench.json": 2,
         "guidellm.json": 2,
         "aiperf.jsonl": 2,
+        "inference_perf.json": 2,
         "otlp.jsonl": 2,
     }.items():
         table = open_container(SAMPLES / name).table
