@@ -45,6 +45,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS, MOVES = 1500, 400, 6
 FIRST_ID, LAST_ID = 3, 1000  # token ids that any vocabulary has
 START_S, STREAM_S, MOVE_S = 1800.0, 300.0, 60.0
 LOOK_S = 0.02
+NEAR_TIE = 0.1  # log probability: nearer than this, bf16 sums in another order may choose the other token
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +147,14 @@ def _table(found: list[tuple[str, HostFinding]]) -> Table:
 
 @dataclass
 class _Stream:
-    """A streamed completion's tokens as they come."""
+    """A streamed completion's tokens as they come, and how far each was from the next likeliest.
+
+    `margins`: differences of log probabilities; none where the engine does not report them.
+    """
 
     tokens: list[int] = field(default_factory=list)
     fault: str = ""
+    margins: list[float] = field(default_factory=list)
 
 
 def make_tiny_model(folder: Path) -> str:
@@ -287,6 +292,13 @@ def _compared(plain: _Stream, moved: _Stream) -> HostFinding:
         if one != other:
             break
         alike += 1
+    if not moved.fault and alike < len(plain.margins) and plain.margins[alike] < NEAR_TIE:
+        says = (
+            f"token {alike} of {len(plain.tokens)} differs from that without a move, and was a near tie: the"
+            f" likeliest two were {plain.margins[alike]:.2g} apart in log probability. Rounding decides there"
+            " on GPUs; VLLM_BATCH_INVARIANT=1 makes batches alike"
+        )
+        return HostFinding("tokens", "fine", says)
     why = moved.fault or f"token {alike} of {len(plain.tokens)} differs from that without a move"
     return HostFinding("tokens", "stops", why)
 
@@ -299,6 +311,7 @@ def _way(transport: dict[str, Any]) -> HostFinding:
 def _read(url: str, body: dict[str, Any], name: str, into: _Stream) -> None:
     """Stream a greedy completion into `into`."""
     asked = body | {"temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    asked |= {"logprobs": 2}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode())
     request.add_header("content-type", "application/json")
     request.add_header("x-request-id", name)
@@ -312,8 +325,15 @@ def _read(url: str, body: dict[str, Any], name: str, into: _Stream) -> None:
                     into.fault = str(chunk["error"].get("message"))
                 for choice in chunk.get("choices", ()):
                     into.tokens += choice.get("token_ids") or ()
+                    into.margins += map(_margin, (choice.get("logprobs") or {}).get("top_logprobs") or ())
     except (OSError, ValueError) as error:
         into.fault = str(error)
+
+
+def _margin(likeliest: dict[str, float]) -> float:
+    """How far the likeliest token is from the next, in log probability; infinite where one alone is known."""
+    best, *others = sorted(likeliest.values(), reverse=True) or [0.0]
+    return best - others[0] if others else float("inf")
 
 
 def _ask(url: str) -> Any:

@@ -4,7 +4,7 @@ import pytest
 
 from controlplane.errors import BadInput
 from tokenfleet.cli import doctor
-from tokenfleet.cli.doctor import _findings, _Stream, _way
+from tokenfleet.cli.doctor import _findings, _margin, _Stream, _way
 
 WORKERS = [{"host": "10.0.0.1", "telemetry": {"step_s": 0.004}}, {"host": "10.0.0.2", "telemetry": None}]
 MOVE = {"outcome": "done", "downtime_s": 0.01, "bytes": 3_000_000, "reason": ""}
@@ -31,6 +31,21 @@ def test_equal_tokens_after_moves_are_fine_with_their_figures():
 )
 def test_tokens_that_differ_stop_a_fleet(moved, says):
     assert states(moved, [MOVE])["tokens"] == ("stops", says)
+
+
+def test_a_near_tie_is_rounding_and_a_clear_choice_is_not():
+    plain = _Stream([5, 6, 7], margins=[3.0, 0.04, 2.0])
+    near, clear, gone = _Stream([5, 9, 7]), _Stream([5, 6, 9]), _Stream([5], "the worker is lost")
+    found = {f.check: f for f in _findings(WORKERS, plain, near, [MOVE])}["tokens"]
+    assert found.state == "fine"
+    assert found.says.startswith("token 1 of 3 differs from that without a move, and was a near tie")
+    for moved in (clear, gone):
+        assert {f.check: f.state for f in _findings(WORKERS, plain, moved, [MOVE])}["tokens"] == "stops"
+
+
+def test_a_margin_is_the_distance_of_the_likeliest_two():
+    assert _margin({"a": -0.5, "b": -0.75, "c": -9.0}) == 0.25
+    assert _margin({"a": -0.5}) == _margin({}) == float("inf")
 
 
 def test_moves_that_fail_stop_a_fleet_with_their_reason():
