@@ -41,8 +41,8 @@ _BUDGET = "budget-usd-per-h"
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """A model's workers, each with `gpus` GPUs of type `gpu`, or with a part of one.
+class Tenant:
+    """A model of the portfolio and its workers, each with `gpus` GPUs of type `gpu`, or with a part of one.
 
     `floor`: the workers it always has. `asked`, `needed`: workers, as above. `share`: the last one sent to
     it. `held`: workers whose GPUs it has, those that start or leave among them. `is_heard`: whether a share
@@ -91,51 +91,51 @@ class Limits:
     usd_per_h: float | None = None
     zones: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
-    def rows(self, pools: Sequence[Pool]) -> list[tuple[str, list[float], float]]:
-        """For each limit its name, what a worker of each pool and a GPU of each group take, and the most of
+    def rows(self, tenants: Sequence[Tenant]) -> list[tuple[str, list[float], float]]:
+        """For each limit its name, what a worker of each tenant and a GPU of each group take, and the most of
         all workers. Of dollars, the most is less what is fixed."""
-        whole = [Pool("", gpu, 1, usd, 0, zone=zone or None) for zone, gpu, usd in _groups(pools)]
-        pools = [replace(p, gpus=0, usd_per_h=0.0) if p.group else p for p in pools] + whole
+        whole = [Tenant("", gpu, 1, usd, 0, zone=zone or None) for zone, gpu, usd in _groups(tenants)]
+        tenants = [replace(p, gpus=0, usd_per_h=0.0) if p.group else p for p in tenants] + whole
         rows: list[tuple[str, list[float], float]] = []
         for gpu, n in self.gpus.items():
-            rows.append((f"gpus.{gpu}", [float(p.gpus * (p.gpu == gpu)) for p in pools], n))
+            rows.append((f"gpus.{gpu}", [float(p.gpus * (p.gpu == gpu)) for p in tenants], n))
         for (zone, gpu), n in self.zones.items():
-            takes = [float(p.gpus * ((p.zone, p.gpu) == (zone, gpu))) for p in pools]
+            takes = [float(p.gpus * ((p.zone, p.gpu) == (zone, gpu))) for p in tenants]
             rows.append((f"zones.{zone}.{gpu}", takes, n))
         if self.max_gpus is not None:
-            rows.append(("max-gpus", [float(p.gpus) for p in pools], self.max_gpus))
+            rows.append(("max-gpus", [float(p.gpus) for p in tenants], self.max_gpus))
         if self.usd_per_h is not None:
-            rows.append((_BUDGET, [p.usd_per_h for p in pools], self.usd_per_h - _fixed(pools)))
+            rows.append((_BUDGET, [p.usd_per_h for p in tenants], self.usd_per_h - _fixed(tenants)))
         return rows
 
-    def used(self, pools: Sequence[Pool], workers: Sequence[int]) -> list[tuple[str, float, float]]:
-        """For each limit its name, what `workers` of each pool take of it, and the most."""
-        counts = [*workers, *bought(_parts(pools) @ workers).tolist()]
-        fixed = {_BUDGET: _fixed(pools)}
+    def used(self, tenants: Sequence[Tenant], workers: Sequence[int]) -> list[tuple[str, float, float]]:
+        """For each limit its name, what `workers` of each tenant take of it, and the most."""
+        counts = [*workers, *bought(_parts(tenants) @ workers).tolist()]
+        fixed = {_BUDGET: _fixed(tenants)}
         return [
             (name, sum(takes * n for takes, n in zip(row, counts, strict=True)) + beside, most + beside)
-            for name, row, most in self.rows(pools)
+            for name, row, most in self.rows(tenants)
             for beside in [fixed.get(name, 0)]
         ]
 
-    def hold(self, pools: Sequence[Pool], workers: Sequence[int]) -> bool:
-        """Whether `workers` of each pool keep to the limits."""
-        return all(used <= most + HAIR for _, used, most in self.used(pools, workers))
+    def hold(self, tenants: Sequence[Tenant], workers: Sequence[int]) -> bool:
+        """Whether `workers` of each tenant keep to the limits."""
+        return all(used <= most + HAIR for _, used, most in self.used(tenants, workers))
 
 
-def _fixed(pools: Sequence[Pool]) -> float:
-    return sum(p.fixed_usd_per_h for p in pools)
+def _fixed(tenants: Sequence[Tenant]) -> float:
+    return sum(p.fixed_usd_per_h for p in tenants)
 
 
-def _groups(pools: Sequence[Pool]) -> list[tuple[str, str, float]]:
-    return sorted({group for p in pools if (group := p.group) is not None})
+def _groups(tenants: Sequence[Tenant]) -> list[tuple[str, str, float]]:
+    return sorted({group for p in tenants if (group := p.group) is not None})
 
 
-def _parts(pools: Sequence[Pool]) -> Takes:
-    """The GPUs of each group that a worker of each pool has a part of, shape [groups, pools]."""
-    groups = _groups(pools)
-    parts = [p.gpus * (p.group == group) for group in groups for p in pools]
-    return np.array(parts, float).reshape(len(groups), len(pools))
+def _parts(tenants: Sequence[Tenant]) -> Takes:
+    """The GPUs of each group that a worker of each tenant has a part of, shape [groups, tenants]."""
+    groups = _groups(tenants)
+    parts = [p.gpus * (p.group == group) for group in groups for p in tenants]
+    return np.array(parts, float).reshape(len(groups), len(tenants))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,44 +156,44 @@ class Claims:
 
     spare_since_s: float | None = None
     needed_since_s: float | None = None
-    asked: tuple[Pool, ...] = ()
+    asked: tuple[Tenant, ...] = ()
     answers: tuple[dict[str, int], ...] = ()
 
 
-def rights(pools: Sequence[Pool], limits: Limits) -> dict[str, int]:
+def rights(tenants: Sequence[Tenant], limits: Limits) -> dict[str, int]:
     """The workers that each model has a right to, `right` being what it was planned with.
 
     Raises BadInput where the limits do not leave each model one.
     """
-    least = {p.model: max(p.floor, 1) for p in pools}
-    if not limits.hold(pools, [least[p.model] for p in pools]):
-        where = {p.model: f" in {p.zone}" if p.zone else "" for p in pools}
-        floors = ", ".join(f"{p.model} {least[p.model] * p.gpus:g} {p.gpu}{where[p.model]}" for p in pools)
+    least = {p.model: max(p.floor, 1) for p in tenants}
+    if not limits.hold(tenants, [least[p.model] for p in tenants]):
+        where = {p.model: f" in {p.zone}" if p.zone else "" for p in tenants}
+        floors = ", ".join(f"{p.model} {least[p.model] * p.gpus:g} {p.gpu}{where[p.model]}" for p in tenants)
         raise BadInput(f"limits: leave no room for the least of each model ({floors})")
-    asking = [replace(p, asked=p.right, needed=p.right) for p in pools]
+    asking = [replace(p, asked=p.right, needed=p.right) for p in tenants]
     return divide(asking, limits, least, {})
 
 
-def most_workers(pool: Pool, pools: Sequence[Pool], limits: Limits, up_to: int) -> int:
+def most_workers(tenant: Tenant, tenants: Sequence[Tenant], limits: Limits, up_to: int) -> int:
     """The workers that a model could have while all others have their floors, at most `up_to`."""
 
     def are_too_many(workers: int) -> bool:
-        return not limits.hold(pools, [workers if p.model == pool.model else p.floor for p in pools])
+        return not limits.hold(tenants, [workers if p.model == tenant.model else p.floor for p in tenants])
 
     return bisect_left(range(1, up_to + 1), True, key=are_too_many)
 
 
 def divide(
-    pools: Sequence[Pool], limits: Limits, least: Mapping[str, int], kept: Mapping[str, int]
+    tenants: Sequence[Tenant], limits: Limits, least: Mapping[str, int], kept: Mapping[str, int]
 ) -> dict[str, int]:
     """The best division within the limits, which `least` keeps to; `kept`: workers that are kept first."""
-    top = {p.model: max(p.wants, least[p.model]) for p in pools}
-    if limits.hold(pools, [top[p.model] for p in pools]):
+    top = {p.model: max(p.wants, least[p.model]) for p in tenants}
+    if limits.hold(tenants, [top[p.model] for p in tenants]):
         return top
     problem = pulp.LpProblem("shares", pulp.LpMaximize)
     chosen: dict[str, list[Any]] = {}
     worth: list[Any] = []
-    for p in pools:
+    for p in tenants:
         numbers = range(least[p.model] + 1, top[p.model] + 1)
         chosen[p.model] = [
             problem.add_variable(f"x{len(worth) + i}", cat="Binary") for i in range(len(numbers))
@@ -202,27 +202,27 @@ def divide(
             value(p, k, kept.get(p.model, 0)) * x for k, x in zip(numbers, chosen[p.model], strict=True)
         ]
     problem += pulp.lpSum(worth)
-    counts = [least[p.model] + pulp.lpSum(chosen[p.model]) for p in pools]
-    for number, parts in enumerate(_parts(pools)):
-        counts += [whole for _, whole in whole_gpus(problem, parts, counts[: len(pools)], number)]
-    for _, row, most in limits.rows(pools):
+    counts = [least[p.model] + pulp.lpSum(chosen[p.model]) for p in tenants]
+    for number, parts in enumerate(_parts(tenants)):
+        counts += [whole for _, whole in whole_gpus(problem, parts, counts[: len(tenants)], number)]
+    for _, row, most in limits.rows(tenants):
         keep_to(problem, np.array(row), counts, most)
     solve(problem, "no division of shares keeps to the limits")
     return {m: least[m] + sum(round(pulp.value(x) or 0) for x in xs) for m, xs in chosen.items()}
 
 
-def value(pool: Pool, k: int, kept: int) -> float:
+def value(tenant: Tenant, k: int, kept: int) -> float:
     """What a model's k-th worker is worth to the division; it falls with k."""
-    worth = pool.right / k * (1.0 if k <= pool.needed else TRIFLE)
-    return pool.gpus * (worth + (1.0 if k <= kept else 0.0) + (TIE if k <= pool.share else 0.0))
+    worth = tenant.right / k * (1.0 if k <= tenant.needed else TRIFLE)
+    return tenant.gpus * (worth + (1.0 if k <= kept else 0.0) + (TIE if k <= tenant.share else 0.0))
 
 
 def share_out(
-    patience: Patience, claims: Claims, pools: Sequence[Pool], limits: Limits, now_s: float
+    patience: Patience, claims: Claims, tenants: Sequence[Tenant], limits: Limits, now_s: float
 ) -> tuple[Claims, dict[str, int]]:
     """The claims to carry on, and the share that each model is to be told now."""
-    asked = tuple(replace(p, held=0, is_heard=True) for p in pools)
-    answers = claims.answers if asked == claims.asked else _answers(pools, limits)
+    asked = tuple(replace(p, held=0, is_heard=True) for p in tenants)
+    answers = claims.answers if asked == claims.asked else _answers(tenants, limits)
     nothing_asked_is_taken, only_spare_is_taken, by_right_alone = answers
     spare_since_s = needed_since_s = None
     if only_spare_is_taken != nothing_asked_is_taken:
@@ -234,32 +234,32 @@ def share_out(
         target = only_spare_is_taken
     if needed_since_s is not None and now_s - needed_since_s >= patience.needed_s:
         target = by_right_alone
-    return Claims(spare_since_s, needed_since_s, asked, answers), in_turn(pools, target, limits)
+    return Claims(spare_since_s, needed_since_s, asked, answers), in_turn(tenants, target, limits)
 
 
-def _answers(pools: Sequence[Pool], limits: Limits) -> tuple[dict[str, int], ...]:
+def _answers(tenants: Sequence[Tenant], limits: Limits) -> tuple[dict[str, int], ...]:
     """Three divisions: one takes nothing that is asked for, one takes nothing needed, one is the best."""
-    least = {p.model: max(p.floor, min(p.needed, p.right)) for p in pools}
-    asked = {p.model: min(p.share, p.asked) for p in pools}
-    needed = {p.model: min(p.share, p.needed) for p in pools}
+    least = {p.model: max(p.floor, min(p.needed, p.right)) for p in tenants}
+    asked = {p.model: min(p.share, p.asked) for p in tenants}
+    needed = {p.model: min(p.share, p.needed) for p in tenants}
     kept: tuple[dict[str, int], ...] = (asked, needed, {})
-    return tuple(divide(pools, limits, least, each) for each in kept)
+    return tuple(divide(tenants, limits, least, each) for each in kept)
 
 
-def in_turn(pools: Sequence[Pool], target: Mapping[str, int], limits: Limits) -> dict[str, int]:
+def in_turn(tenants: Sequence[Tenant], target: Mapping[str, int], limits: Limits) -> dict[str, int]:
     """The shares to tell now on the way to the target: lower ones at once, higher ones as there is room."""
-    told = {p.model: min(p.share, target[p.model]) if p.is_heard else p.share for p in pools}
-    there = [p.most_held for p in pools]
-    for i, k in _in_order(pools, target):
+    told = {p.model: min(p.share, target[p.model]) if p.is_heard else p.share for p in tenants}
+    there = [p.most_held for p in tenants]
+    for i, k in _in_order(tenants, target):
         raised = [max(n, k) if j == i else n for j, n in enumerate(there)]
-        if told[pools[i].model] == k - 1 and limits.hold(pools, raised):
-            told[pools[i].model], there = k, raised
+        if told[tenants[i].model] == k - 1 and limits.hold(tenants, raised):
+            told[tenants[i].model], there = k, raised
     return told
 
 
-def _in_order(pools: Sequence[Pool], target: Mapping[str, int]) -> Iterable[tuple[int, int]]:
-    """The workers to add, as (place of the pool, number), the most urgent first: who is furthest below."""
+def _in_order(tenants: Sequence[Tenant], target: Mapping[str, int]) -> Iterable[tuple[int, int]]:
+    """The workers to add, as (place of the tenant, number), the most urgent first: who is furthest below."""
     more = [
-        (i, k) for i, p in enumerate(pools) if p.is_heard for k in range(p.share + 1, target[p.model] + 1)
+        (i, k) for i, p in enumerate(tenants) if p.is_heard for k in range(p.share + 1, target[p.model] + 1)
     ]
-    return sorted(more, key=lambda one: (-pools[one[0]].right / one[1], one))
+    return sorted(more, key=lambda one: (-tenants[one[0]].right / one[1], one))

@@ -6,9 +6,10 @@ An *offer* o is one way to serve one model: what it takes in each window of time
     subject to  Σ x_o = 1                      for each model
                 Σ used_l(o, w) · x_o <= most_l     for each limit l and window w
 
-used_l counts GPUs of some *pools* (the GPUs of one type in one zone), all GPUs, or dollars an hour. At most a
-share s of the GPUs on spot means Σ (spot_o(w) - s · gpus_o(w)) · x_o <= 0. A fleet that may be partly on spot
-is several offers. Fleets are the planner's own, whole, so what is chosen is what it has replayed.
+used_l counts GPUs of some *capacity pools* (the GPUs of one type in one zone), all GPUs, or dollars an hour.
+At most a share s of the GPUs on spot means Σ (spot_o(w) - s · gpus_o(w)) · x_o <= 0. A fleet that may be
+partly on spot is several offers. Fleets are the planner's own, whole, so what is chosen is what it has
+replayed.
 Windows tie no offers together: a model that sleeps while another is awake leaves it its GPUs.
 
 Workers that have a part of a GPU share it with others of that pool and price. Whole GPUs are bought for each

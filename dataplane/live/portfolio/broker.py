@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import uvicorn
 
-from controlplane.scaler.shares import Claims, Limits, Patience, Pool, share_out
+from controlplane.scaler.shares import Claims, Limits, Patience, Tenant, share_out
 from dataplane.http.server import QuietServer, address, follow, server_options, until_answering
 from dataplane.http.tls import ServerCertificate
 from dataplane.live.engine_api.processes import Pulse
@@ -39,7 +39,7 @@ LAST_CHANGES = 100
 class FrontSettings:
     """Where the front answers, and where the fleet of each model does: its gateway and its control API.
 
-    `pools`: the models' rights and workers. `key`: of the fleets' control APIs, where they have any.
+    `tenants`: the models' rights and workers. `key`: of the fleets' control APIs, where they have any.
     `hold_s`: how long a division must be the better one before it takes away workers that are needed.
     """
 
@@ -51,7 +51,7 @@ class FrontSettings:
     controls: Mapping[str, str]
     shutdown_s: int
     certificate: tuple[Path, Path] | None
-    pools: tuple[Pool, ...]
+    tenants: tuple[Tenant, ...]
     limits: Limits
     hold_s: float
     key: str
@@ -62,7 +62,9 @@ class Broker:
 
     def __init__(self, settings: FrontSettings, http: aiohttp.ClientSession) -> None:
         self._settings, self._http = settings, http
-        self._pools = {pool.model: replace(pool, share=0, is_heard=False) for pool in settings.pools}
+        self._tenants = {
+            tenant.model: replace(tenant, share=0, is_heard=False) for tenant in settings.tenants
+        }
         self._times: dict[str, tuple[float, float]] = {}  # cold start and drain of each fleet, once heard
         self._claims = Claims()
         self.view: dict[str, Any] = {"shares": [], "limits": [], "changes": []}
@@ -78,15 +80,17 @@ class Broker:
 
     async def look(self) -> None:
         """Ask all fleets, divide, and tell those whose share changes."""
-        await asyncio.gather(*(self._hear(model) for model in self._pools))
-        pools = list(self._pools.values())
-        if len(self._times) == len(pools):  # of a fleet never heard it is not known what it has
+        await asyncio.gather(*(self._hear(model) for model in self._tenants))
+        tenants = list(self._tenants.values())
+        if len(self._times) == len(tenants):  # of a fleet never heard it is not known what it has
             cold_start_s = max(start for start, _ in self._times.values())
             drain_s = max(drain for _, drain in self._times.values())
             patience = Patience(PATIENCE * cold_start_s, max(self._settings.hold_s, cold_start_s + drain_s))
             now_s = time.monotonic()
-            self._claims, told = share_out(patience, self._claims, pools, self._settings.limits, now_s)
-            changed = {pool.model: told[pool.model] for pool in pools if told[pool.model] != pool.share}
+            self._claims, told = share_out(patience, self._claims, tenants, self._settings.limits, now_s)
+            changed = {
+                tenant.model: told[tenant.model] for tenant in tenants if told[tenant.model] != tenant.share
+            }
             # What is lowered is in force once its fleet has answered; others are given it at a later look.
             await asyncio.gather(*(self._tell(model, share) for model, share in changed.items()))
         self._show()
@@ -94,14 +98,14 @@ class Broker:
     async def _hear(self, model: str) -> None:
         told = await self._ask(model, "GET", None)
         if told is None:
-            self._pools[model] = replace(self._pools[model], is_heard=False)
+            self._tenants[model] = replace(self._tenants[model], is_heard=False)
         else:
             self._take(model, told)
 
     async def _tell(self, model: str, share: int) -> None:
-        before = self._pools[model]
+        before = self._tenants[model]
         # It may be in force though no answer comes: then the larger of both counts until one does.
-        self._pools[model] = replace(before, share=max(share, before.share), is_heard=False)
+        self._tenants[model] = replace(before, share=max(share, before.share), is_heard=False)
         if (told := await self._ask(model, "PUT", {"workers": share})) is not None:
             self._take(model, told)
             said = {"at_s": time.time(), "model": model, "before": before.share, "share": share}
@@ -110,7 +114,7 @@ class Broker:
 
     def _take(self, model: str, told: Mapping[str, Any]) -> None:
         now = {"share": told["workers"], **{name: told[name] for name in ("asked", "needed", "held")}}
-        self._pools[model] = replace(self._pools[model], is_heard=True, **now)
+        self._tenants[model] = replace(self._tenants[model], is_heard=True, **now)
         self._times[model] = told["cold_start_s"], told["drain_s"]
 
     async def _ask(self, model: str, method: str, order: object) -> dict[str, Any] | None:
@@ -134,10 +138,10 @@ class Broker:
         return None
 
     def _show(self) -> None:
-        pools, limits = list(self._pools.values()), self._settings.limits
+        tenants, limits = list(self._tenants.values()), self._settings.limits
         held = [
             {"name": name, "most": most, "held": held}
-            for name, held, most in limits.used(pools, [p.held for p in pools])
+            for name, held, most in limits.used(tenants, [p.held for p in tenants])
         ]
         shares = [
             {
@@ -152,7 +156,7 @@ class Broker:
                 "held": p.held,
                 "heard": p.is_heard,
             }
-            for p in pools
+            for p in tenants
         ]
         self.view |= {"shares": shares, "limits": held}
 

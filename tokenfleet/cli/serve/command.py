@@ -152,7 +152,7 @@ def _serve_all(
         flags = replace(member.flags, port=port, control_port=control_port)
         fleet_locks = keys, (*operators, own) if operators else (), None
         settings = _settings(flags, checked[name], fleet_locks, held, name)
-        share = None if member.pool is None else member.pool.share
+        share = None if member.tenant is None else member.tenant.share
         fleets[name] = replace(settings, share=share, site=_site(name, asked, checked)), of_fleet
         gateway, controls[name] = (address(flags.host, p, None) for p in (port, control_port))
         gateways |= dict.fromkeys((name, *member.adapters), gateway)
@@ -165,7 +165,7 @@ def _serve_all(
         controls,
         next(iter(checked.values())).shutdown_s,
         certificate,
-        tuple(member.pool for member in asked.members.values() if member.pool is not None),
+        tuple(member.tenant for member in asked.members.values() if member.tenant is not None),
         asked.limits,
         parse_duration_s(asked.flags.scale_in_after, "--scale-in-after"),
         own.secret,
@@ -177,7 +177,7 @@ def _site(name: str, asked: Asked, checked: Mapping[str, Checked]) -> Site:
     """The site of a portfolio model's workers, with the other models' groups that begin there."""
     from dataplane.live.pool.fleet_types import Begun, Site
 
-    zones = {other: None if m.pool is None else m.pool.zone for other, m in asked.members.items()}
+    zones = {other: None if m.tenant is None else m.tenant.zone for other, m in asked.members.items()}
     there = [other for other, zone in zones.items() if zone == zones[name]]
     beside = (
         Begun(group, asked.members[other].on_demand)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from controlplane.errors import BadInput
-from controlplane.scaler.shares import Limits, Pool, most_workers, rights
+from controlplane.scaler.shares import Limits, Tenant, most_workers, rights
 from tokenfleet.cli.flags import adapter_at
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.workers import bounds_of, engine_flag_names
@@ -34,7 +34,7 @@ class ServedFleet:
 
     flags: ServeFlags
     plan: PlanFile | None
-    pool: Pool | None = None
+    tenant: Tenant | None = None
     adapters: Sequence[str] = ()
     on_demand: float | None = None
 
@@ -59,15 +59,15 @@ def members_of(flags: ServeFlags) -> Asked:
     low, high = (1, None) if flags.autoscale is None else bounds_of(flags.autoscale)
     planned = read_planned_portfolio(flags.portfolio)
     limits = Limits(planned.gpus, planned.max_gpus, planned.budget_usd_per_h, planned.zones)
-    pools = [_pool(name, planned, (low, high), flags.as_is) for name in planned.plans]
-    _check_parts(pools)
-    right = rights(pools, limits)
+    tenants = [_tenant(name, planned, (low, high), flags.as_is) for name in planned.plans]
+    _check_parts(tenants)
+    right = rights(tenants, limits)
     where = _where(flags, (*planned.plans, *chain(*planned.adapters.values())))
     members = {}
-    for pool, plan in zip(pools, planned.plans.values(), strict=True):
-        name, adapters = pool.model, planned.adapters.get(pool.model, ())
-        most = most_workers(pool, pools, limits, UNBOUNDED)
-        most = max(FEW_WORKERS, 2 * pool.right) if most == UNBOUNDED else most
+    for tenant, plan in zip(tenants, planned.plans.values(), strict=True):
+        name, adapters = tenant.model, planned.adapters.get(tenant.model, ())
+        most = most_workers(tenant, tenants, limits, UNBOUNDED)
+        most = max(FEW_WORKERS, 2 * tenant.right) if most == UNBOUNDED else most
         most = min(most, high or most)
         own = replace(
             flags,
@@ -82,7 +82,7 @@ def members_of(flags: ServeFlags) -> Asked:
                 *("--served-model-name", name),
             ],
         )
-        share = replace(pool, right=right[name], share=right[name])
+        share = replace(tenant, right=right[name], share=right[name])
         plan = plan.with_workers(right[name])
         members[name] = ServedFleet(own, plan, share, adapters, planned.on_demand.get(name))
     return Asked(flags, members, limits)
@@ -114,11 +114,11 @@ def _check_of_all(flags: ServeFlags) -> None:
         raise BadInput(f"--autoscale: each model of a portfolio keeps a worker, got {flags.autoscale}")
 
 
-def _check_parts(pools: Sequence[Pool]) -> None:
+def _check_parts(tenants: Sequence[Tenant]) -> None:
     """Raise BadInput where Ray would put workers on one GPU that were planned with fewer neighbours."""
     parts: dict[tuple[str, str | None], set[float]] = {}
-    for pool in pools:
-        parts.setdefault((pool.gpu, pool.zone), set()).update([pool.gpus] if pool.gpus < 1 else [])
+    for tenant in tenants:
+        parts.setdefault((tenant.gpu, tenant.zone), set()).update([tenant.gpus] if tenant.gpus < 1 else [])
     for (gpu, _), sizes in parts.items():
         if len(sizes) > 1:
             named = ", ".join(f"{gpus:g}" for gpus in sorted(sizes))
@@ -127,7 +127,7 @@ def _check_parts(pools: Sequence[Pool]) -> None:
             )
 
 
-def _pool(name: str, planned: PlannedPortfolio, bounds: tuple[int, int | None], as_is: bool) -> Pool:
+def _tenant(name: str, planned: PlannedPortfolio, bounds: tuple[int, int | None], as_is: bool) -> Tenant:
     """A model's workers as they were planned. Raises BadInput for what no portfolio is served with."""
     plan = planned.plans[name]
     if len(plan.fleet) > 1:
@@ -142,7 +142,7 @@ def _pool(name: str, planned: PlannedPortfolio, bounds: tuple[int, int | None], 
         )
     usd_per_h = worker_type.usd_per_h or 0.0
     low, high = bounds
-    return Pool(
+    return Tenant(
         name,
         str(worker_type.gpu),
         worker_type.reserved_gpus,

@@ -8,7 +8,7 @@ import pytest
 
 web = pytest.importorskip("aiohttp.web")
 
-from controlplane.scaler.shares import Limits, Pool  # noqa: E402
+from controlplane.scaler.shares import Limits, Tenant  # noqa: E402
 from dataplane.live.portfolio.broker import Broker, FrontSettings  # noqa: E402
 from dataplane.live.portfolio.front import session  # noqa: E402
 
@@ -51,9 +51,9 @@ async def served():
         await runners[-1].setup()
         await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
         urls[name] = f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
-    pools = tuple(Pool(name, "h100", 1, 5.0, right=2, share=2) for name in MODELS)
+    tenants = tuple(Tenant(name, "h100", 1, 5.0, right=2, share=2) for name in MODELS)
     settings = FrontSettings(
-        "", 0, "", 0, {}, urls, 1, None, pools, Limits({"h100": GPUS}), hold_s=0.0, key="k"
+        "", 0, "", 0, {}, urls, 1, None, tenants, Limits({"h100": GPUS}), hold_s=0.0, key="k"
     )
     async with session() as http:
         try:

@@ -44,7 +44,9 @@ def test_each_model_is_served_by_its_plan_within_what_the_limits_leave_it(file):
 
 def test_plans_that_peak_at_different_times_begin_with_fair_parts_of_the_limits(file):
     found = asked(file(portfolio_json({"chat": 6, "code": 2}, 4)))
-    shares = {name: (one.plan.workers, one.pool.right, one.pool.share) for name, one in found.members.items()}
+    shares = {
+        name: (one.plan.workers, one.tenant.right, one.tenant.share) for name, one in found.members.items()
+    }
     assert shares == {"chat": (3, 3, 3), "code": (1, 1, 1)}
 
 
@@ -93,8 +95,8 @@ def in_zones(zone_of, most, **fields):
 
 def test_models_that_share_gpus_have_parts_of_what_the_limits_leave(file):
     found = asked(file(portfolio_json(dict.fromkeys(("chat", "code", "mail"), 1), 2, workers_per_gpu=2)))
-    pools = [one.pool for one in found.members.values()]
-    assert [(p.gpus, p.usd_per_h, p.right) for p in pools] == [(0.5, 2.5, 1)] * 3
+    tenants = [one.tenant for one in found.members.values()]
+    assert [(p.gpus, p.usd_per_h, p.right) for p in tenants] == [(0.5, 2.5, 1)] * 3
     assert {one.flags.autoscale for one in found.members.values()} == {"1..2"}
     types = planned_types(found.members["chat"].plan, (), as_is=False)
     beside = [Begun(group) for _ in range(2) for group in types.groups]
@@ -111,7 +113,7 @@ ZONED = in_zones({"chat": "east", "code": "east", "mail": "eu-west.1"}, {"east":
 
 def test_a_model_of_a_zone_has_what_others_leave_of_that_zone(file):
     found = asked(file(ZONED))
-    assert {n: one.pool.zone for n, one in found.members.items()} == {
+    assert {n: one.tenant.zone for n, one in found.members.items()} == {
         "chat": "east",
         "code": "east",
         "mail": "eu-west.1",
@@ -152,14 +154,14 @@ def test_a_model_has_as_many_workers_on_demand_as_planned_and_their_dollars_coun
     found = asked(file(partly(limits=[{"name": "budget-usd-per-h", "most": 30}])))
     members = found.members
     assert {name: one.on_demand for name, one in members.items()} == {"chat": 2, "code": math.inf}
-    pools = [one.pool for one in members.values()]
-    assert [(p.usd_per_h, p.fixed_usd_per_h, p.right) for p in pools] == [(5.0, 9.0, 3), (5.0, 0.0, 1)]
-    assert found.limits.used(pools, [3, 1]) == [("budget-usd-per-h", 29.0, 30.0)]
+    tenants = [one.tenant for one in members.values()]
+    assert [(p.usd_per_h, p.fixed_usd_per_h, p.right) for p in tenants] == [(5.0, 9.0, 3), (5.0, 0.0, 1)]
+    assert found.limits.used(tenants, [3, 1]) == [("budget-usd-per-h", 29.0, 30.0)]
     assert members["chat"].flags.autoscale == "1..3"  # a fourth, of $5, is beyond the budget
     # Of one on spot none; older plans do not say what is on spot.
     on_spot, untold = (asked(file(partly(*told))).members["chat"] for told in ((True, None), (None, None)))
     assert (on_spot.on_demand, untold.on_demand) == (0, None)
-    assert on_spot.pool.fixed_usd_per_h == untold.pool.fixed_usd_per_h == 0.0
+    assert on_spot.tenant.fixed_usd_per_h == untold.tenant.fixed_usd_per_h == 0.0
 
 
 def ray_nodes(*markets):
