@@ -6,6 +6,7 @@ Files and names are looked up at each look. Where one cannot be read any more, i
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from tokenfleet.profiles.engine_metrics import MOST_BYTES, engine_counts
 TIMEOUT_S = 4.0
 TOGETHER = 64
 DNS = "dns:"
+WORKER = re.compile(r'^vllm:\w+\{[^}]*\bworker="', re.M)  # a gateway of ours names the workers
+SEVERAL = "shows {} engines; a replica is counted as one (`tokenfleet serve` shows its workers at port 8001)"
 
 
 class Servers:
@@ -67,26 +70,34 @@ class Servers:
         servers = await self.listed()
         headers = self._bearer.headers()
         pages = await asyncio.gather(*(self._page(server, at_s, headers) for server in servers))
-        return dict(zip(servers, pages, strict=True))
+        return {name: page for found in pages for name, page in found.items()}
 
-    async def _page(self, server: str, at_s: float, headers: dict[str, str]) -> Page:
+    async def _page(self, server: str, at_s: float, headers: dict[str, str]) -> dict[str, Page]:
+        """A server's counts; those of each worker where it is the control address of `tokenfleet serve`."""
+        text = await self._text(server, headers)
+        if isinstance(text, NoCounts):
+            return {server: text}
+        try:
+            engines = engine_counts(text, at_s, server)
+        except BadInput as error:
+            return {server: NoCounts(str(error).removeprefix(f"{server}: "), answers=True)}
+        if WORKER.search(text):
+            return {f"{server} {name.partition(' ')[0]}": page for name, page in engines.items()}
+        if len(engines) > 1:
+            return {server: NoCounts(SEVERAL.format(len(engines)), answers=True)}
+        return {server: next(iter(engines.values()))}
+
+    async def _text(self, server: str, headers: dict[str, str]) -> str | NoCounts:
         assert self._session is not None
         try:
             async with self._session.get(url_of(server), headers=headers, allow_redirects=False) as reply:
                 if reply.status != 200:
                     return NoCounts(f"answers with status {reply.status}", answers=reply.status < 500)
-                text = await _text(reply)
-            engines = engine_counts(text, at_s, server)
-        except BadInput as error:
-            return NoCounts(str(error).removeprefix(f"{server}: "), answers=True)
+                return await _text(reply)
         except TimeoutError:
             return NoCounts(f"does not answer within {TIMEOUT_S:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return NoCounts(f"does not answer: {getattr(error, 'strerror', None) or error}")
-        if len(engines) > 1:
-            why = f"shows {len(engines)} engines; a replica is counted as one"
-            return NoCounts(why, answers=True)
-        return next(iter(engines.values()))
 
     def _of_file(self, path: Path) -> list[str]:
         """The addresses in a file, one a line; # begins a comment."""

@@ -10,7 +10,7 @@ from counted_servers import CountedServer, answering, busy
 from controlplane.errors import BadInput
 from tokenfleet.advise.bearer import VARIABLE, Bearer
 from tokenfleet.advise.look import NoCounts
-from tokenfleet.advise.servers import Servers
+from tokenfleet.advise.servers import SEVERAL, Servers
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.engine_metrics import EngineCounts
 
@@ -80,9 +80,19 @@ def test_what_a_server_answers_instead_of_metrics_is_said(capsys):
         NoCounts("answers with status 503"),
         NoCounts("answers with status 404", answers=True),
         NoCounts("not Prometheus metrics", answers=True),
-        NoCounts("shows 2 engines; a replica is counted as one", answers=True),
+        NoCounts(SEVERAL.format(2), answers=True),
         NoCounts("does not answer: Connect call failed ('127.0.0.1', 9)"),
     ]
+
+
+def test_each_worker_behind_the_control_address_of_a_fleet_is_a_replica():
+    text = "".join(
+        CountedServer().text().replace('engine="0"', f'worker="{name}"') for name in ("w-1", "w-2")
+    )
+    with answering(text, token="control-key") as address:
+        (found,) = pages(address, bearer=Bearer(None, {VARIABLE: "control-key"}))
+    assert list(found) == [f"{address} w-1", f"{address} w-2"]
+    assert all(isinstance(page, EngineCounts) for page in found.values())
 
 
 def test_servers_of_two_models_are_refused(capsys):
