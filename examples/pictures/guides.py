@@ -88,6 +88,42 @@ def agents() -> str:
     )
 
 
+def already_run() -> str:
+    """A fleet that stays, and what reads and scales it."""
+    return flow(
+        "Your gateway and your vLLM servers stay",
+        [
+            Part(0, 0, "Your gateway", ("unchanged",)),
+            Part(1, 0, "vLLM servers", ("any number, on any host,", "in pods or processes")),
+            Part(1, 1, "tokenfleet advise", ("reads /metrics every 5 s", "has 8, wants 5")),
+            Part(2, 1, "KEDA, or --apply", ("follows the advice within", "your floor and ceiling")),
+        ],
+        [
+            Pass("Your gateway", "vLLM servers", "requests"),
+            Pass("vLLM servers", "tokenfleet advise", "metrics", True),
+            Pass("tokenfleet advise", "KEDA, or --apply", "replicas"),
+        ],
+    )
+
+
+def ways_in() -> str:
+    """Platforms, and what they give and take."""
+    return flow(
+        "A platform gives metrics and takes a number of replicas",
+        [
+            Part(0, 0, "Platform", ("llm-d, KServe, Dynamo,", "production-stack")),
+            Part(1, 0, "tokenfleet advise", ("--pool, --selector,", "--prometheus")),
+            Part(2, 0, "Its scaler", ("KEDA, a Deployment, or", "a command of yours")),
+            Part(1, 1, "tokenfleet pick", ("InferencePools and Envoy", "alone")),
+        ],
+        [
+            Pass("Platform", "tokenfleet advise", "vllm: metrics"),
+            Pass("tokenfleet advise", "Its scaler", "replicas"),
+            Pass("tokenfleet pick", "Platform", "a server for each", True),
+        ],
+    )
+
+
 def caches() -> str:
     """Placement by cached prefix, and evicted blocks that come back from host memory."""
     return flow(
@@ -323,6 +359,7 @@ def scorecard() -> str:
 
 GUIDES = {
     "agents.svg": agents,
+    "already-run-vllm.svg": already_run,
     "caches.svg": caches,
     "classes.svg": classes,
     "history.svg": history,
@@ -335,4 +372,5 @@ GUIDES = {
     "several-hosts.svg": several_hosts,
     "several-models.svg": several_models,
     "spot.svg": spot,
+    "ways-in.svg": ways_in,
 }
