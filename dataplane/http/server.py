@@ -149,7 +149,7 @@ class Extension:
     """Routes, and what they need: `running` is entered while the API answers, `collectors` join /metrics.
 
     `open_paths` answer without a key; `body_bytes` lets a path take a larger body than others; `fleet` adds
-    to what `GET /v1/fleet` says.
+    to what `GET /v1/fleet` says. `attach` gets the orders of the fleet that the API steers, if it steers one.
     """
 
     routers: Sequence[APIRouter]
@@ -158,3 +158,4 @@ class Extension:
     open_paths: frozenset[str] = frozenset()
     body_bytes: Mapping[str, int] = field(default_factory=dict)
     fleet: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    attach: Callable[[Any], None] = lambda orders: None

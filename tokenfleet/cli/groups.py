@@ -38,7 +38,7 @@ GROUPS = {
             "--max-workers",
             "--advisory",
         ),
-        *("--as-is", "--replan-every", "--vary"),
+        *("--as-is", "--replan-every", "--auto-apply", "--vary"),
     ),
     "Replicas": ("--replicas", "--every", "--scaler", "--apply", "--yes", "--replay", "--once"),
     "Engine and placement": (

@@ -21,7 +21,8 @@ from dataplane.http.server import Extension
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.service.data_folder import VARIABLE, default_data_folder, made_folder
 from tokenfleet.service.plan_service import PlanService, ServiceLimits
-from tokenfleet.service.proposals import BY_ITSELF, Proposals, Replanning, no_proposal, proposal_router
+from tokenfleet.service.proposal_routes import no_proposal, proposal_router
+from tokenfleet.service.proposals import BY_ITSELF, Proposals, Replanning
 from tokenfleet.service.routes import plan_extension
 from tokenfleet.service.score_process import LastGap
 
@@ -100,12 +101,14 @@ def fleet_extension(
     if plan is None or name is None:
         why_not = "this fleet is served without --plan"
     elif why_not is None:
-        proposals = Proposals(service, name, plan, replanning.every_s)
+        proposals = Proposals(service, name, plan, replanning)
     told["proposal"] = no_proposal(why_not or "") if proposals is None else proposals.view
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
         number = None if name is None else service.plans.begin_serving(name)
+        if proposals is not None:
+            proposals.serving = number
         gaps = asyncio.create_task(gap.keep())
         replans = None if proposals is None else asyncio.create_task(proposals.keep())
         try:
@@ -118,10 +121,12 @@ def fleet_extension(
                 replans.cancel()
                 await asyncio.wait([replans])
                 await proposals.close()
+                number = proposals.serving
             if number is not None:
                 service.plans.end_serving(number)
             service.close()
 
     plans = plan_extension(service, lambda: gap.known)
     routers = [*plans.routers, proposal_router(proposals or why_not or "")]
-    return replace(plans, routers=routers, running=running, fleet=told)
+    attach = plans.attach if proposals is None else proposals.attach
+    return replace(plans, routers=routers, running=running, fleet=told, attach=attach)

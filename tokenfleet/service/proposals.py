@@ -13,16 +13,14 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
-
-from fastapi import APIRouter, Body
-from pydantic import BaseModel, ConfigDict, Field
+from functools import partial
+from typing import Any, Literal
 
 from controlplane.errors import BadInput
 from dataplane.history.files import history_span, read_history
-from dataplane.http.rules import ERRORS, Conflict, TooBusy
+from dataplane.http.rules import Conflict, TooBusy
 from tokenfleet.files import write_files
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.service.forms import OVER
@@ -31,6 +29,7 @@ from tokenfleet.service.replan import (
     COLUMNS,
     DAY_S,
     RECENT_S,
+    AutoApply,
     FleetChange,
     Recorded,
     due,
@@ -50,20 +49,18 @@ SINCE = "1d"
 State = Literal["none", "planning", "ready", "same", "failed", "applying", "applied", "rolled-back"]
 
 
-class ProposalOrder(BaseModel):
-    """Plan again now, from the requests of the last `since`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    since: Annotated[str, Field(min_length=1, max_length=20, examples=["1d", "6h"])] = SINCE
-
-
 @dataclass(frozen=True, slots=True)
 class Replanning:
-    """Whether a fleet plans again: `every_s` by itself (None: only when asked), or `why_not` at all."""
+    """Whether a fleet plans again: `every_s` by itself (None: only when asked), or `why_not` at all.
+
+    `to_serve`: a plan as the running fleet takes it. `auto`: the limits within which a plan is applied
+    without an operator; None waits for one.
+    """
 
     every_s: float | None = DAY_S
     why_not: str | None = None
+    to_serve: Callable[[str, PlanFile], Any] | None = None
+    auto: AutoApply | None = None
 
 
 BY_ITSELF = Replanning()
@@ -95,14 +92,16 @@ class Proposal:
 class Proposals:
     """The proposals of one fleet, which is served under a kept `plan` of that `name`.
 
-    `every_s`: the time from one plan to the next; None plans only when an operator asks.
+    `serving`: the number of that serving in the database, while the fleet runs.
     """
 
     def __init__(
-        self, service: PlanService, name: str, plan: PlanFile, every_s: float | None = DAY_S
+        self, service: PlanService, name: str, plan: PlanFile, replanning: Replanning = BY_ITSELF
     ) -> None:
         self.plan, self.name = plan, name
-        self._service, self._every_s = service, every_s
+        self.serving: int | None = None
+        self._service, self._every_s, self._by = service, replanning.every_s, replanning
+        self._fleet: Any = None  # takes plans to serve by
         self._planned_s = time.time()
         self._planning: asyncio.Task[None] | None = None
         self.last = Proposal("none", self._waits(), name, self._planned_s)
@@ -154,6 +153,34 @@ class Proposals:
         self._note("planning", f"a plan of the last {since} is being made ({why})", why=why)
         self._planning = asyncio.create_task(self._await(job["id"], why, kept))
 
+    def attach(self, fleet: Any) -> None:
+        """The running fleet that proposals are applied to."""
+        self._fleet = fleet
+
+    def apply(self, by: str = "an operator") -> dict[str, Any]:
+        """Begin to serve by the proposed plan; how that stands. Raises BadInput, and then changes nothing."""
+        last = self.last
+        if last.plan is None or last.state not in ("ready", "rolled-back"):
+            raise Conflict(f"apply: there is no proposal to apply ({last.state}): {last.line}")
+        plan = self._service.plans.find(last.plan)
+        if plan is None or self._by.to_serve is None or self._fleet is None:
+            raise Conflict(f"apply: plan {last.plan} cannot be applied to this fleet")
+        order = self._by.to_serve(last.plan, plan)
+        told: dict[str, Any] = self._fleet.apply(order, partial(self._applied, plan))
+        self._note("applying", f"{last.line}; {by} applies it", last)
+        return told
+
+    def _applied(self, plan: PlanFile, state: str, cause: str) -> None:
+        """Serve under the new plan from now on, or go on under the one of before."""
+        last, line = self.last, self.last.line.rpartition("; ")[0]
+        if state != "done" or last.plan is None:
+            self._note("rolled-back", f"{line}; rolled back: {cause}", last)
+            return
+        self.plan, self.name = plan, last.plan
+        self.serving = self._service.plans.begin_serving(self.name)
+        self._planned_s = time.time()
+        self._note("applied", f"{line}; applied", last)
+
     async def close(self) -> None:
         """End what is under way here; the job itself goes on or is queued again."""
         if self._planning is not None:
@@ -186,7 +213,20 @@ class Proposals:
                 change=change.as_json(),
                 recorded_s=round(kept.seconds, 1),
             )
+            if not change.is_none and self._by.auto is not None:
+                self._apply_within(self._by.auto, change, kept.seconds)
         log.info("proposal: %s", self.last.line)
+
+    def _apply_within(self, limits: AutoApply, change: FleetChange, recorded_s: float) -> None:
+        """Apply the proposal, or say why an operator has to."""
+        why = limits.refusal(change, recorded_s)
+        if why is None:
+            try:
+                self.apply("--auto-apply")
+                return
+            except BadInput as refusal:
+                why = str(refusal)
+        self._note("ready", f"{self.last.line}; not applied by itself: {why}", self.last)
 
     def _waits(self) -> str:
         why = why_never(self.plan)
@@ -210,9 +250,11 @@ class Proposals:
     def _folder(self) -> Any:
         return self._service.folder / "history"
 
-    def _note(self, state: State, line: str, **facts: Any) -> None:
-        """Keep a proposal, here and on disk. A full disk ends nothing else."""
+    def _note(self, state: State, line: str, of: Proposal | None = None, **facts: Any) -> None:
+        """Keep a proposal, here and on disk: a new one, or a new state `of` one. A full disk ends nothing."""
         self.last = Proposal(state, line, self.name, time.time(), **facts)
+        if of is not None:
+            self.last = replace(of, state=state, line=line, served=self.name, at_s=time.time())
         with suppress(OSError, BadInput):
             write_files(
                 {self._service.folder / FILE: json.dumps(self.view() | {"planned_s": self._planned_s})}
@@ -225,30 +267,5 @@ class Proposals:
             if kept.pop("schema") != SCHEMA or kept["served"] != self.name:
                 return
             self._planned_s = float(kept.pop("planned_s"))
-            if kept["state"] in ("ready", "same"):
+            if kept["state"] in ("ready", "same", "applied", "rolled-back"):
                 self.last = Proposal(**kept)
-
-
-def no_proposal(why: str) -> Callable[[], dict[str, Any]]:
-    """The view of a fleet that never has one."""
-    return lambda: Proposal("none", f"none: {why}", "", 0.0).as_json()
-
-
-def proposal_router(proposals: Proposals | str) -> APIRouter:
-    """The routes of a fleet's proposals; of a fleet that has none, the reason."""
-    router = APIRouter(prefix="/v1/fleet", tags=["proposals"], responses=ERRORS)
-
-    @router.get("/proposal")
-    async def proposal() -> dict[str, Any]:
-        """The last plan that the fleet made from its own history, and what it would change."""
-        return no_proposal(proposals)() if isinstance(proposals, str) else proposals.view()
-
-    @router.post("/proposal", status_code=202)
-    async def propose(order: Annotated[ProposalOrder, Body()]) -> dict[str, Any]:
-        """Plan again now, from the requests that the fleet recorded."""
-        if isinstance(proposals, str):
-            raise Conflict(f"proposal: none is made: {proposals}")
-        await proposals.begin("an operator asked", order.since)
-        return proposals.view()
-
-    return router

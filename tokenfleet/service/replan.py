@@ -243,6 +243,46 @@ class FleetChange:
         return ", ".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class AutoApply:
+    """The limits within which a proposal is applied without an operator; None for no limit."""
+
+    max_workers: int | None = None
+    usd_per_h: float | None = None
+
+    @classmethod
+    def read(cls, text: str) -> AutoApply:
+        """`max-workers=8,usd=20`, or one of them. Raises BadInput."""
+        wrong = BadInput(f"--auto-apply: expected limits such as max-workers=8,usd=20, got {text!r}")
+        values: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            try:
+                values[name] = float(value)
+            except ValueError:
+                raise wrong from None
+            if name not in ("max-workers", "usd") or not 0 < values[name] < 1e9:
+                raise wrong
+        workers = values.get("max-workers")
+        if workers is not None and workers != int(workers):
+            raise wrong
+        return cls(None if workers is None else int(workers), values.get("usd"))
+
+    def refusal(self, change: FleetChange, recorded_s: float) -> str | None:
+        """Why an operator has to apply this change; None where the fleet may."""
+        workers, usd = change.workers[1], change.usd_after
+        if self.max_workers is not None and workers > self.max_workers:
+            return f"{workers} workers are more than max-workers={self.max_workers}"
+        if self.usd_per_h is not None and usd is None:
+            return f"the plan has no price to compare with usd={self.usd_per_h:g}"
+        if self.usd_per_h is not None and usd is not None and usd > self.usd_per_h:
+            return f"${usd:,.2f}/h is more than usd={self.usd_per_h:g}"
+        before, after = (sum(part.gpus for part in parts) for parts in (change.before, change.after))
+        if after < before and recorded_s < NEARLY * DAY_S:
+            return f"fewer GPUs need a whole day of history, there are {duration_text(recorded_s)}"
+        return None
+
+
 def _counts(parts: Sequence[FleetPart]) -> Counter[tuple[str, int, str, str]]:
     counts: Counter[tuple[str, int, str, str]] = Counter()
     for part in parts:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from signal import SIGTERM
 
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.gateway.events import EventLog
 from dataplane.processes.keeper import End, Keeper, Pauses, Spec, program, told
+from dataplane.processes.keeper import tell as signal_to
 
 RESTART_AFTER_S = 2.0
 END_S = 5.0
@@ -20,7 +22,7 @@ class ControllerProcess:
 
     def __init__(self, events: EventLog) -> None:
         self._settings: asyncio.Future[ControllerSettings] = asyncio.get_running_loop().create_future()
-        self._events, self._was_lost = events, False
+        self._events, self._was_lost, self._is_renewed = events, False, False
         pauses = Pauses(RESTART_AFTER_S, RESTART_AFTER_S, math.inf)
         self._keeper = Keeper(Spec(self._begin, self._ended, self._decides, pauses=pauses))
 
@@ -31,6 +33,14 @@ class ControllerProcess:
     def tell(self, settings: ControllerSettings) -> None:
         """Let it begin to decide."""
         self._settings.set_result(settings)
+
+    def renew(self, settings: ControllerSettings) -> None:
+        """Let another, which begins in its place, decide by these."""
+        self._settings = asyncio.get_running_loop().create_future()
+        self._settings.set_result(settings)
+        if self._keeper.process is not None:
+            self._is_renewed = True
+            signal_to(self._keeper.process, SIGTERM)
 
     async def close(self) -> None:
         """End it."""
@@ -51,6 +61,9 @@ class ControllerProcess:
         return True
 
     def _ended(self, end: End[asyncio.subprocess.Process]) -> bool:
+        if self._is_renewed:
+            self._is_renewed = False
+            return True
         self._was_lost = True
         why = f"{end.why}; nothing is moved or scaled until it is back"
         self._events.record(time.time(), "controller-lost", why)

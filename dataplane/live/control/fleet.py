@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Polic
 from controlplane.placement.queue import QueueSettings
 from controlplane.placement.strictness import NORMAL, Strictness
 from controlplane.types import Slo, SloClass
+from controlplane.worker_type import WorkerType
 from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing, read_control_keys
 from dataplane.http.server import Extension, address, follow, until_answering
@@ -39,6 +40,7 @@ from dataplane.live.control.api import control_app, control_server
 from dataplane.live.control.controller_process import ControllerProcess
 from dataplane.live.control.demand_count import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
+from dataplane.live.control.replanned import Replanned, TypeParts, taken_up
 from dataplane.live.control.settings import Autoscale, ControllerSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api.processes import Estate
@@ -157,12 +159,12 @@ async def run_fleet(
         keys = KeyRing(settings.keys)
         allow = partial(_allow, keys, fleet.metrics)
         gateways = fleet.gateways(CoreServer(fleet.core, VllmCodec(), kv_blocks, allow, estate.number))
-        answering, own_key = await fleet.open_control(gateways)
+        answering = await fleet.open_control(gateways)
         serving = await fleet.open_endpoint(gateways, kv_blocks, keys, allow)
         is_tls = fleet.gateway.certificate is not None
         await until_answering(settings.control_host, settings.control_port, answering, is_tls)
         await until_answering(settings.gateway.host, settings.gateway.port, serving, is_tls)
-        fleet.let_decide(own_key)
+        fleet.let_decide()
         fleet.core.on_closing.append(fleet.tell_closing)
         announce(f"ready {fleet.gateway_url} control {fleet.control_url}")
         fleet.pool.tasks.spawn(estate.pulse.show())
@@ -175,7 +177,9 @@ class _Fleet:
     def __init__(
         self, settings: FleetSettings, estate: Estate, cleanup: AsyncExitStack, tell: Callable[[str], None]
     ) -> None:
+        settings = replace(settings, autoscale=taken_up(estate, settings.types, settings.autoscale))
         self.settings, self.estate, self._cleanup, self._tell = settings, estate, cleanup, tell
+        self._own_key: str | None = None  # the controller's to the control API
         self.events, self.metrics, self.arrived = EventLog(), Metrics(), DemandCount()
         self.history = History(
             PRIOR_OUTPUT_TOKENS,
@@ -357,8 +361,8 @@ class _Fleet:
         told = ProcessSettings(settings.gateway, settings.keys, self.control_url, listening)
         return Gateways(settings.gateways, told, server, self.events, self.estate)
 
-    async def open_control(self, gateways: Gateways | None) -> tuple[asyncio.Task[None], str | None]:
-        """Serve the control API; its server's task, and the key that the controller has to it."""
+    async def open_control(self, gateways: Gateways | None) -> asyncio.Task[None]:
+        """Serve the control API; its server's task."""
         settings = self.settings
         facts = FleetFacts(
             settings.gateway.model,
@@ -382,10 +386,13 @@ class _Fleet:
             gateways,
         )
         operations.updates.resume()
+        replanned = Replanned(operations, self._parts())
         self._register(REGISTRY if gateways is None else gateways.registry())
         for extension in settings.extensions:
+            extension.attach(replanned)
             await self._cleanup.enter_async_context(extension.running())
-        operators, own_key = _operators(settings)
+        replanned.resume()
+        operators, self._own_key = _operators(settings)
         app = control_app(operations, operators, settings.extensions)
         if (file := settings.control_keys_file) is not None:
             reload = partial(operators.reload, file, read_control_keys)
@@ -393,7 +400,7 @@ class _Fleet:
         control = control_server(app, self.gateway.certificate)
         answering = asyncio.create_task(control.serve(sockets=[self.estate.control]))
         self._cleanup.push_async_callback(_end_server, control, answering)
-        return answering, own_key
+        return answering
 
     def _register(self, of_vllm: CollectorRegistry) -> None:
         """Let vLLM's metrics, and those of extensions, be among ours."""
@@ -422,16 +429,22 @@ class _Fleet:
         core.on_closing.append(lambda why: setattr(door, "closing", why))
         return asyncio.create_task(self.gateway.serve(core, door, self.estate.listening))
 
-    def let_decide(self, own_key: str | None) -> None:
-        """Let the controller begin, by that key of its own, and leave machines that are to go away."""
+    def _parts(self) -> TypeParts:
+        def decide_by(types: tuple[WorkerType, ...], autoscale: Autoscale | None) -> None:
+            self.controller.renew(self._decides_by(types, autoscale))
+
+        return TypeParts(self.profiles, self.placement, self.step_times, decide_by)
+
+    def _decides_by(self, types: Iterable[WorkerType], autoscale: Autoscale | None) -> ControllerSettings:
+        """The controller's settings, with a key of its own, for these types and bounds."""
         settings = self.settings
-        controller_settings = ControllerSettings(
+        return ControllerSettings(
             self.control_url,
-            own_key,
+            self._own_key,
             settings.advisory,
             os.getpid(),
-            tuple(replace(t, known_profile=self.profiles.get(t.name)) for t in settings.types),
-            settings.autoscale,
+            tuple(replace(t, known_profile=self.profiles.get(t.name)) for t in types),
+            autoscale,
             None if settings.data is None else str(settings.data.absolute()),
             settings.moves,
             settings.policy,
@@ -441,9 +454,12 @@ class _Fleet:
             settings.classes,
             tells_need=settings.share is not None,
         )
+
+    def let_decide(self) -> None:
+        """Let the controller begin, and leave machines that are to go away."""
         self._cleanup.push_async_callback(self.controller.close)  # before the control API that it asks
-        self.controller.tell(controller_settings)
-        self.pool.tasks.spawn(NoticeWatch(self.pool, settings.reclaim_notice).run())
+        self.controller.tell(self._decides_by(self.settings.types, self.settings.autoscale))
+        self.pool.tasks.spawn(NoticeWatch(self.pool, self.settings.reclaim_notice).run())
 
     def _say(self, kind: str, line: str) -> None:
         """Tell operators, who look at the events or at the log."""

@@ -241,7 +241,7 @@ class Operations:
             ],
             [MoveRow(m.request, m.source, m.target) for m in moves.open.values()],
             pool.asked_kinds,
-            self.auto,
+            self.auto and not self.updates.reshapes,
             pool.cold_start_s,
             pool.drain_s,
             self.arrived.arrivals(),
@@ -293,6 +293,7 @@ class Operations:
 
     def scale(self, workers: int, kind: str | None, reason: str) -> None:
         """Fix the number of workers, of a `kind` where there are several; the controller lets go of it."""
+        self.updates.check_no_reshape("scale")
         types = self.cluster.types
         named = types.only() if kind is None else types.checked_name(kind)
         self.cluster.scale({named: workers}, reason)
@@ -385,6 +386,7 @@ class Operations:
                 said["kinds"] = dict(change.kinds)
             self._advise("scale", change.reason, **said)
             return
+        self.updates.check_no_reshape("decision")
         if not self.auto:  # an operator fixed the number while this was being decided
             raise BadInput("decision: scale: the number of workers is an operator's now")
         kinds = change.kinds or {self.cluster.types.only(): change.workers}

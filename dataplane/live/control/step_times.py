@@ -147,6 +147,10 @@ class StepTimes(Collector):
         self.kinds[kind] = KindTimes(profile, self._events)
         return self.kinds[kind]
 
+    def forget(self, kind: str) -> None:
+        """There are no workers of a kind any more."""
+        self.kinds.pop(kind, None)
+
     def pass_over(self, worker: WorkerId, steps: int) -> None:
         """Learn nothing from a worker's first steps: they were its measurement."""
         self._steps_taken[worker] = steps

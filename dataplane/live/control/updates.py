@@ -11,6 +11,7 @@ from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.pool.member import Revision
 from dataplane.live.pool.pool import WorkerPool
+from dataplane.live.pool.reshape import Reshape
 from dataplane.live.pool.rollout import Rollout
 
 
@@ -19,33 +20,38 @@ class Updates:
 
     def __init__(self, pool: WorkerPool, revised: Callable[[str, Sequence[str]], Mapping[str, Any]]) -> None:
         self._pool, self._revised = pool, revised
-        self.rollout: Rollout | None = None
+        self.rollout: Rollout | Reshape | None = None
         self._number = 1  # of the last revision that was tried
 
     def as_json(self) -> dict[str, Any] | None:
         """How the last one stands; None where there was none."""
         return None if self.rollout is None else self.rollout.as_json()
 
+    @property
+    def reshapes(self) -> bool:
+        """Whether workers become those of another plan now."""
+        return isinstance(self.rollout, Reshape) and self.rollout.is_open
+
     async def begin(self, model: str | None, flags: Sequence[str] | None, finish_s: float) -> dict[str, Any]:
         """Begin to replace every worker by one of another model or with other flags; how it stands."""
         if model is None and flags is None:
             raise BadInput("update: give a model, or the engine flags from now on")
-        self._check_no_rollout()
+        self.check_no_rollout()
         now = self._pool.revision
         model, flags = model or now.model, now.flags if flags is None else tuple(flags)
         if (model, flags) == (now.model, now.flags):
             raise BadInput("update: the fleet runs this already; to replace a worker, restart it")
         settings = await asyncio.to_thread(self._revised, model, flags)
-        self._check_no_rollout()
+        self.check_no_rollout()
         self._number = max(self._number, now.number) + 1
-        return self._roll(Rollout(self._pool, Revision(self._number, model, flags, settings), finish_s))
+        return self.roll(Rollout(self._pool, Revision(self._number, model, flags, settings), finish_s))
 
     def restart(self, worker: WorkerId, finish_s: float) -> dict[str, Any]:
         """Begin to replace one worker by another of its kind; how it stands."""
-        self._check_no_rollout()
+        self.check_no_rollout()
         if (state := self._pool.state_of(worker)) != "serving":
             raise BadInput(f"worker {worker}: is {state}, so it cannot be restarted")
-        return self._roll(Rollout(self._pool, self._pool.revision, finish_s, worker))
+        return self.roll(Rollout(self._pool, self._pool.revision, finish_s, worker))
 
     def cancel(self) -> dict[str, Any]:
         """Roll the update back that is under way."""
@@ -71,14 +77,21 @@ class Updates:
         self._number = max(self._number, to.number)
         rollout = Rollout(self._pool, to, left.finish_s, left.only)
         rollout.resume(left, before, obstacle)
-        self._roll(rollout)
+        self.roll(rollout)
 
-    def _roll(self, rollout: Rollout) -> dict[str, Any]:
+    def roll(self, rollout: Rollout | Reshape) -> dict[str, Any]:
+        """Begin a rollout, or a reshape; how it stands."""
         self.rollout = rollout
         self._pool.tasks.spawn(rollout.run())
         return rollout.as_json()
 
-    def _check_no_rollout(self) -> None:
+    def check_no_reshape(self, what: str) -> None:
+        """Raises BadInput while workers become those of another plan."""
+        if self.reshapes:
+            raise BadInput(f"{what}: a plan is being applied; wait for its end, or `fleet update --cancel`")
+
+    def check_no_rollout(self) -> None:
+        """Raises BadInput while workers are being replaced."""
         if self.rollout is not None and self.rollout.is_open:
             under_way = f"{self.rollout.what} is under way, {self.rollout.replaced} workers replaced"
             raise BadInput(f"update: {under_way}; wait for its end, or cancel it")

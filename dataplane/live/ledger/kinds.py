@@ -58,6 +58,12 @@ class WorkerKinds:
         self.profiles[kind], self._rows[kind] = profile, speed.coefficient_row(profile)
         self._lay_out()
 
+    def forget(self, kind: str) -> None:
+        """There are no workers of a kind any more."""
+        self.profiles.pop(kind, None)
+        self._rows.pop(kind, None)
+        self._lay_out()
+
     def kept_tpot_s(self, asked_s: float, prompt_tokens: int) -> float:
         """The TPOT that placement keeps for a request of this target and prompt, on all kinds."""
         if not self.knows_step_times or prompt_tokens <= self._kept_up_to.get(asked_s, -1):

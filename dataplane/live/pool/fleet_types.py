@@ -6,7 +6,7 @@ and from prefill to decode workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -165,6 +165,18 @@ class FleetTypes:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._groups)
+
+    def add(self, groups: Sequence[WorkerGroup], planned: Mapping[str, EngineLimits]) -> None:
+        """Let there be workers of these types, too: none of them yet."""
+        for group in groups:
+            name = group.worker_type.name
+            self._groups.setdefault(name, replace(group, workers=0))
+            if name in planned:
+                self.planned.setdefault(name, planned[name])
+
+    def keep(self, names: Collection[str]) -> None:
+        """Let there be no other types than these any more."""
+        self._groups = {name: group for name, group in self._groups.items() if name in names}
 
     @property
     def by_gpu(self) -> bool:

@@ -196,7 +196,7 @@ class Lives:
         await asyncio.sleep(wait_s)
         roster, kind = self._roster, gone.kind
         here = roster.number_in("starting", kind) + roster.number_in("serving", kind)
-        if here < roster.wanted_kinds[kind] + roster.surge[kind] and roster.has_room:
+        if here < roster.wanted_kinds.get(kind, 0) + roster.surge[kind] and roster.has_room:
             self._begin(kind, f"replaces {gone.worker}")
 
     async def _watch(self, every_s: float) -> None:

@@ -41,6 +41,17 @@ class RolloutFailed(Exception):
     """It cannot go on; the message says why."""
 
 
+async def stays_healthy(pool: WorkerPool, gate_s: float, new: Member) -> None:
+    """Return once a new worker has stayed healthy, without requests; RuntimeError where it has not."""
+    new.phase = "showing that it stays healthy"
+    until_s = time.monotonic() + gate_s
+    while time.monotonic() < until_s:
+        await asyncio.sleep(gate_s / 5)
+        is_lost = pool.core.link(new.worker) is None
+        if is_lost or not await pool.host.is_healthy(new.worker):
+            raise RuntimeError(f"it died within {gate_s:g} s of its start")
+
+
 class Rollout:
     """One update (`only` None) or restart (of `only`) of a pool's workers; `run` it once."""
 
@@ -177,7 +188,7 @@ class Rollout:
         """A new worker in place of `old`, past its gate. Raises RolloutFailed."""
         pool = self.pool
         new = pool.enroll(kind, f"{self.what}: in place of {old}", to.number, Life.TRIED)
-        launch = pool.lives.launch(new, to, self._gate)
+        launch = pool.lives.launch(new, to, partial(stays_healthy, pool, self._gate_s))
         stop = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait([launch, stop], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -188,16 +199,6 @@ class Rollout:
         if launch.cancelled() or error is not None:
             raise RolloutFailed(f"{new.worker} did not start: {error or 'it was given up'}")
         return new
-
-    async def _gate(self, new: Member) -> None:
-        """Return once a new worker has stayed healthy, without requests; RuntimeError where it has not."""
-        new.phase = "showing that it stays healthy"
-        until_s = time.monotonic() + self._gate_s
-        while time.monotonic() < until_s:
-            await asyncio.sleep(self._gate_s / 5)
-            is_lost = self.pool.core.link(new.worker) is None
-            if is_lost or not await self.pool.host.is_healthy(new.worker):
-                raise RuntimeError(f"it died within {self._gate_s:g} s of its start")
 
     def _retire(self, old: Member, to: Revision) -> None:
         """Let a worker's requests move or finish, then stop it; another is wanted in its place."""

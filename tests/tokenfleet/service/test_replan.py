@@ -11,11 +11,13 @@ from made_history import NOON_S, row, written
 from made_plans import plan_json, plan_of_fleet
 
 from controlplane.errors import BadInput
+from dataplane.http.rules import Conflict
 from tokenfleet.planning.plan_file import parse_plan
 from tokenfleet.service.plan_service import PlanService, ServiceLimits
-from tokenfleet.service.proposals import Proposals
+from tokenfleet.service.proposals import Proposals, Replanning
 from tokenfleet.service.replan import (
     DAY_S,
+    AutoApply,
     FleetChange,
     Recorded,
     due,
@@ -137,6 +139,32 @@ def test_the_same_fleet_is_no_change():
     assert change.text() == "keep 2x H100 TP1"
 
 
+@pytest.mark.parametrize("text", ["", "8", "workers=8", "max-workers=soon", "usd=-1", "max-workers=2.5"])
+def test_limits_of_auto_apply_that_are_none_are_refused(text):
+    with pytest.raises(BadInput, match=r"--auto-apply: expected limits such as max-workers=8,usd=20"):
+        AutoApply.read(text)
+
+
+@pytest.mark.parametrize(
+    ("limits", "hours", "why"),
+    [
+        ("max-workers=4,usd=12", 24.0, None),
+        ("max-workers=3", 24.0, "4 workers are more than max-workers=3"),
+        ("usd=10", 24.0, "$10.76/h is more than usd=10"),
+    ],
+)
+def test_a_larger_fleet_is_applied_within_the_limits(limits, hours, why):
+    change = FleetChange.between(fleet(1, 2, 5.38), fleet(1, 4, 10.76), None)
+    assert AutoApply.read(limits).refusal(change, hours * 3600.0) == why
+
+
+def test_fewer_gpus_need_a_whole_day_of_history_before_they_are_applied_without_an_operator():
+    change = FleetChange.between(fleet(1, 4), fleet(1, 2), None)
+    limits = AutoApply.read("max-workers=8")
+    assert limits.refusal(change, 7200.0) == "fewer GPUs need a whole day of history, there are 2 h"
+    assert limits.refusal(change, DAY_S) is None
+
+
 # A fleet's own folder.
 
 
@@ -148,7 +176,8 @@ def service(tmp_path):
 
 
 def kept(service, served, **options):
-    return Proposals(service, service.plans.keep(served.document, "served"), served, **options)
+    replanning = Replanning(**options)
+    return Proposals(service, service.plans.keep(served.document, "served"), served, replanning)
 
 
 def test_a_fleet_with_a_short_history_says_so_and_plans_nothing(service, tmp_path):
@@ -183,6 +212,63 @@ def test_a_due_plan_is_made_of_the_fleets_own_history_and_kept(service, tmp_path
     assert service.plans.find(view["plan"]).workers == 1
     assert kept(service, plan()).view() == view, "a restart keeps it"
     assert kept(service, plan(3)).view()["state"] == "none", "it is no proposal for another plan"
+
+
+class Running:
+    """A fleet that takes a plan to serve by, and ends as it is told."""
+
+    def __init__(self):
+        self.orders, self.end = [], None
+
+    def apply(self, order, ended):
+        self.orders.append(order)
+        self.end = ended
+        return {"what": f"plan {order}"}
+
+
+def proposed(service, tmp_path, running, **options):
+    """A proposal of one worker in place of two, by the real planner."""
+    now_s = time.time()
+    lengths = {"prompt_tokens": 200, "output_tokens": 20, "model": "llama-3.1-8b"}
+    written(tmp_path / "history", [row(0, arrival_s=now_s - 3700.0 + 9.0 * i, **lengths) for i in range(400)])
+    proposals = kept(service, plan(), every_s=1.0, to_serve=lambda name, plan: name, **options)
+    proposals.attach(running)
+
+    async def story():
+        async with service.running():
+            await proposals.look(now_s + 2.0)
+
+    asyncio.run(story())
+    return proposals
+
+
+def test_an_applied_proposal_is_the_plan_that_is_served_and_one_rolled_back_is_not(service, tmp_path):
+    running = Running()
+    proposals = proposed(service, tmp_path, running)
+    name = proposals.view()["plan"]
+    assert proposals.apply() == {"what": f"plan {name}"}
+    assert running.orders == [name]
+    with pytest.raises(Conflict, match=r"there is no proposal to apply \(applying\)"):
+        proposals.apply()
+    with pytest.raises(Conflict, match="is being applied already"):
+        asyncio.run(proposals.begin("an operator asked", "1h"))
+    running.end("rolled-back", "w3 did not start")
+    assert proposals.view()["state"] == "rolled-back"
+    assert proposals.view()["line"].endswith("; rolled back: w3 did not start")
+    assert service.plans.last_served() is None
+    proposals.apply()
+    running.end("done", "")
+    assert proposals.view()["state"] == "applied"
+    assert service.plans.last_served() == name == proposals.name
+    assert proposals.plan.workers == 1
+
+
+def test_auto_apply_leaves_to_an_operator_what_is_beyond_its_limits(service, tmp_path):
+    running = Running()
+    proposals = proposed(service, tmp_path, running, auto=AutoApply(max_workers=8))
+    view = proposals.view()
+    assert (view["state"], running.orders) == ("ready", [])
+    assert "; not applied by itself: fewer GPUs need a whole day of history" in view["line"]
 
 
 def test_what_cannot_be_planned_is_refused_and_leaves_the_proposal_as_it_was(service):

@@ -86,7 +86,7 @@ def restart(
     if worker == GATEWAYS:
         _restart_gateways(context.obj, format, finish_s)
         return
-    _roll(context.obj, format, f"/v1/workers/{worker}/restart", {"finish_s": finish_s})
+    roll(context.obj, format, f"/v1/workers/{worker}/restart", {"finish_s": finish_s})
 
 
 def _restart_gateways(client: ControlClient, format: OutputFormat, finish_s: float) -> None:
@@ -140,11 +140,11 @@ def update(
         order["model"] = str(Path(model).expanduser().resolve()) if Path(model).is_dir() else model
     if engine_flags:
         order["flags"] = engine_flags
-    _roll(context.obj, format, "/v1/fleet/update", order)
+    roll(context.obj, format, "/v1/fleet/update", order)
 
 
-def _roll(client: ControlClient, format: OutputFormat, path: str, order: dict[str, Any]) -> None:
-    """Order a rollout, and tell how it goes until its end."""
+def roll(client: ControlClient, format: OutputFormat, path: str, order: dict[str, Any]) -> None:
+    """Order a rollout, or a change of plan, and tell how it goes until its end."""
     after = _last_event(client)
     what = client.ask("POST", path, order, CHECK_S)["what"]
     try:

@@ -13,7 +13,7 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.fleet import ControlClient
-from tokenfleet.cli.operate.changes import fleet_app
+from tokenfleet.cli.operate.changes import fleet_app, roll
 from tokenfleet.cli.terminal import answer
 from tokenfleet.files import refuse_to_replace, write_files
 
@@ -36,7 +36,7 @@ def proposal(
     """Show what the fleet's last re-plan would change.
 
     A fleet served with a plan and a history plans again once a day, and when its plan no longer holds.
-    The fleet stays unchanged. Exit code 1: there is no proposal.
+    The fleet stays unchanged until `fleet apply`. Exit code 1: there is no proposal.
 
     Examples:
     tokenfleet fleet proposal
@@ -61,8 +61,19 @@ def proposal(
         raise typer.Exit(NONE)
 
 
+@fleet_app.command()
+def apply(context: typer.Context, format: Format = OutputFormat.TABLE) -> None:
+    """Serve by the proposed plan, one worker after another.
+
+    A new worker starts before old ones leave, where there is room. Requests on old workers move to workers of
+    their type, or finish. If SLO attainment falls below its target, or a new worker does not start, the fleet
+    becomes what it was. `fleet update --cancel` stops it. Exit code 1: it was rolled back.
+    """
+    roll(context.obj, format, "/v1/fleet/apply", {})
+
+
 def _lines(view: dict[str, Any]) -> Iterator[str]:
     """A proposal for a terminal."""
     yield f"Proposed: {view['line']}"
     if view["state"] == "ready":
-        yield "The fleet stays unchanged; --output writes the plan for its next start."
+        yield "The fleet stays unchanged; `tokenfleet fleet apply` applies the plan while it serves."

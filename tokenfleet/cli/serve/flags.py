@@ -151,6 +151,14 @@ class ServeFlags:
             " proposal` shows the result",
         ),
     ] = "1d"
+    auto_apply: Annotated[
+        str | None,
+        typer.Option(
+            metavar="max-workers=8,usd=20",
+            help="apply what the fleet plans again without an operator, within these limits of workers and"
+            " dollars an hour",
+        ),
+    ] = None
     policy: Annotated[
         str | None,
         typer.Option(

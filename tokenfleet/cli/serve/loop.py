@@ -10,18 +10,20 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
 from controlplane.scaler.clock import ClockFloor
 from tokenfleet.cli.serve.flags import ServeFlags
-from tokenfleet.cli.serve.workers import bounds_of
+from tokenfleet.cli.serve.workers import bounds_of, planned_types
 from tokenfleet.planning.loop import expected_loop, planned_loop
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.report.answer import loop_text
 from tokenfleet.texts import parse_duration_s
 
 if TYPE_CHECKING:
+    from dataplane.live.control.replanned import PlanToServe
     from dataplane.live.control.settings import Autoscale
     from tokenfleet.service.proposals import Replanning
 
@@ -77,16 +79,35 @@ def autoscale_of(
 def replanning_of(flags: ServeFlags, model: str) -> Replanning:
     """--replan-every, and why this fleet does not plan again. Raises BadInput. `model`: of a portfolio."""
     from tokenfleet.service.proposals import Replanning
+    from tokenfleet.service.replan import AutoApply
 
     text = flags.replan_every
     every_s = None if text == "off" else parse_duration_s(text, "--replan-every")
     if every_s is not None and every_s <= 0:
         raise BadInput(f"--replan-every: expected a time such as 1d, or off, got {text!r}")
+    why_not = None
     if flags.as_is:
-        return Replanning(every_s, "--as-is serves a plan of other hardware")
-    if model:
-        return Replanning(every_s, "the models of a portfolio share their limits; plan the portfolio again")
-    return Replanning(every_s)
+        why_not = "--as-is serves a plan of other hardware"
+    elif model:
+        why_not = "the models of a portfolio share their limits; plan the portfolio again"
+    auto = None if flags.auto_apply is None else AutoApply.read(flags.auto_apply)
+    if auto is not None and (every_s is None or flags.plan is None):
+        raise BadInput(
+            "--auto-apply: applies what the fleet plans again by itself; give --plan and --replan-every"
+        )
+    return Replanning(every_s, why_not, partial(plan_to_serve, flags), auto)
+
+
+def plan_to_serve(flags: ServeFlags, name: str, plan: PlanFile) -> PlanToServe:
+    """A plan as a running fleet takes it that was started with these flags. Raises BadInput."""
+    from dataplane.live.control.replanned import PlanToServe
+
+    types = planned_types(plan, flags.profile or (), as_is=False)
+    autoscale, workers = autoscale_asked(flags, plan, types.workers), sum(types.workers.values())
+    if autoscale is not None and not autoscale.low <= workers <= autoscale.high:
+        raise BadInput(f"apply: the plan's {workers} workers are outside --autoscale {flags.autoscale}")
+    budget = flags.budget_usd_per_h or plan.inputs.budget_usd_per_h
+    return PlanToServe(name, types.groups, types.planned, autoscale, budget, plan.inputs.max_gpus)
 
 
 def loop_lines(plan: PlanFile, autoscale: Autoscale, are_own: bool) -> Iterator[str]:
