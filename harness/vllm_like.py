@@ -3,14 +3,15 @@
     python -m harness.vllm_like 8001 8002
 
 `POST /v1/completions` and `/v1/chat/completions` stream `max_tokens` words. The body's `fault` is 503, cut or
-hang, at the ports that `fault_on` names. A step takes STEP_S, and more for each request and prefill token.
+hang, at the ports that `fault_on` names. A step takes a time of its
+own, and more for each request and each prefill token.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
-import sys
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -36,8 +37,16 @@ class Running:
 class VllmLike:
     """One server: its batch, its counters and its routes."""
 
-    def __init__(self, port: int, step_s: float = STEP_S, seats: int = SEATS) -> None:
+    def __init__(
+        self,
+        port: int,
+        step_s: float = STEP_S,
+        seats: int = SEATS,
+        a_request_s: float = A_REQUEST_S,
+        a_token_s: float = A_PREFILL_TOKEN_S,
+    ) -> None:
         self.port, self.step_s, self.seats = port, step_s, seats
+        self.a_request_s, self.a_token_s = a_request_s, a_token_s
         self.running: list[Running] = []
         self.waiting: list[Running] = []
         self.values = dict.fromkeys(
@@ -78,7 +87,7 @@ class VllmLike:
                 chunk = min(one.left, budget)
                 budget -= chunk
                 one.left -= chunk
-            took_s = self.step_s + len(self.running) * A_REQUEST_S + (BATCHED - budget) * A_PREFILL_TOKEN_S
+            took_s = self.step_s + len(self.running) * self.a_request_s + (BATCHED - budget) * self.a_token_s
             await asyncio.sleep(took_s)
             for one in [one for one in self.running if not one.left]:
                 one.made += 1
@@ -148,12 +157,25 @@ class VllmLike:
         return web.json_response({"data": [{"id": "small", "max_model_len": 32_768}]})
 
 
-async def serve(ports: list[int]) -> None:
+async def serve(servers: list[VllmLike]) -> None:
     """Serve until stopped."""
-    for port in ports:
-        await VllmLike(port).start()
+    for one in servers:
+        await one.start()
     await asyncio.Event().wait()
 
 
+def main() -> None:
+    """Servers at the ports given, with the step times given."""
+    flags = argparse.ArgumentParser()
+    flags.add_argument("ports", type=int, nargs="+")
+    for name, value in (("step-ms", STEP_S * 1e3), ("request-ms", A_REQUEST_S * 1e3)):
+        flags.add_argument(f"--{name}", type=float, default=value)
+    flags.add_argument("--token-us", type=float, default=A_PREFILL_TOKEN_S * 1e6)
+    flags.add_argument("--seats", type=int, default=SEATS)
+    asked = flags.parse_args()
+    times = asked.step_ms / 1e3, asked.seats, asked.request_ms / 1e3, asked.token_us / 1e6
+    asyncio.run(serve([VllmLike(port, *times) for port in asked.ports]))
+
+
 if __name__ == "__main__":
-    asyncio.run(serve([int(one) for one in sys.argv[1:]]))
+    main()

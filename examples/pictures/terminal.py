@@ -283,6 +283,31 @@ def take_killed_worker() -> None:
     )
 
 
+def take_pick() -> None:
+    """Envoy with the picker over two small servers, who served four requests, and a refused one."""
+    url = "http://127.0.0.1:10000/v1/completions"
+    record(
+        "terminal-pick",
+        "tokenfleet pick chooses between two servers for an Envoy gateway",
+        Step("(timeout 40 python -m harness.vllm_like 8001 8002 &); sleep 3"),
+        Step("(timeout 40 envoy -c examples/envoy-pick.yaml -l off 2> /dev/null &)"),
+        Step(
+            "tokenfleet pick 127.0.0.1:8001 127.0.0.1:8002 \\\n"
+            "    --model llama-3.1-8b --gpu h100 --slo ttft=1s,tpot=50ms \\\n"
+            "    --metrics-listen 127.0.0.1:9003",
+            r"picking at .*\r\n",
+        ),
+        Step("", terminal=1),
+        Step(
+            f"seq 4 | xargs -P 4 -I N curl -sD - -o /dev/null {url} \\\n"
+            '    -d \'{"prompt": "hi", "max_tokens": 200}\' | grep x-port',
+            terminal=1,
+        ),
+        Step("curl -s http://127.0.0.1:9003/metrics | grep '^tokenfleet_pick_[pe].*total{'", terminal=1),
+        Step(f"curl -s {url} -H 'x-slo-ttft-ms: soon' \\\n    -d '{{\"prompt\": \"hi\"}}'; echo", terminal=1),
+    )
+
+
 def ask(name: str, value: object, more: str = "") -> str:
     """A curl of a completion with these fields."""
     body = f'{{"model": "tiny-llama", "prompt": "hi", "{name}": {value}'
@@ -303,6 +328,7 @@ TAKES = {
     "call": take_call,
     "operate": take_operate,
     "killed-worker": take_killed_worker,
+    "pick": take_pick,
 }
 
 if __name__ == "__main__":

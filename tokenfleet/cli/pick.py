@@ -125,6 +125,7 @@ async def _pick(flags: PickFlags) -> None:
         fleet = await _fleet(flags, servers, profile, model)
         stack.callback(fleet.close)
         watch = await _watch(flags, stack, servers, profile, fleet, model)
+        fleet.warm_up(targets.plain)
         context = None if certificate is None else certificate.context
         await stack.enter_async_context(serving(PickerPort(fleet, targets), listening, context))
         _say(f"picking at {flags.listen}: {_known(flags, profile)}")

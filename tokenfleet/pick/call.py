@@ -22,6 +22,16 @@ class Asker(Protocol):
         """No server gets it."""
 
 
+class NoAsker:
+    """No gateway waits for the choice."""
+
+    def picked(self, addresses: Sequence[str]) -> None:
+        """Nothing is sent."""
+
+    def refused(self, status: int, why: str, reason: str, retry_after_s: int | None = None) -> None:
+        """Nothing is sent."""
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """A request, from its headers to its end.

@@ -13,16 +13,17 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from controlplane.placement.queue import QueueSettings
-from controlplane.types import RequestId, WorkerId
+from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.live.engine_api.cache_events import CacheChange
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.history import History
 from dataplane.live.ledger.admission import Admission
 from dataplane.live.ledger.request import Ticket, Tracked, expected_tokens
 from tokenfleet.pick.asked import AskedBody
-from tokenfleet.pick.call import Call, request_of
+from tokenfleet.pick.call import Call, NoAsker, request_of
 from tokenfleet.pick.subsets import SubsetPlacement
 from tokenfleet.pick.times import DecisionTimes
 from tokenfleet.pick.tokens import PromptLengths
@@ -112,6 +113,20 @@ class PickedFleet:
 
     # Calls.
 
+    def warm_up(self, slo: Slo) -> None:
+        """Load the kernels that the first client would wait for. No request has come yet."""
+        call = Call(NoAsker(), slo, "", "")
+        self.ask(call, AskedBody(text_bytes=64, most_tokens=4))
+        for _ in range(2):
+            if call.worker is not None:
+                self.got(call, 1)
+                self.step(call.worker)
+        if call.tracked is not None:
+            self.drop(call)
+        self.counts.clear()
+        self.lengths.counts.clear()
+        self.times = DecisionTimes()
+
     def ask(self, call: Call, asked: AskedBody) -> None:
         """Place a request, now or later; `call.asker` gets the choice."""
         self._number += 1
@@ -141,13 +156,8 @@ class PickedFleet:
         if call.allowed is not None:
             self.placement.allow(tracked.id, call.allowed)
         # It suspends nowhere: `_begin` is the one thing that it awaits.
-        taking = self.admission.take_in(tracked)
-        try:
-            taking.send(None)
-        except StopIteration:
-            pass
-        else:
-            raise AssertionError("the queue has waited for a server to begin a request")
+        with suppress(StopIteration):
+            self.admission.take_in(tracked).send(None)
         self.times.add(self._clock() - began_s)
         if call.worker is None and not call.is_over and not call.may_wait:
             self._turn_away(tracked, "no server has room, and the gateway's mode lets no request wait")
@@ -155,9 +165,8 @@ class PickedFleet:
     def _refuse_without_servers(self, call: Call) -> None:
         call.is_over = True
         self.counts["refused", "no_server"] += 1
-        why = "no server is ready"
-        if self._infos:
-            why = "none of the servers that the gateway allows is one of this picker's"
+        barred = "none of the servers that the gateway allows is one of this picker's"
+        why = barred if self._infos else "no server is ready"
         call.asker.refused(503, why, "no_server", LIKELY_S)
 
     async def _begin(self, tracked: Tracked, server: WorkerId) -> None:

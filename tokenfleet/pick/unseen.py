@@ -17,20 +17,12 @@ from dataclasses import dataclass
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.messages import EngineRequest
 from dataplane.live.ledger.request import Ticket, Tracked
-from tokenfleet.pick.call import Call
+from tokenfleet.pick.call import Call, NoAsker
 from tokenfleet.pick.fleet import PickedFleet
 from tokenfleet.profiles.engine_metrics import EngineCounts
 
 EASY = Slo(3600.0, 3600.0)  # of others' requests, whose targets are not known
 MEAN_TOKENS = 500.0
-
-
-class _Elsewhere:
-    """No gateway of ours waits for the choice."""
-
-    def picked(self, addresses: object) -> None: ...
-
-    def refused(self, status: int, why: str, reason: str, retry_after_s: int | None = None) -> None: ...
 
 
 @dataclass(slots=True)
@@ -126,7 +118,7 @@ class Unseen:
             )
             ticket = Ticket(request.request_id, "", EASY, 0)
             tracked = Tracked(request, ticket, self._fleet.now_s, max(round(output), 2), [0])
-            call = Call(_Elsewhere(), EASY, "", "", is_streamed=False)
+            call = Call(NoAsker(), EASY, "", "", is_streamed=False)
             self._unseen[call] = None
             self._fleet.add(call, tracked, server)
         self.counts["added"] += count
