@@ -63,10 +63,10 @@ def test_streams_reach_the_servers_that_were_chosen_and_the_ledger_is_empty_afte
     async def story():
         async with fronted(tmp_path) as front:
             picked = front.picked
-            answers = await asyncio.gather(*(front.answer(max_tokens=5 + n) for n in range(8)))
+            answers = await asyncio.gather(*(front.answer(max_tokens=150 + n) for n in range(8)))
             assert {status for status, _, _ in answers} == {200}
             assert all(text.rstrip().endswith("[DONE]") for _, text, _ in answers)
-            assert [text.count(" word") for _, text, _ in answers] == [5 + n for n in range(8)]
+            assert [text.count(" word") for _, text, _ in answers] == [150 + n for n in range(8)]
             served = [port for _, _, port in answers]
             assert all(served.count(str(one.port)) >= 2 for one in picked.servers)
             await picked.emptied()
@@ -79,9 +79,9 @@ def test_streams_reach_the_servers_that_were_chosen_and_the_ledger_is_empty_afte
 
     asyncio.run(story())
     rows = read_history(tmp_path / "history", 0.0, 1e12)
-    assert sorted(rows["output_tokens"].to_list()) == sorted([*range(5, 13), 6, 6])
+    assert sorted(rows["output_tokens"].to_list()) == [6, 6, *range(150, 158)]
     assert set(rows["prompt_tokens"].to_list()[:8]) == {round(len(PROMPT) / 4)}
-    assert rows["ttft_s"].to_list()[:8] == pytest.approx([0.5] * 8, abs=0.5)
+    assert rows["ttft_s"].is_null().sum() == 1  # of the answer that was not streamed
 
 
 def test_large_bodies_pass_whole_and_larger_ones_get_413(tmp_path):
