@@ -10,16 +10,25 @@ import psutil
 import pytest
 from raw_stream import session, stream
 from served_fleet import serve
+from span_collector import Collector, facts
 
 BODY = {"model": "tiny-llama", "prompt": "def main(", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
 LONG = 300  # tokens: seconds on these engines
 
 
 @pytest.fixture(scope="module")
-def fleet(model_folder, scratch):
+def collector():
+    made = Collector()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def fleet(model_folder, scratch, collector):
     keys = scratch / "few.yaml"
     keys.write_text("- {name: all, key: a}\n- {name: few, key: f, requests_per_minute: 1, burst: 2}\n")
     flags = ("--engine", "emulated", "--workers", "2", "--gateways", "2", "--api-keys", str(keys))
+    flags += ("--otlp", collector.url)
     served = serve(model_folder, *flags, "--shutdown-wait", "2s", folder=scratch)
     yield served
     served.stop()
@@ -67,6 +76,21 @@ async def ends(tasks):
     texts = {i: g.text for i, g in enumerate(got) if not isinstance(g, Exception) and g.is_done}
     assert all(isinstance(g, aiohttp.ClientError | OSError) or g.is_done or g.error for g in got), got
     return texts
+
+
+def test_a_request_s_spans_are_in_its_client_s_trace(fleet, collector):
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    assert ask(fleet, headers={"traceparent": f"00-{trace}-{parent}-01"}).status_code == 200
+    asyncio.run(settled(lambda: "request" in collector.of(trace)[1]))
+    spans, names = collector.of(trace)
+    assert sorted(names) == ["admission", "engine", "placement", "request"]
+    (root,) = (span for span in spans if span.name == "request")
+    assert root.parent_span_id.hex() == parent
+    told = facts(root)
+    assert (told["gen_ai.usage.output_tokens"], told["tokenfleet.outcome"]) == (24, "finished")
+    placed = facts(next(span for span in spans if span.name == "placement"))
+    assert placed["tokenfleet.ttft_s"] == told["gen_ai.server.time_to_first_token"] > 0
+    assert placed["tokenfleet.predicted_ttft_s"] > 0
 
 
 def test_killed_gateways_take_only_their_own_streams_along_and_are_started_again(fleet):

@@ -72,7 +72,7 @@ GROUPS = {
         *("--control-key", "--control-keys", "--tls-cert", "--tls-key", "--insecure"),
     ),
     "Waiting": ("--queue", "--queue-wait", "--nodes-wait", "--shutdown-wait", "--reclaim-notice"),
-    "History": ("--history", "--history-prefixes", "--history-days", "--history-mb"),
+    "History": ("--history", "--otlp", "--history-prefixes", "--history-days", "--history-mb"),
     "Output": ("--output", "--output-dir", "--all", "--per-request", "--verbose", "--format"),
 }
 OTHER = "Other"

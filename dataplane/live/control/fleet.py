@@ -53,6 +53,7 @@ from dataplane.live.gateway.metrics import EngineFamilies, Metrics
 from dataplane.live.gateway.middleware import DoorPolicy
 from dataplane.live.gateway.server import Gateway, engine_settings_of
 from dataplane.live.gateway.settings import GatewaySettings
+from dataplane.live.gateway.spans import Spans
 from dataplane.live.gateways.core_server import CoreServer
 from dataplane.live.gateways.keeper import Gateways
 from dataplane.live.gateways.shared import ProcessSettings
@@ -90,7 +91,7 @@ class FleetSettings:
     that compute, no bound elsewhere. `strictness`: of placement. `headroom`: the share of KV kept free on a
     worker with a high-priority request. `nodes_wait_s`: how long GPUs may be missing of a Ray cluster.
     `share`: the most workers of one model of several, at first. `site`: where workers may be.
-    `emulated_start_s`: how long emulated engines take to start.
+    `emulated_start_s`: how long emulated engines take to start. `otlp`: where spans are sent.
     """
 
     gateway: GatewaySettings
@@ -126,6 +127,7 @@ class FleetSettings:
     share: int | None = None
     site: Site = ANYWHERE
     emulated_start_s: float = 0.0
+    otlp: str | None = None
 
     @property
     def targets_by_class(self) -> dict[str, Slo]:
@@ -264,6 +266,10 @@ class _Fleet:
         core.on_arrival.append(self.arrived.add)
         core.on_end += [history.add, self.arrived.end]
         core.on_step += [history.add_step, step_times.add]
+        if settings.otlp is not None:
+            spans = Spans(settings.otlp, settings.gateway.model, self.events)
+            spans.attach(core)
+            self._cleanup.callback(spans.close)
         step_times.attached = lambda: {at.worker for at in core.attached()}
         step_times.kind_of = core.kind_of
         self.metrics.registry.register(step_times)

@@ -222,7 +222,8 @@ async def _admit(
         raise _too_busy("requests", f"key {key.name} is over its limit of {key.limits_text}", wait_s)
     session = headers.get(SESSION_HEADER, "")[:LONGEST_SESSION]
     priority = min(PRIORITIES[asked], key.max_priority)
-    return Ticket(request_id, key.name, slo, priority, session=session, slo_class=name)
+    parent = headers.get("traceparent", "")[:LONGEST_SESSION]
+    return Ticket(request_id, key.name, slo, priority, session=session, slo_class=name, traceparent=parent)
 
 
 async def _class_of(

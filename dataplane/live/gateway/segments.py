@@ -70,7 +70,7 @@ class Segments:
     """The requests of a fleet, and the segment that each listens to.
 
     `unread`: the way to the front end. `is_coming`: whether a fleet without workers is to get one.
-    `on_end(request, outcome)` is called in the loop.
+    `on_begin(request, worker)` and `on_end(request, outcome)` are called in the loop.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Segments:
         self.handovers = Handovers(
             placement, metrics, self._hand_over, lambda t: self.why_fixed(t, begun=True)
         )
+        self.on_begin: list[Callable[[Tracked, WorkerId], None]] = []
         self.on_end: list[Callable[[Tracked, str], None]] = []
         self._solved_in_time = True
         self.admission = Admission(
@@ -187,6 +188,8 @@ class Segments:
         segment, link = self.requests.listen(tracked, worker), self.link(worker)
         assert link is not None  # its callers have looked in this turn of the loop
         self._placement.put(tracked, worker, transfer.load is not None, time.monotonic())
+        for tell in self.on_begin:
+            tell(tracked, worker)
         if not tracked.output_token_ids:
             tracked.weights = link.info.weights
         if tracked.ticket.worker is None:

@@ -208,6 +208,7 @@ class CoreServer:
         if at is None:
             slo = Slo(new.ttft_s, new.tpot_s)
             ticket = Ticket(new.id, new.key, slo, new.priority, session=new.session, slo_class=new.slo_class)
+            ticket.traceparent = new.traceparent
             at = gateway.tickets[new.ticket] = OpenTicket(new.ticket, ticket)
         at.parts += 1
         at.ticket.sent_s = new.sent_s

@@ -124,6 +124,7 @@ class RemoteCore(FrontEndClient):
             ticket.take_arrival_s(time.monotonic()),
             ticket.session,
             slo_class=ticket.slo_class,
+            traceparent=ticket.traceparent,
         )
         self._requests[name] = Open(ticket, new, request)
         if self._is_gone:

@@ -65,6 +65,7 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     tokens: list[int] | None = None
     first_s: float | None = None
     slo_class: str = ""
+    traceparent: str = ""
 
 
 class TicketNews(msgspec.Struct, array_like=True, frozen=True):

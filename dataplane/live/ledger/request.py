@@ -140,7 +140,9 @@ class Rejection:
 
 @dataclass(slots=True)
 class Ticket:
-    """One HTTP request. The first five, `session` and `slo_class` come with it, the fleet writes the rest.
+    """One HTTP request. The first five, `session`, `slo_class` and `traceparent` come with it.
+
+    The fleet writes the rest.
 
     `sent_s`: when it came to the door, on this machine's monotonic clock; None once a part has taken that as
     its arrival. `worker`: where the request (or its first part) was first placed. `failure`: why a stream
@@ -160,6 +162,7 @@ class Ticket:
     answered: bool = False
     session: str = ""
     slo_class: str = ""  # where it is of one
+    traceparent: str = ""  # the client's, as the W3C's trace context has it
     requests: list[RequestId] = field(default_factory=list)
 
     def take_arrival_s(self, now_s: float) -> float:

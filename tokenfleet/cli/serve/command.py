@@ -271,6 +271,7 @@ def _settings(
     from dataplane.history.files import HistoryLimits
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.gateway.settings import GatewaySettings
+    from dataplane.live.gateway.spans import endpoint_of
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
@@ -306,6 +307,7 @@ def _settings(
         data=None if flags.history is False else folder,
         history_limits=HistoryLimits(flags.history_days, flags.history_mb << 20),
         history_prefixes=flags.history_prefixes,
+        otlp=None if flags.otlp is None else endpoint_of(flags.otlp),
         move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
         move_share=flags.move_share,
         reclaim_notice=flags.reclaim_notice,

@@ -141,6 +141,10 @@ class ServeFlags:
         bool,
         typer.Option("--history-prefixes", help="record salted digests of shared prefixes, and X-Session-Id"),
     ] = False
+    otlp: Annotated[
+        str | None,
+        typer.Option(help="send OpenTelemetry spans of requests by OTLP/HTTP, e.g. to http://collector:4318"),
+    ] = None
     history_days: Annotated[float, typer.Option(min=0.01, help="days to keep requests")] = 30.0
     history_mb: Annotated[int, typer.Option(min=1, help="keep at most this many MB of requests")] = 1024
     replan_every: Annotated[
