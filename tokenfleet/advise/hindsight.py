@@ -28,6 +28,37 @@ HindsightRun = tuple[Schedule, Outcome, FleetRecord]
 
 
 @dataclass(frozen=True)
+class Alone:
+    """The fewest workers of a window alone. `missed`: the judged requests of each class that others miss."""
+
+    workers: int
+    missed: Callable[[int], NDArray[np.int64]]
+    is_late: bool  # no number of workers keeps it in time
+
+    def missed_in_all(self, workers: int) -> int:
+        return int(self.missed(workers).sum())
+
+
+def fewest_alone(
+    in_time: Callable[[int], NDArray[np.bool_]], judged: NDArray[np.bool_], of_class: NDArray[np.int64],
+    attainments: NDArray[np.float64], guess: int, most: int,
+) -> Alone:  # fmt: skip
+    """The fewest workers that keep a window's judged requests at their classes' targets.
+
+    `in_time`: which of the window's requests a number of workers keeps in time.
+    """
+
+    @cache
+    def missed(workers: int) -> NDArray[np.int64]:
+        late = judged & ~in_time(workers) if judged.any() else judged
+        return np.bincount(of_class[late], minlength=len(attainments))
+
+    allowed = (1.0 - attainments) * np.bincount(of_class[judged], minlength=len(attainments)) + 1e-9
+    workers = fewest(missed, allowed, guess, most)
+    return Alone(workers, missed, bool((missed(workers) > allowed).any()))
+
+
+@dataclass(frozen=True)
 class Hindsight:
     """A day and its target. `at_once` runs a part of it on a fixed fleet, `scheduled` all on a schedule."""
 
@@ -93,26 +124,16 @@ class Hindsight:
 
     def fewest(self) -> tuple[list[int], list[Callable[[int], int]]]:
         """The fewest workers that keep each window alone at the target, and what others would miss."""
-        misses: list[Callable[[int], int]] = []
-        counts: list[int] = []
-        guess = 8
+        found: list[Alone] = []
+        target, guess = np.array([self.attainment]), 8
         for start_s in self.starts:
             lead_s = min(LEAD_IN_S, start_s)
             part = self.workload.window(start_s - lead_s, start_s + WINDOW_S)
-            judged = part.arrival_s >= lead_s
-            missed = self._counted(part, judged)
-            guess = fewest(missed, (1.0 - self.attainment) * int(judged.sum()), guess, self.most)
-            misses.append(missed)
-            counts.append(guess)
-        return counts, misses
+            judged, one = part.arrival_s >= lead_s, np.zeros(len(part), np.int64)
 
-    def _counted(self, part: Workload, judged: NDArray[np.bool_]) -> Callable[[int], int]:
-        """How many of a window's judged requests a number of workers misses."""
+            def in_time(workers: int, part: Workload = part) -> NDArray[np.bool_]:
+                return self.at_once(part, workers).met
 
-        @cache
-        def missed(workers: int) -> int:
-            if not judged.any():
-                return 0
-            return int((~self.at_once(part, workers).met & judged).sum())
-
-        return missed
+            found.append(fewest_alone(in_time, judged, one, target, guess, self.most))
+            guess = found[-1].workers
+        return [alone.workers for alone in found], [alone.missed_in_all for alone in found]

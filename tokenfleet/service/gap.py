@@ -1,8 +1,9 @@
 """The excess cost: what a fleet cost over the cheapest that would have served the same requests, by day.
 
-The cheapest fleet is the hindsight optimum (`clairvoyant.py`). P workers were paid, and S served. T is what
-the scaler's rule asked for at the time, and U what the same line asks for at the rate that came. V is what
-the line as measured by the day's end asks for at that rate. C is the optimum's. Worker-time by worker-time,
+The cheapest fleet is the hindsight optimum (`hindsight_fleet.py`). P workers were paid, and S served. T is
+what the scaler's rule asked for at the time, and U what the same line asks for at the rate that came. V is
+what the line as measured by the day's end asks for at that rate. C is the optimum's. Worker-time by
+worker-time,
 
     P - C = (P - S) + max(S - T, 0) + min(S - T, 0) + (T - U) + (U - V) + (V - C)
             starts    hold            not there yet   forecast  model     margin
@@ -39,7 +40,7 @@ from dataplane.history.fleet_log import (
     read_fleet_log,
 )
 from tokenfleet.files import write_files
-from tokenfleet.service.clairvoyant import LEAD_S, MOST_REQUESTS, Clairvoyant, Requests, cheapest
+from tokenfleet.service.hindsight_fleet import LEAD_S, MOST_REQUESTS, HindsightFleet, Requests, cheapest
 
 SCHEMA = "tokenfleet.gap/1"
 # The parts of an excess cost by their names in JSON, and what people call them.
@@ -79,7 +80,7 @@ class Gap(TypedDict):
 
 
 def parts_of(
-    timeline: LogWindows, requests: Requests, best: Clairvoyant, types: Mapping[str, WorkerType]
+    timeline: LogWindows, requests: Requests, best: HindsightFleet, types: Mapping[str, WorkerType]
 ) -> dict[str, dict[str, float]]:
     """Worker-seconds by part of the excess cost and by type; they add up to what is paid over the optimum."""
     rates = [requests.rate_rps(*window) for window in timeline.windows.tolist()]
@@ -191,7 +192,7 @@ def _amount(seconds: Mapping[str, float], types: Mapping[str, WorkerType]) -> Am
     return {"gpu_h": round(gpu_h, 6), "usd": round(sum(usd), 6) if len(usd) == len(prices) else None}
 
 
-def _remarks(best: Clairvoyant, timeline: LogWindows, types: int) -> list[str]:
+def _remarks(best: HindsightFleet, timeline: LogWindows, types: int) -> list[str]:
     says = []
     if best.looked < len(timeline.windows):
         says.append(

@@ -1,4 +1,4 @@
-"""The clairvoyant gap: by brute force on small days, its parts add up, each tells of what was done wrong."""
+"""The excess over the hindsight optimum: by brute force, its parts add up, each says what was done wrong."""
 
 import asyncio
 import itertools
@@ -298,7 +298,7 @@ def test_the_verbs_say_the_gap_and_refuse_a_hostile_log_in_one_line(tmp_path, ca
     assert refused.count("\n") == 1
 
 
-def test_a_fleet_of_unknown_step_times_has_no_clairvoyant_and_says_so(tmp_path):
+def test_a_fleet_of_unknown_step_times_has_no_hindsight_optimum_and_says_so(tmp_path):
     made_of = fleet(types=(WorkerType("h100-sxm", 1),))
     one = found_in(tmp_path, requests([6.0] * 2), minutes([3, 3]), made_of)
     assert (one["least"], one["ratio"], one["parts"]) == (None, None, {})

@@ -1,9 +1,10 @@
-"""The hindsight optimum: the cheapest fleet of one worker type for a day that is known in advance.
+"""The hindsight optimum of a served day: the cheapest fleet of one worker type, known in advance.
 
-Each window of five minutes gets the fewest workers that keep every class in time in the exact simulator, by
-the step times measured by the day's end. A worker that would idle for less than a cold start is kept, and one
-that comes pays for its cold start (planning.schedule). Beyond MOST_REQUESTS every n-th window is simulated,
-and the others get workers by their rates.
+Each window of five minutes gets the fewest workers that keep every class in time in the exact simulator
+(advise.hindsight), by the step times measured by the day's end. No run of the whole day mends them, since
+fleets of several classes and types are compared over many days. A worker that would idle for less than a
+cold start is kept, and one that comes pays for its cold start (planning.schedule). Beyond MOST_REQUESTS every
+n-th window is simulated, and the others get workers by their rates.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import groupby
 from operator import itemgetter
 
@@ -26,9 +26,9 @@ from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.history.fleet_log import FleetSpec, LogWindows
 from dataplane.simulated.simulate import WorkerSpec, simulate
+from tokenfleet.advise.hindsight import fewest_alone
 from tokenfleet.planning.schedule import ScheduleInterval, paid
 from tokenfleet.planning.search import LONGEST_WAIT_S
-from tokenfleet.planning.sizing import fewest
 
 LEAD_S = 30.0, 300.0  # least and most of what a window begins with, so that it does not begin idle
 MOST_REQUESTS, MOST_TARGETS = 60_000, 16
@@ -98,7 +98,7 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class Clairvoyant:
+class HindsightFleet:
     """The fewest workers of one type in each window, and what they are paid with their cold starts.
 
     `late`: windows that no number of workers would have kept in time. `looked`: those that were simulated.
@@ -111,10 +111,10 @@ class Clairvoyant:
     looked: int
 
 
-def clairvoyant(
+def hindsight_fleet(
     requests: Requests, timeline: LogWindows, worker_type: WorkerType, fleet: FleetSpec, cold_start_s: float,
     most: int, most_requests: int = MOST_REQUESTS,
-) -> Clairvoyant:  # fmt: skip
+) -> HindsightFleet:  # fmt: skip
     """The cheapest workers of a type for these requests, known beforehand."""
     held = requests.kept_by(worker_type)
     lengths = held.workload.prompt_tokens, held.workload.output_tokens
@@ -131,16 +131,13 @@ def clairvoyant(
         if not judged.any():
             continue
 
-        @cache
-        def missed(workers: int, part: Workload = part, judged: NDArray[np.bool_] = judged) -> Counts:
+        def in_time(workers: int, part: Workload = part) -> NDArray[np.bool_]:
             specs = [WorkerSpec(worker_type.profile)] * workers
-            outcome = simulate(part, specs, held.slos, policy, predictor=predictor)
-            late_ones = part.slo_class[judged & ~outcome.met]
-            return np.bincount(late_ones, minlength=len(held.slos))
+            return simulate(part, specs, held.slos, policy, predictor=predictor).met
 
-        allowed = (1.0 - held.attainments) * np.bincount(part.slo_class[judged], minlength=len(held.slos))
-        need[w] = guess = fewest(missed, allowed + 1e-9, guess, most)
-        late += bool((missed(guess) > allowed + 1e-9).any())
+        alone = fewest_alone(in_time, judged, part.slo_class, held.attainments, guess, most)
+        need[w] = guess = alone.workers
+        late += alone.is_late
     if every > 1:
         order = np.argsort(rates[looked.start :: every], kind="stable")
         known = rates[::every][order], np.maximum.accumulate(need[::every][order])
@@ -152,23 +149,25 @@ def clairvoyant(
     for _, stretch in groupby(zip(timeline.stretch.tolist(), spans, strict=True), key=itemgetter(0)):
         told = paid([span for _, span in stretch], cold_start_s)
         paid_s += sum((part.end_s - part.start_s) * part.workers for part in told.stretches)
-    return Clairvoyant(worker_type, need, paid_s, late, len(looked))
+    return HindsightFleet(worker_type, need, paid_s, late, len(looked))
 
 
-def cheapest(requests: Requests, timeline: LogWindows, fleet: FleetSpec, most_requests: int) -> Clairvoyant:
+def cheapest(
+    requests: Requests, timeline: LogWindows, fleet: FleetSpec, most_requests: int
+) -> HindsightFleet:
     """The cheapest of one type, of those that keep most windows in time; by GPUs without prices."""
     looks = [look for _, look, _ in timeline.pieces]
     cold_start_s = max(look.cold_start_s for look in looks)
     peak = max(sum(sum(states) for states in look.workers.values()) for look in looks)
     priced = all(t.usd_per_h is not None for t in fleet.types)
     found = [
-        clairvoyant(
+        hindsight_fleet(
             requests, timeline, t, fleet, cold_start_s, min(3 * peak + 8, t.limit or 1 << 20), most_requests
         )
         for t in fleet.types
     ]
 
-    def cost(one: Clairvoyant) -> tuple[int, float]:
+    def cost(one: HindsightFleet) -> tuple[int, float]:
         t = one.worker_type
         return one.late, one.paid_s * (float(t.usd_per_h or 0.0) if priced else t.reserved_gpus)
 
