@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -139,22 +139,15 @@ def worker_seconds(
     if not 0 < attainment <= 1:
         raise BadInput(f"attainment: must be in (0, 1], got {attainment:g}")
     step, limits = profile.step, profile.engine
-    steps = np.maximum(output - 1, 0)
-    context = steps * prompt + steps * (steps + 1) / 2  # at the starts of its decode steps
+    each = _parts(prompt, output, cached, profile)
 
     def mean(values: NDArray[np.float64]) -> float:
         """Of the smallest share `attainment` of the values, over all requests: others may be dropped."""
         kept = math.floor(attainment * len(values) + 1e-9)
         return float(np.partition(values, kept - 1)[:kept].sum() / len(values)) if kept else 0.0
 
-    beside = profile.kv.held(prompt) - prompt  # windows: as the prompt leaves them, the least there is
-    d, held = mean(steps), mean(context + steps * (beside - cached))
-    work = mean(step.per_sequence_s * steps + step.per_context_token_s * context)
-    least = mean((step.per_sequence_s + step.per_context_token_s * (prompt + 1)) * steps)
-    tpot_s = slo.tpot_s
-    if (drafts := profile.speculation) is not None:  # with luck every draft is accepted
-        tpot_s *= (1 + drafts.drafted) / drafts.tokens_per_step
-    slack = tpot_s - step.base_s
+    d, held, work, least = mean(each.steps), mean(each.held), mean(each.decode_s), mean(each.least_s)
+    slack = _most_step_s(profile, slo.tpot_s) - step.base_s
     if slack <= 0 and d > 0:
         return math.inf
     fewest = max(held / profile.kv.capacity_tokens, d / limits.max_seqs)
@@ -167,13 +160,71 @@ def worker_seconds(
     else:
         p = 0.0
         fewest = max(fewest, least / slack if least > 0 else 0.0)
-    computed, attended = mean(prompt - cached), mean(prompt**2 - cached**2)
-    prefill = step.per_prefill_token_s * computed + step.per_prefill_sum_sq_s * attended
-    if limits.mode == EngineMode.PREFILL_FIRST:
-        assert profile.prefill is not None  # a profile of this mode cannot be made without
-        per_token = _per_prefill_token_s(profile, float(prompt.max()))
-        prefill = per_token * computed + profile.prefill.per_sum_sq_s * attended
+    prefill = each.per_token_s * mean(prompt - cached) + each.per_sum_sq_s * mean(prompt**2 - cached**2)
     return prefill + work + _bases(step.base_s, step.hinges, fewest, d, p)
+
+
+def least_seconds(workload: Workload, profile: Profile, tpot_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The least time of a worker [requests] that each request takes, if it keeps its TPOT target `tpot_s`.
+
+    The sum over any requests is a bound for these, so loads can be divided among types of worker. It is a
+    weaker one than the fluid bound: of what bounds the steps from below it takes one, and leaves out hinges.
+    """
+    rank = rank_of(profile)
+    step, limits = rank.step, rank.engine
+    prompt, output = workload.prompt_tokens.astype(float), workload.output_tokens.astype(float)
+    cached = np.broadcast_to(np.asarray(workload.ideal_hits, float), prompt.shape)
+    each = _parts(prompt, output, cached, rank)
+    steps = [each.held / rank.kv.capacity_tokens, each.steps / limits.max_seqs]
+    if limits.mode == EngineMode.CHUNKED:
+        steps.append((prompt - cached + each.steps) / limits.max_batched_tokens)
+    else:
+        slack_s = _most_step_s(rank, tpot_s) - step.base_s
+        steps.append(np.where(slack_s > 0, each.least_s / np.maximum(slack_s, 1e-12), 0.0))
+    fewest = max(steps, key=lambda one: float(one.sum()))
+    prefill_s = each.per_token_s * (prompt - cached) + each.per_sum_sq_s * (prompt**2 - cached**2)
+    ranks = 1 if profile.ranks is None else profile.ranks.count
+    return np.asarray((prefill_s + each.decode_s + step.base_s * fewest) / ranks)
+
+
+class _Parts(NamedTuple):
+    """Of each request [requests]: decode steps, context held over them, its decode work and the least of it
+    that counts against TPOT; and the seconds of a prefilled token and of its square."""
+
+    steps: NDArray[np.float64]
+    held: NDArray[np.float64]
+    decode_s: NDArray[np.float64]
+    least_s: NDArray[np.float64]
+    per_token_s: float
+    per_sum_sq_s: float
+
+
+def _parts(
+    prompt: NDArray[np.float64], output: NDArray[np.float64], cached: NDArray[np.float64], profile: Profile
+) -> _Parts:
+    step = profile.step
+    steps = np.maximum(output - 1, 0)
+    context = steps * prompt + steps * (steps + 1) / 2  # at the starts of its decode steps
+    beside = profile.kv.held(prompt) - prompt  # windows: as the prompt leaves them, the least there is
+    per_token_s, per_sum_sq_s = step.per_prefill_token_s, step.per_prefill_sum_sq_s
+    if profile.engine.mode == EngineMode.PREFILL_FIRST:
+        assert profile.prefill is not None  # a profile of this mode cannot be made without
+        per_token_s = _per_prefill_token_s(profile, float(prompt.max()))
+        per_sum_sq_s = profile.prefill.per_sum_sq_s
+    return _Parts(
+        steps,
+        context + steps * (beside - cached),
+        step.per_sequence_s * steps + step.per_context_token_s * context,
+        (step.per_sequence_s + step.per_context_token_s * (prompt + 1)) * steps,
+        per_token_s,
+        per_sum_sq_s,
+    )
+
+
+def _most_step_s(profile: Profile, tpot_s: Any) -> Any:
+    """The mean step that a TPOT target allows: with luck every draft is accepted."""
+    drafts = profile.speculation
+    return tpot_s if drafts is None else tpot_s * (1 + drafts.drafted) / drafts.tokens_per_step
 
 
 def _steps_for_tpot(least: float, slack: float, full: float, per_token_s: float, tokens: float) -> float:

@@ -144,11 +144,13 @@ class Trial:
 
     The resampled traces that were hardest for other fleets come first. A replay is broken off once it is
     lost. So a fleet that fails is known to fail, but not by how much. `verdict` goes on until that is known,
-    where replays do not take long.
+    where replays do not take long. `at_once`: replays side by side, as many as threads without it;
+    `replays`: how many there were.
     """
 
-    def __init__(self, search: Search, fleet: Fleet) -> None:
+    def __init__(self, search: Search, fleet: Fleet, at_once: int | None = None) -> None:
         self.fleet, self._search = fleet, search
+        self._at_once, self.replays = at_once, 0
         self._seen: dict[int, ReplicateOutcome] = {}
         self.numbers = range(1, replicates_for(search.question.confidence) + 1)
 
@@ -156,9 +158,9 @@ class Trial:
         """Whether the lower bound meets the target; `screening`: whether it may, by the hardest."""
         hardest = min(SCREENED, len(self.numbers)) if self._search.hardest else len(self.numbers)
         upto = hardest if screening else len(self.numbers)
-        is_slow, threads = self._search.is_slow, self._search.pool.count
+        is_slow, at_once = self._search.is_slow, self._at_once or self._search.pool.count
         while len(self._seen) < upto and self._is_open:
-            width = threads if screening or not (is_slow or self._seen) else ROUND
+            width = at_once if screening or not (is_slow or self._seen) else ROUND
             left = [i for i in self._search.hardest.first(self.numbers) if i not in self._seen]
             self._look(left[: min(width, upto - len(self._seen))], True)
         if screening or not self._is_open:
@@ -173,6 +175,7 @@ class Trial:
     def _look(self, numbers: Sequence[int], hurries: bool) -> None:
         allowed = self._search.may_miss if hurries else None
         seen = look(self._search, self.fleet, numbers, allowed)
+        self.replays += len(seen)
         self._seen.update(zip(numbers, seen, strict=True))
         for i, one in zip(numbers, seen, strict=True):
             self._search.hardest.note(i, one.missed / one.requests)
@@ -183,6 +186,11 @@ class Trial:
         if not self._search.is_slow:
             return True
         return len(self._seen) == len(self.numbers) and not any(s.lost for s in self._seen.values())
+
+    @property
+    def shares_missed(self) -> dict[int, float]:
+        """Of each resampled trace that was replayed."""
+        return {i: one.missed / one.requests for i, one in self._seen.items()}
 
     def verdict(self) -> Estimate:
         """The estimate from what was seen; where replays do not take long, from whole replays, in order."""

@@ -19,6 +19,7 @@ from controlplane.scaler.weights import enough_stand, missing_share
 from controlplane.types import Role
 from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.simulated.simulate import WorkerSpec
+from tokenfleet.planning.request import PlanRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,14 @@ class Fleet:
             for g in self.groups
             for _ in range(g.workers)
         ]
+
+
+def is_allowed(usd_per_h: float | None, gpus: int, question: PlanRequest) -> bool:
+    """Whether the limits of a question allow a fleet; an unknown price is within no budget."""
+    if question.max_gpus is not None and gpus > question.max_gpus:
+        return False
+    budget = question.budget_usd_per_h
+    return budget is None or (usd_per_h is not None and usd_per_h <= budget * (1.0 + 1e-9))
 
 
 def apportioned(mix: Fleet, workers: int) -> Fleet:

@@ -270,6 +270,17 @@ class Plateau(_Part):
     alone_needs_s: AloneShares
 
 
+class MixesReplayed(_Part):
+    """The search for a cheaper mix: the mixes that it replayed, and the replays that this took.
+
+    `may_save`: the share of the cost by which a mix that was not replayed may be cheaper; 0: none can be.
+    """
+
+    replayed: Whole
+    replays: Whole
+    may_save: Number | None = None
+
+
 class TraceSample(_Part):
     """The sample that a long trace was judged by."""
 
@@ -546,6 +557,7 @@ class PlanFile(PlanBrief):
     headroom: Headroom | None = None
     plateau: Plateau | None = None
     sampling: TraceSample | None = None
+    mixes: MixesReplayed | None = None
     workers_range: list[Count] | None = None  # of a trace that was drawn: nine times in ten
     one_fewer: OneFewer | None = None
     doubt: Uncertainty | None = None

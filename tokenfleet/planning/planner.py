@@ -35,7 +35,7 @@ from tokenfleet.planning.comparisons import (
 from tokenfleet.planning.estimate import HOPELESS, Estimate, TooFew, look, too_few, verdict_on
 from tokenfleet.planning.explain import Binding, binding, failing_rate, headroom, plateau
 from tokenfleet.planning.fleet import Fleet, of_one_kind
-from tokenfleet.planning.mix import Mixed, cheaper_mix, cheaper_pool, no_spares_do, stricter, with_spares
+from tokenfleet.planning.mixes.cheapest import Mixed, cheapest_mix
 from tokenfleet.planning.moves import Settled, refuse_unmovable, settled
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, InfeasibleType, Inputs, Plan, SmallerFleet, latency
@@ -43,6 +43,7 @@ from tokenfleet.planning.reuse import reuse_of
 from tokenfleet.planning.schedule import Schedule, TraceClock, make_schedule, paid, waits
 from tokenfleet.planning.search import Replayer, Search
 from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
+from tokenfleet.planning.standby import no_spares_do, stricter, with_spares
 from tokenfleet.planning.threads import Threads, Watch
 from tokenfleet.planning.traffic.replicates import Doubted
 from tokenfleet.planning.traffic.sample import LONG, SAMPLED, Sampler
@@ -90,7 +91,7 @@ def make_plan(
         refuse_unmovable(search)
         levels = None if inputs.assumed is None else inputs.assumed.levels
         search = replace(search, traffic=replace(search.traffic, sampler=_sampler(search), levels=levels))
-        return _serving(Plan(request, inputs, search.types, None), search, parts, explained, scheduled)
+        return _serving(Plan(request, inputs, search.types, None), search, explained, scheduled)
 
     plan = serving(question)
     if question.reclaims_per_h is not None and plan.best is not None:
@@ -166,7 +167,7 @@ def _classes(plan: Plan, workload: Workload, parts: Parts) -> tuple[ClassOfPlan,
     )
 
 
-def _serving(blank: Plan, search: Search, parts: Parts, explained: bool, scheduled: bool) -> Plan:
+def _serving(blank: Plan, search: Search, explained: bool, scheduled: bool) -> Plan:
     """The plan of the fleet that serves; what spot workers need beyond it comes later."""
     search.watch.stage("sizing each worker type on the recorded trace", 0.0)
     sizings = size_all(search)
@@ -178,7 +179,9 @@ def _serving(blank: Plan, search: Search, parts: Parts, explained: bool, schedul
     search.watch.stage("confirming in resampled traces", 0.2)
     _confirm_cheapest(search, possible, CONFIRMED_KINDS if explained else 1)
     search.watch.stage("looking for a cheaper mix", 0.45)
-    winner = _winner(blank, search, possible, parts)
+    single = min((s for s in possible if s.confirmed), key=lambda s: s.cost, default=None)
+    mixed, mixes = cheapest_mix(search, sizings, single)
+    blank, winner = replace(blank, mixes=mixes), _as_sizing(search, mixed, single) if mixed else single
     if winner is None:
         reasons = "; ".join(f"{s.worker_type.name}: {s.reason}" for s in possible if s.reason)
         blank = replace(blank, reason=reasons, alternatives=_others(search, possible, None))
@@ -225,27 +228,6 @@ def _with_moves(plan: Plan, search: Search, winner: Sizing, explained: bool) -> 
     elif answer.search is not search:  # replayed whole without moves, which no stream has
         best = replace(best, estimate=answer.estimate)
     return replace(plan, best=best, moves=answer.worth), answer
-
-
-def _winner(plan: Plan, search: Search, possible: Sequence[Sizing], parts: Parts) -> Sizing | None:
-    """The sizing of the cheapest fleet that is sure: of one kind, or of a mix; None where there is none."""
-    single = min((s for s in possible if s.confirmed), key=lambda s: s.cost, default=None)
-    mixed = _mixed(plan, search, possible, single, parts)
-    return single if mixed is None else _as_sizing(search, mixed, single)
-
-
-def _mixed(
-    plan: Plan, search: Search, possible: Sequence[Sizing], single: Sizing | None, parts: Parts
-) -> Mixed | None:
-    """A mix cheaper than the best fleet of one kind, be it by shares or of the classes' own kinds."""
-    best = None if single is None else single.answer
-    mixed = None if best is None else cheaper_mix(search, possible, best)
-    if not search.terms.classes or sum(not kind.is_split for kind in search.types) < 2:
-        return mixed
-    serving = replace(search.question, reclaims_per_h=None)
-    own = [parts.fleet(search.workload, plan.inputs, serving, [c]) for c in range(len(search.terms.classes))]
-    known = [fleet for fleet in own if fleet is not None]
-    return cheaper_pool(search, known, mixed.fleet if mixed else best) or mixed
 
 
 def _proven(plan: Plan, search: Search, winner: Sizing) -> Plan:

@@ -15,6 +15,7 @@ from tokenfleet.planning.comparisons import Baseline, DemandLine, NearestTarget,
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import AttainmentPlateau, Binding, TrafficHeadroom
 from tokenfleet.planning.fleet import Fleet, StandbyWorkers
+from tokenfleet.planning.mixes.cheapest import MixSearch
 from tokenfleet.planning.moves import MovesWorth
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.reuse import PrefixReuse
@@ -185,6 +186,7 @@ class Plan:
     schedule: Schedule | None = None
     paid: PaidSchedule | None = None  # the schedule with its cold starts
     sampled: Sampled | None = None  # where the trace is too long to be replayed whole each time
+    mixes: MixSearch | None = None  # where there are several worker types to mix
     spares: StandbyWorkers | None = None  # on spot workers; `best.fleet` has them
     baselines: tuple[Baseline, ...] = ()
     moves: MovesWorth | None = None  # where they were asked for

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -179,8 +180,8 @@ class ServingTerms:
 class Hardest:
     """The share missed in each resampled trace by the last fleet replayed on it."""
 
-    def __init__(self) -> None:
-        self._missed: dict[int, float] = {}
+    def __init__(self, missed: Mapping[int, float] = MappingProxyType({})) -> None:
+        self._missed = dict(missed)
 
     def __bool__(self) -> bool:
         return bool(self._missed)

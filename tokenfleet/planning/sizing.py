@@ -64,6 +64,7 @@ class Sizing:
     on_trace: dict[int, float] = field(default_factory=dict)
     sure: dict[int, Estimate] = field(default_factory=dict)
     tried: dict[int, Trial] = field(default_factory=dict)  # their verdicts are not in `sure` yet
+    missed: dict[int, float] = field(default_factory=dict)  # of the confirmed fleet, by resampled trace
 
     def tell_tried(self) -> None:
         """Put the verdicts of the counts that were tried too into `sure`; those that failed take replays."""
@@ -225,7 +226,7 @@ def _alone_text(search: Search, profile: Profile) -> str:
 
 def _alone_missed(search: Search, profile: Profile) -> tuple[str, float]:
     """The same of requests alone, and the attainment that leaves; of classes the one that misses most."""
-    met = _met_alone(profile, search.outline, search)
+    met = met_alone(profile, search.outline, search)
     missed, whose = 1.0 - float(met.mean()), ""
     if search.terms.classes:
         share = 1.0 - attained_by_class(met, search.outline)
@@ -301,6 +302,7 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
     sizing.tried |= {n: trial for n, trial in trials.items() if n != sizing.confirmed}
     if sizing.confirmed is not None:
         sizing.sure[sizing.confirmed] = trials[sizing.confirmed].verdict()
+        sizing.missed = trials[sizing.confirmed].shares_missed
     else:
         sizing.tell_tried()
         if not sizing.sure:
@@ -429,13 +431,13 @@ def alone_tpot_s(profile: Profile, workload: Workload) -> NDArray[np.float64]:
 
 def ceiling(profile: Profile, workload: Workload, search: Search) -> float:
     """The attainment of a workload that even endless workers do not exceed."""
-    requests = search.terms.attained(_met_alone(profile, workload, search), workload)
+    requests = search.terms.attained(met_alone(profile, workload, search), workload)
     if (session_s := search.terms.session_s) is None:
         return requests
     return min(requests, float((alone_session_s(profile, workload) <= session_s).mean()))
 
 
-def _met_alone(profile: Profile, workload: Workload, search: Search) -> NDArray[np.bool_]:
+def met_alone(profile: Profile, workload: Workload, search: Search) -> NDArray[np.bool_]:
     """Whether each request meets its targets on an idle worker."""
     ttft_target_s, tpot_target_s = search.terms.targets_s(workload)
     slow = alone_tpot_s(profile, workload) > tpot_target_s  # NaN compares false

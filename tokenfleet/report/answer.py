@@ -44,6 +44,7 @@ GUIDE = "docs/read-your-plan.md"
 GAP = "   "  # between the figures of a line
 # The topics that begin a block: a blank line goes before each.
 OPENS = ("Target", "SLO attainment", "Why not fewer?")
+LEAST_SAVING = 0.005  # of the cost, that a line tells of
 LOST = 0.5  # of the hit rate, where the search for more sessions counts the caches as lost
 
 _BINDS = {
@@ -190,6 +191,7 @@ def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
         low, high = plan.workers_range
         text = f"{low} to {high} workers, once your own trace replaces the assumptions (nine times in ten)"
         yield "Range", text
+    yield from _cheaper_mixes(plan)
     if plan.moves is not None:
         yield "Moves", moves_text(plan.moves, plan)
     if plan.binding is not None:
@@ -226,6 +228,14 @@ def fewer_text(fewer: OneFewer, target: float) -> str:
         expected = f"{workers} {expects} expected to reach {share_text(fewer.attainment)}"
         return f"{expected}, but its lower bound of {share_text(fewer.low)} is below {asked}."
     return f"{workers} in these proportions may do, too; the mix was chosen for its price."
+
+
+def _cheaper_mixes(plan: PlanFile) -> Iterator[tuple[str, str]]:
+    """By how much a mix may be cheaper that the search did not come to; nothing where none can be."""
+    mixes = plan.mixes
+    if mixes is not None and (may_save := mixes.may_save or 0.0) >= LEAST_SAVING:
+        stopped = f"The search stopped after {mixes.replayed} mixes ({mixes.replays} replays)"
+        yield "Cheaper mixes", f"one up to {100 * may_save:.0f} % cheaper may exist. {stopped}."
 
 
 def moves_text(moves: PlannedMoves, plan: PlanFile) -> str:

@@ -20,6 +20,7 @@ from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import AttainmentPlateau, Binding
 from tokenfleet.planning.fleet import Fleet, StandbyWorkers, apportioned
 from tokenfleet.planning.loop import expected_loop
+from tokenfleet.planning.mixes.cheapest import MixSearch
 from tokenfleet.planning.moves import MovesWorth
 from tokenfleet.planning.plan_file import SCHEMA, ExpectedLoop, PlanFile
 from tokenfleet.planning.result import QUANTILES, Candidate, Doubt, Latency, Plan, Sampled, SmallerFleet
@@ -74,6 +75,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         **({"plateau": _plateau(plan.plateau)} if plan.plateau else {}),
         **({"sampling": _sampled(plan.sampled)} if plan.sampled else {}),
         **_workers_range(plan),
+        **({"mixes": _mixes(plan, plan.mixes)} if plan.mixes else {}),
         "one_fewer": _told(_one_fewer, plan.one_fewer),
         "doubt": _told(_doubt, plan.doubt),
         "nearest_feasible": _nearest(plan),
@@ -255,6 +257,12 @@ def _plateau(flat: AttainmentPlateau) -> dict[str, Any]:
 def _doubt(doubt: Doubt) -> dict[str, Any]:
     shares = {name: _share(share) for name, share in doubt.shares.items()}
     return {**_rounded(asdict(doubt)), "mostly": doubt.mostly, "shares": shares}
+
+
+def _mixes(plan: Plan, search: MixSearch) -> dict[str, Any]:
+    serving = plan.spares.serving if plan.spares else plan.best.fleet if plan.best else None
+    may_save = None if serving is None else _share(search.may_save(serving))
+    return {"replayed": search.mixes, "replays": search.replays, "may_save": may_save}
 
 
 def _sampled(sampled: Sampled) -> dict[str, Any]:
