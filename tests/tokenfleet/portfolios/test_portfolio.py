@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from planning_builders import save, worker
 
+import tokenfleet as tf
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import KvModel
 from controlplane.workload import Workload
@@ -90,6 +91,31 @@ def test_without_limits_each_model_has_the_gpus_it_would_have_alone(planned):
     for model in plan["models"]:
         (other,) = model["others"]
         assert (other["gpu"], other["usd_per_hour"] > model["usd_per_hour"]) == ("slow-gpu", True)
+
+
+def test_the_library_gives_the_answer_of_the_command_line_as_an_object(planned, folder, tmp_path):
+    told = planned("{}")
+    answer = tf.portfolio(folder / "portfolio.yaml")
+    assert answer.document == told
+    assert answer.usd_per_hour == told["usd_per_hour"] == pytest.approx(answer.models["usd_per_hour"].sum())
+    assert answer.models["model"].to_list() == ["early", "late"]
+    assert all(" made-gpu TP1" in fleet for fleet in answer.models["fleet"])
+    assert answer.models["bought"].to_list() == ["made-gpu"] * 2
+    assert all(part in answer._repr_html_() for part in ("early", "late", "made-gpu"))
+    saved = answer.save(tmp_path / "out")
+    names = ["early.plan.json", "late.plan.json", "portfolio.html", "portfolio.json"]
+    assert sorted(path.name for path in saved.iterdir()) == names
+    assert json.loads((saved / "portfolio.json").read_text()) == told
+    assert read_plan(saved / "early.plan.json").workers == told["models"][0]["plan"]["workers"]
+
+
+def test_the_library_says_what_limits_allow_no_fleet_and_names_a_faulty_file(asked, folder, tmp_path):
+    asked("{gpus: {made-gpu: 1, slow-gpu: 0}}")
+    with pytest.raises(tf.Infeasible, match="made-gpu"):
+        tf.portfolio(folder / "portfolio.yaml")
+    (tmp_path / "none.yaml").write_text("schema: tokenfleet.portfolio/1\nmodels: []\n")
+    with pytest.raises(tf.BadInput, match=r"none\.yaml: models"):
+        tf.portfolio(tmp_path / "none.yaml")
 
 
 def test_one_models_night_is_anothers_day(planned):
