@@ -8,8 +8,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 from pydantic import BaseModel, ConfigDict, Field
 
-from dataplane.http.rules import ERRORS, Conflict
+from dataplane.http.rules import ERRORS, Conflict, ErrorReply
 from tokenfleet.service.proposals import SINCE, Proposal, Proposals
+
+REFUSED: dict[int | str, dict[str, Any]] = {
+    409: {"model": ErrorReply, "description": "The state of the proposal does not allow it"},
+    429: {"model": ErrorReply, "description": "Too many plans wait already"},
+}
 
 
 class ProposalOrder(BaseModel):
@@ -27,7 +32,7 @@ def no_proposal(why: str) -> Callable[[], dict[str, Any]]:
 
 def proposal_router(proposals: Proposals | str) -> APIRouter:
     """The routes of a fleet's proposals; of a fleet that has none, the reason."""
-    router = APIRouter(prefix="/v1/fleet", tags=["proposals"], responses=ERRORS)
+    router = APIRouter(prefix="/v1/fleet", tags=["proposals"], responses=ERRORS | REFUSED)
 
     @router.get("/proposal")
     async def proposal() -> dict[str, Any]:
