@@ -12,10 +12,14 @@ Both rules count workers that are starting. The target is theirs to choose: the 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from controlplane.control import State
 from controlplane.port import Decide
 from controlplane.snapshot import SERVING, STARTING, Action, Scale, Snapshot
+from tokenfleet.advise.followers import one_by_one
+
+_NO_PLANE: Any = None  # that rule looks at snapshots alone
 
 
 def hpa(target: float, low: int, high: int) -> Decide:
@@ -39,23 +43,9 @@ def hpa(target: float, low: int, high: int) -> Decide:
     return decide
 
 
-def ray_serve(target: float, low: int, high: int, up_s: float = 30.0, down_s: float = 600.0) -> Decide:
-    """One worker more or fewer, after the ratio has been off for so long."""
-    since: dict[str, float | None] = {"up": None, "down": None}
-
-    def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
-        there, ratio = _ratio(seen, target)
-        fewer = ratio * there / max(there - 1, 1)
-        for name, holds in (("up", ratio > 1.0), ("down", there > 1 and fewer < 1.0)):
-            since[name] = (since[name] if since[name] is not None else seen.now_s) if holds else None
-        for name, wait_s, change in (("up", up_s, 1), ("down", down_s, -1)):
-            began = since[name]
-            if began is not None and seen.now_s - began >= wait_s:
-                since[name] = None
-                return state, _scaled(seen, min(max(seen.wanted + change, low), high))
-        return state, []
-
-    return decide
+def ray_serve(target: float, low: int, high: int) -> Decide:
+    """One worker more or fewer, as the advice's baselines have it."""
+    return one_by_one(target, low, high)(_NO_PLANE)
 
 
 def _ratio(seen: Snapshot, target: float) -> tuple[int, float]:
