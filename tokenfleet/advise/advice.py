@@ -68,13 +68,23 @@ class AdviceState:
 
 
 @dataclass(frozen=True, slots=True)
+class Spent:
+    """Replica-hours of the last day, or since the first advice: had, advised, and the advice's 90 % range."""
+
+    hours: float
+    had: float
+    advised: float
+    likely: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
     """A look's advice. `wanted` None: not yet known. `published`: for a scaler that follows it.
 
     `likely`: 90 % of what it may be. `regime`, `since_s`: the rate since the last change point, `upper_rps`
     at most. `arrivals`: counted so far. `shares`: of recent requests within TTFT and TPOT, at least and at
     most. `held`: why this look counted nothing, and `held_since_s` when the last did.
-    `applied`: what was done with it.
+    `applied`: what was done with it. `spent`: over the last day.
     """
 
     at_s: float
@@ -98,3 +108,4 @@ class Advice:
     held: str = ""
     held_since_s: float | None = None
     applied: str = ""
+    spent: Spent | None = None

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from tokenfleet.advise.advice import Advice, AdviceSettings
+from tokenfleet.advise.advice import Advice, AdviceSettings, Spent
 from tokenfleet.advise.bottleneck import bottleneck, hopeless
 from tokenfleet.advise.decide import doubt_of
 from tokenfleet.report.tables import asked_text, share_text, usd_text
 from tokenfleet.texts import duration_text
 
 SCHEMA = "tokenfleet.advice/1"
+SHORTEST_H = 0.05  # of a watch whose cost is worth a line
 TARGETS = {"ttft": "TTFT", "tpot": "TPOT"}
 MOST = 100_000  # replicas, where no ceiling is given
 OPENS = ("Target", "Why", "Replicas")
@@ -45,6 +46,8 @@ def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tu
     if advice.applied:
         yield "Applied", advice.applied
     yield "Cost", cost_text(settings, advice)
+    if advice.spent is not None and advice.spent.hours >= SHORTEST_H:
+        yield "Spent", spent_text(settings, advice.spent)
     yield (
         "Target",
         (
@@ -99,6 +102,18 @@ def cost_text(settings: AdviceSettings, advice: Advice) -> str:
     if advice.wanted is None or more == 0:
         return has
     return f"{has}; this advice costs {usd_text(abs(more) * each)} {'more' if more > 0 else 'less'}"
+
+
+def spent_text(settings: AdviceSettings, spent: Spent) -> str:
+    """Replica-hours that the fleet had and that the advice asked for, with what they cost."""
+    each = settings.worker_type.usd_per_h
+    had, advised = (
+        f"{hours:.3g} replica-hours" + ("" if each is None else f" (${hours * each:,.2f})")
+        for hours in (spent.had, spent.advised)
+    )
+    low, high = spent.likely
+    sure = f"; 90 % sure: {low:.3g} to {high:.3g}" if f"{low:.3g}" != f"{high:.3g}" else ""
+    return f"{had} in the last {duration_text(spent.hours * 3600.0)}; the advice asked for {advised}{sure}"
 
 
 def percent(share: float) -> str:
@@ -172,6 +187,14 @@ def document(settings: AdviceSettings, advice: Advice, clock: Clock) -> dict[str
         "workers_per_rps": None if advice.line is None else advice.line.workers_per_rps,
         "intercept": None if advice.line is None else advice.line.intercept,
         "bottleneck": binds,
+        "spent": None
+        if advice.spent is None
+        else {
+            "hours": round(advice.spent.hours, 4),
+            "replica_hours": round(advice.spent.had, 4),
+            "advised_replica_hours": round(advice.spent.advised, 4),
+            "likely": [round(hours, 4) for hours in advice.spent.likely],
+        },
         "applied": advice.applied or None,
         "running": advice.running,
         "waiting": advice.waiting,

@@ -7,17 +7,19 @@ out. Step times are calibrated every minute by what the servers count.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.calibration import Interval, calibrated_by
 from tokenfleet.advise.advice import Advice, AdviceSettings, AdviceState
+from tokenfleet.advise.day.history import AdviceHistory
 from tokenfleet.advise.decide import ORIGIN_S, advise, looked_at
 from tokenfleet.advise.look import NoCounts, Page, Watched, look
 from tokenfleet.advise.recorded import TrafficRecord
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from prometheus_client.registry import Collector
+
+    from dataplane.http.server import Extension
 
 CALIBRATE_S = 60.0
 MOST_INTERVALS = 2000
@@ -85,7 +89,7 @@ class FleetWatch:
         self._watched, self._state = Watched(), AdviceState()
         self._intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
         self._calibrated_s = ORIGIN_S
-        self.record = TrafficRecord()
+        self.record, self.history = TrafficRecord(), AdviceHistory()
 
     async def run(self, first: dict[str, EngineCounts], show: Show, stop: asyncio.Event) -> None:
         """Look, advise and show until `stop` is set or `show` asks for no more."""
@@ -97,6 +101,7 @@ class FleetWatch:
 
         while True:
             advice = await self._look(pages, ORIGIN_S + number * self._every_s)
+            advice = replace(advice, spent=self.history.add(advice))
             if self._act is not None:
                 advice = replace(advice, applied=await self._act(advice))
             if not show(advice, clock) or stop.is_set():
@@ -132,8 +137,13 @@ class FleetWatch:
 
 
 @asynccontextmanager
-async def answering(listening: socket.socket, gauges: Collector) -> AsyncIterator[None]:
-    """Serve the gauges at /metrics meanwhile, to everybody who may reach the address."""
+async def answering(
+    listening: socket.socket,
+    gauges: Collector,
+    page: Callable[[], dict[str, Any] | None] = lambda: None,
+    extensions: Sequence[Extension] = (),
+) -> AsyncIterator[None]:
+    """Serve the gauges at /metrics and `page` at /v1/advice meanwhile, to everybody who may ask."""
     import uvicorn
     from fastapi import APIRouter, Response
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -150,9 +160,17 @@ async def answering(listening: socket.socket, gauges: Collector) -> AsyncIterato
         """The advice as Prometheus gauges."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    extension = Extension([router], open_paths=frozenset({"/metrics"}))
-    app = application("Tokenfleet advice", KeyRing(()), [extension])
-    app.include_router(router)
+    @router.get("/v1/advice")
+    async def advice() -> Response:
+        """The newest advice and the last day; 503 before the first look."""
+        shown = page()
+        return Response(json.dumps(shown), 503 if shown is None else 200, media_type="application/json")
+
+    own = Extension([router], open_paths=frozenset({"/metrics", "/v1/advice"}))
+    app = application("Tokenfleet advice", KeyRing(()), [own, *extensions])
+    for extension in (own, *extensions):
+        for one in extension.routers:
+            app.include_router(one)
     server = QuietServer(
         uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **server_options(None)

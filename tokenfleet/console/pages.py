@@ -48,11 +48,11 @@ class StaticFile(NamedTuple):
     tag: str
 
 
-def static_files(home: str) -> dict[str, StaticFile]:
+def static_files(home: str, pages: Mapping[str, str] = PAGES) -> dict[str, StaticFile]:
     """Every file that may be asked for, by its path; nothing else can be. `home` is the page at `/`."""
     by_name = {path.name: _read(path) for path in sorted(STATIC.iterdir()) if path.suffix in TYPES}
     files = {FOLDER + name: file for name, file in by_name.items() if not name.endswith(".html")}
-    return files | {path: by_name[name] for path, name in {"/": home, **PAGES}.items()}
+    return files | {path: by_name[name] for path, name in {"/": home, **pages}.items()}
 
 
 def console_router(files: Mapping[str, StaticFile]) -> APIRouter:
@@ -68,14 +68,14 @@ def console_router(files: Mapping[str, StaticFile]) -> APIRouter:
             return Response(status_code=304, headers=headers)
         return Response(file.body, media_type=file.media_type, headers=headers)
 
-    for path in ("/", *PAGES, FOLDER + "{name}"):
+    for path in (*(one for one in files if not one.startswith(FOLDER)), FOLDER + "{name}"):
         router.add_api_route(path, page, methods=["GET", "HEAD"])
     return router
 
 
-def console_extension(home: str = "plan.html") -> Extension:
-    """The console as an API takes it in: the plan page at `/`, or for a fleet the live one."""
-    files = static_files(home)
+def console_extension(home: str = "plan.html", pages: Mapping[str, str] = PAGES) -> Extension:
+    """The console as an API takes it in: the plan page at `/`, for a fleet the live one, or one alone."""
+    files = static_files(home, pages)
     return Extension(routers=(console_router(files),), open_paths=frozenset(files))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
@@ -94,11 +94,13 @@ async def _watch(
     cleanup: ExitStack,
 ) -> WatchedTraffic | None:
     """Watch until a signal; with `watched_s` for that long, and what was seen."""
+    from tokenfleet.advise.day.page import page_document
     from tokenfleet.advise.external_scaler import scaler_at
     from tokenfleet.advise.gauges import AdviceGauges
     from tokenfleet.advise.watch import FleetWatch, answering, first_pages
     from tokenfleet.cli.advise.fleet import opened
     from tokenfleet.cli.advise.plan import Until, WatchedTraffic
+    from tokenfleet.console.pages import console_extension
 
     listening = None if flags.listen is None else _listening(flags.listen)
     if listening is not None:
@@ -112,8 +114,6 @@ async def _watch(
         model = next(iter(first.values())).model
         settings = replace(settings_of(first), served=model)
         gauges = AdviceGauges(model, settings)
-        if listening is not None:
-            await stack.enter_async_context(answering(listening, gauges))
         if flags.scaler is not None:
             await stack.enter_async_context(scaler_at(flags.scaler, gauges))
         is_silent = watched_s is not None and flags.output_format == OutputFormat.JSON
@@ -121,6 +121,15 @@ async def _watch(
         shown = ShownAdvice(flags.once, output, settings, gauges, cleanup)
         watch = FleetWatch(fleet.servers, settings, model, every_s, fleet.applied)
         until = Until(shown, watched_s)
+        if listening is not None:
+
+            def page() -> dict[str, Any] | None:
+                if gauges.advice is None or until.clock is None:
+                    return None
+                return page_document(settings, gauges.advice, watch.history, until.clock)
+
+            console = console_extension("advice.html", {})
+            await stack.enter_async_context(answering(listening, gauges, page, [console]))
         await watch.run(first, until, stop)
         if not until.is_over:
             return None

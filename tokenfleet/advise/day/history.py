@@ -1,0 +1,64 @@
+"""The last day of an advice: what the fleet had, what it should have had, and what the difference cost.
+
+Between two points the numbers hold, as replicas do. While metrics are missing the last ones stand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from typing import NamedTuple
+
+from tokenfleet.advise.advice import Advice, Spent
+
+KEPT_S = 86_400.0
+APART_S = 60.0  # between two points where nothing changes
+
+
+class AdvicePoint(NamedTuple):
+    """A moment: replicas that answer and start, those advised, and the range that is 90 % sure."""
+
+    at_s: float
+    has: int
+    wanted: int | None
+    likely: tuple[int, int] | None
+    rate_rps: float | None
+
+
+class AdviceHistory:
+    """The points of the last day."""
+
+    def __init__(self) -> None:
+        self.points: deque[AdvicePoint] = deque()
+        self._last: AdvicePoint | None = None
+
+    def add(self, advice: Advice) -> Spent | None:
+        """Keep this look, and sum up the last day; None before there is an advice to compare with."""
+        rate_rps = None if advice.regime is None else advice.regime.rate_rps
+        now = AdvicePoint(advice.at_s, advice.has + advice.starting, advice.wanted, advice.likely, rate_rps)
+        kept = self.points[-1] if self.points else None
+        if kept is None or now[1:4] != kept[1:4] or now.at_s - kept.at_s >= APART_S:
+            self.points.append(now)
+        while self.points[0].at_s < now.at_s - KEPT_S:
+            self.points.popleft()
+        self._last = now
+        return self._spent(now)
+
+    def until_now(self) -> list[AdvicePoint]:
+        """The points, the newest look among them."""
+        points = list(self.points)
+        return points if self._last is None or self._last in points else [*points, self._last]
+
+    def _spent(self, now: AdvicePoint) -> Spent | None:
+        hours = had = wanted = low = high = 0.0
+        for one, after in pairwise([*self.points, now]):
+            if one.wanted is None:
+                continue
+            passed_h = (after.at_s - one.at_s) / 3600.0
+            least, most = one.likely or (one.wanted, one.wanted)
+            hours += passed_h
+            had += one.has * passed_h
+            wanted += one.wanted * passed_h
+            low += least * passed_h
+            high += most * passed_h
+        return Spent(hours, had, wanted, (low, high)) if hours > 0 else None
