@@ -10,6 +10,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
@@ -144,8 +145,12 @@ def _is_nested(start: bytes) -> bool:
     try:
         first = json.loads(start.split(b"\n", 1)[0])
     except (ValueError, RecursionError):
-        # An object over several lines; a line that is broken JSON has more than its first bracket.
-        return start.split(b"\n", 1)[0].strip() in (b"{", b"[") or len(start) >= LONGEST_LINE_BYTES
+        # An object over several lines: it begins with a bracket alone, or is whole in the lines read.
+        if start.split(b"\n", 1)[0].strip() in (b"{", b"[") or len(start) >= LONGEST_LINE_BYTES:
+            return True
+        with suppress(ValueError, RecursionError):
+            return isinstance(json.JSONDecoder().raw_decode(start.decode("utf-8", "replace"))[0], dict)
+        return False
     return isinstance(first, dict) and tool_of(first) is not None
 
 

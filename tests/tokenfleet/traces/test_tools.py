@@ -6,14 +6,18 @@ CPU; the spans are that server's, as OTLP's JSON. inference-perf 0.7.0 sent its 
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from checkout import ROOT
 
 from controlplane.errors import BadInput
 from tokenfleet.traces import read_trace
 from tokenfleet.traces.container import open_container
+from tokenfleet.traces.formats import FORMATS
+from tokenfleet.traces.tools import TOOLS
 
 SAMPLES = Path(__file__).parent / "samples"
 SAMPLE = {  # format, requests, prompt tokens, output tokens, and whether arrivals are dates
@@ -148,3 +152,21 @@ def test_vllm_s_log_has_no_token_counts_and_says_where_they_are(who, tmp_path):
     (tmp_path / "vllm.log").write_text(f"{line}(n=1, seed=None), lora_request: None.\n" * 3)
     with pytest.raises(BadInput, match="vLLM's log, which has no token counts; expected its spans"):
         read_trace(tmp_path / "vllm.log")
+
+
+PAGE = (ROOT / "docs" / "traces.md").read_text()
+EXAMPLES = dict(re.findall(r"^`([\w-]+)`\n\n```\n(.+?)\n```$", PAGE, re.M | re.S))
+
+
+def test_the_page_has_an_example_of_each_format():
+    known = {form.name for form in FORMATS} | {tool.name for tool in TOOLS} | {"history"}
+    assert set(EXAMPLES) == known
+    assert len(known) == 15
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_of_a_format_is_read_as_that(name, tmp_path):
+    (tmp_path / "one").write_text(EXAMPLES[name] + "\n")
+    trace = read_trace(tmp_path / "one")
+    assert trace.format == name
+    assert trace.workload.requests >= 1
