@@ -106,7 +106,8 @@ def fleet_extension(
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
-        number = None if name is None else service.plans.begin_serving(name)
+        served = name if proposals is None else proposals.name
+        number = None if served is None else service.plans.begin_serving(served)
         if proposals is not None:
             proposals.serving = number
         gaps = asyncio.create_task(gap.keep())

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Literal
 
 from controlplane.errors import BadInput
@@ -46,6 +45,7 @@ FILE = "proposal.json"
 LOOK_S = 600.0
 JOB_LOOK_S = 0.5
 SINCE = "1d"
+TAKEN_UP = ("ready", "same", "applying", "applied", "rolled-back")
 State = Literal["none", "planning", "ready", "same", "failed", "applying", "applied", "rolled-back"]
 
 
@@ -154,8 +154,12 @@ class Proposals:
         self._planning = asyncio.create_task(self._await(job["id"], why, kept))
 
     def attach(self, fleet: Any) -> None:
-        """The running fleet that proposals are applied to."""
+        """The running fleet that proposals are applied to; a core's successor serves by the last applied."""
         self._fleet = fleet
+        fleet.on_end.append(self._applied)
+        if fleet.served is not None and (plan := self._service.plans.find(fleet.served)) is not None:
+            self.plan, self.name = plan, fleet.served
+        self._read(fleet.is_left)
 
     def apply(self, by: str = "an operator") -> dict[str, Any]:
         """Begin to serve by the proposed plan; how that stands. Raises BadInput, and then changes nothing."""
@@ -166,18 +170,18 @@ class Proposals:
         if plan is None or self._by.to_serve is None or self._fleet is None:
             raise Conflict(f"apply: plan {last.plan} cannot be applied to this fleet")
         order = self._by.to_serve(last.plan, plan)
-        told: dict[str, Any] = self._fleet.apply(order, partial(self._applied, plan))
+        told: dict[str, Any] = self._fleet.apply(order)
         self._note("applying", f"{last.line}; {by} applies it", last)
         return told
 
-    def _applied(self, plan: PlanFile, state: str, cause: str) -> None:
+    def _applied(self, name: str, state: str, cause: str) -> None:
         """Serve under the new plan from now on, or go on under the one of before."""
-        last, line = self.last, self.last.line.rpartition("; ")[0]
-        if state != "done" or last.plan is None:
+        last, line, plan = self.last, self.last.line.rpartition("; ")[0], self._service.plans.find(name)
+        if state != "done" or plan is None:
             self._note("rolled-back", f"{line}; rolled back: {cause}", last)
             return
-        self.plan, self.name = plan, last.plan
-        self.serving = self._service.plans.begin_serving(self.name)
+        self.plan, self.name = plan, name
+        self.serving = self._service.plans.begin_serving(name)
         self._planned_s = time.time()
         self._note("applied", f"{line}; applied", last)
 
@@ -260,12 +264,14 @@ class Proposals:
                 {self._service.folder / FILE: json.dumps(self.view() | {"planned_s": self._planned_s})}
             )
 
-    def _read(self) -> None:
+    def _read(self, is_applying: bool = False) -> None:
         """Take up what was kept before, where it is of the plan that is served."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             kept = json.loads((self._service.folder / FILE).read_text(encoding="utf-8"))
             if kept.pop("schema") != SCHEMA or kept["served"] != self.name:
                 return
             self._planned_s = float(kept.pop("planned_s"))
-            if kept["state"] in ("ready", "same", "applied", "rolled-back"):
+            if kept["state"] == "applying" and not is_applying:
+                kept["state"] = "ready"  # that fleet has ended
+            if kept["state"] in TAKEN_UP:
                 self.last = Proposal(**kept)

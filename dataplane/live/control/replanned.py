@@ -32,7 +32,6 @@ from dataplane.live.pool.reshape import Reshape
 from dataplane.live.pool.rollout import State
 from dataplane.live.pool.roster import PoolRecord
 
-Ended = Callable[[State, str], None]
 FEWEST = 100  # requests that tell an attainment
 SIGMAS = 3.0  # below the target by chance alone
 
@@ -97,7 +96,11 @@ class TypeParts:
 
 
 class Replanned:
-    """The plans that a running fleet is ordered to serve by."""
+    """The plans that a running fleet is ordered to serve by.
+
+    `on_end`: who hears how one ended: its name, the state, and why it was rolled back. `is_left`: an earlier
+    core had begun the last one.
+    """
 
     def __init__(self, operations: Operations, parts: TypeParts) -> None:
         self._operations, self._parts = operations, parts
@@ -105,20 +108,29 @@ class Replanned:
         self._record = None if estate is None else estate.record
         kept = None if self._record is None else self._record.part("replan", PlanRecord)
         self._orders = () if kept is None else kept.orders
-        self._is_left = kept is not None and kept.is_open
+        self.is_left = kept is not None and kept.is_open
+        self.on_end: list[Callable[[str, State, str], None]] = []
+
+    @property
+    def served(self) -> str | None:
+        """The name of the last plan that was applied; None while the fleet serves as it was started."""
+        done = self._orders[:-1] if self.is_left else self._orders
+        return done[-1].name if done else None
 
     def resume(self) -> None:
         """Go on with the plan that was being applied as the core before was lost."""
-        if self._is_left:
+        if self.is_left:
             *before, left = self._orders
-            self._orders, self._is_left = tuple(before), False
+            self._orders, self.is_left = tuple(before), False
             try:
                 self.apply(left)
             except BadInput as why:
-                self._operations.events.record(time.time(), "update", f"plan {left.name} is left: {why}")
+                self._note(self._orders, False)
+                for hears in self.on_end:
+                    hears(left.name, "rolled-back", f"a new core cannot go on with it: {why}")
 
-    def apply(self, order: PlanToServe, ended: Ended = lambda state, cause: None) -> dict[str, Any]:
-        """Begin to serve by a plan; how that stands. `ended` gets how it ended, and why it was rolled back.
+    def apply(self, order: PlanToServe) -> dict[str, Any]:
+        """Begin to serve by a plan; how that stands.
 
         Raises BadInput, and changes nothing, for a plan that this fleet cannot serve by.
         """
@@ -136,7 +148,8 @@ class Replanned:
 
         def over(state: State) -> None:
             self._settle(order, state == "done")
-            ended(state, reshape.cause)
+            for hears in self.on_end:
+                hears(order.name, state, reshape.cause)
 
         after = dict.fromkeys(pool.types.names, 0) | order.workers
         refusal = partial(_beyond, order, types)

@@ -215,15 +215,17 @@ def test_a_due_plan_is_made_of_the_fleets_own_history_and_kept(service, tmp_path
 
 
 class Running:
-    """A fleet that takes a plan to serve by, and ends as it is told."""
+    """A fleet that takes a plan to serve by, and ends when a test says so."""
 
-    def __init__(self):
-        self.orders, self.end = [], None
+    def __init__(self, served=None, is_left=False):
+        self.orders, self.on_end, self.served, self.is_left = [], [], served, is_left
 
-    def apply(self, order, ended):
+    def apply(self, order):
         self.orders.append(order)
-        self.end = ended
         return {"what": f"plan {order}"}
+
+    def end(self, state, cause):
+        self.on_end[0](self.orders[-1], state, cause)
 
 
 def proposed(service, tmp_path, running, **options):
@@ -261,6 +263,23 @@ def test_an_applied_proposal_is_the_plan_that_is_served_and_one_rolled_back_is_n
     assert proposals.view()["state"] == "applied"
     assert service.plans.last_served() == name == proposals.name
     assert proposals.plan.workers == 1
+
+
+def test_a_cores_successor_serves_by_the_plan_that_was_applied_and_hears_of_one_under_way(service, tmp_path):
+    running = Running()
+    proposals = proposed(service, tmp_path, running)
+    proposals.apply()
+    left, name = Running(is_left=True), proposals.view()["plan"]
+    again = kept(service, plan())
+    assert again.view()["state"] == "ready", "that fleet has ended"
+    again.attach(left)
+    assert again.view()["state"] == "applying"
+    left.orders.append(name)
+    left.end("done", "")
+    assert (again.view()["state"], again.name) == ("applied", name)
+    third = kept(service, plan())
+    third.attach(Running(served=name))
+    assert (third.name, third.plan.workers, third.view()["state"]) == (name, 1, "applied")
 
 
 def test_auto_apply_leaves_to_an_operator_what_is_beyond_its_limits(service, tmp_path):

@@ -112,6 +112,8 @@ function show(now) {
   say(byId("facts"), factsOf(now));
   showTiles(now);
   say(byId("gap"), `Excess cost: ${now.gap.line}.`);
+  const { state, line } = now.proposal;
+  say(byId("proposal"), state === "none" || state === "same" ? "" : `Proposed: ${line}.`);
   workers.show(now.workers);
   showMoving(now.moving);
   timeline.attainment(now);
