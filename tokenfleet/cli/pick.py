@@ -107,16 +107,13 @@ def pick_command(flags: PickFlags) -> None:
 async def _pick(flags: PickFlags) -> None:
     from dataplane.http.tls import certificate_of
     from tokenfleet.advise.servers import Servers
-    from tokenfleet.pick.server import PickerPort, require_clients_of, serving
+    from tokenfleet.pick.server import PickerPort, for_gateways, serving
 
     targets = _targets(flags.slo)
     _check(flags)
-    host = flags.listen.rpartition(":")[0]
+    host, _ = _host_port(flags.listen, "--listen")
     certificate = certificate_of(flags.tls_cert, flags.tls_key, flags.insecure, {"--listen": host})
-    if flags.client_ca is not None:
-        if certificate is None:
-            raise BadInput("--client-ca: needs --tls-cert and --tls-key too")
-        require_clients_of(flags.client_ca, certificate.context)
+    context = None if certificate is None else for_gateways(certificate.context, flags.client_ca)
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(Servers(flags.addresses or (), flags.servers))
         model = await _served_model(servers)
@@ -126,7 +123,6 @@ async def _pick(flags: PickFlags) -> None:
         stack.callback(fleet.close)
         watch = await _watch(flags, stack, servers, profile, fleet, model)
         fleet.warm_up(targets.plain)
-        context = None if certificate is None else certificate.context
         await stack.enter_async_context(serving(PickerPort(fleet, targets), listening, context))
         _say(f"picking at {flags.listen}: {_known(flags, profile)}")
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -137,6 +133,10 @@ async def _pick(flags: PickFlags) -> None:
 
 def _check(flags: PickFlags) -> None:
     """Raise BadInput for flags that do not go together."""
+    if not flags.addresses and flags.servers is None:
+        raise BadInput("pick: which servers? give addresses, or --servers FILE")
+    if flags.client_ca is not None and flags.tls_cert is None:
+        raise BadInput("--client-ca: needs --tls-cert and --tls-key too")
     if flags.kv_events and not flags.tokenizer:
         raise BadInput("--kv-events: tell of tokens; give --tokenizer too")
     if flags.kv_replay and not flags.kv_events:
@@ -269,11 +269,15 @@ def _limits(flags: PickFlags, profile: Profile | None) -> ServerLimits:
     return ServerLimits(seqs, flags.max_num_batched_tokens or engine.max_batched_tokens, kv_tokens)
 
 
+def _host_port(text: str, flag: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise BadInput(f"{flag}: expected HOST:PORT, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
 def _listening(text: str, flag: str) -> socket.socket:
     """A bound socket at HOST:PORT."""
     from dataplane.http.server import bind
 
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-        raise BadInput(f"{flag}: expected HOST:PORT, got {text!r}")
-    return bind(host.strip("[]"), int(port), flag)
+    return bind(*_host_port(text, flag), flag)

@@ -24,6 +24,7 @@ from tokenfleet.pick.fleet import PickedFleet
 
 log = logging.getLogger(__name__)
 REPLAY_S = 2.0
+CLEARED = ({"type": "AllBlocksCleared"},)
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -40,14 +41,10 @@ class ServerEvents:
     """One server's events, in order, and the mirror of its cache."""
 
     def __init__(self, fleet: PickedFleet, server: WorkerId, block_tokens: int, counts: Counter[str]) -> None:
-        self._fleet, self._server, self._block_tokens, self._counts = fleet, server, block_tokens, counts
+        self._fleet, self._server, self._counts = fleet, server, counts
         self.last: int | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """The cache is not known: it counts as empty until events come."""
-        self._cached = CachedBlocks(self._block_tokens)
-        self._fleet.take_cached(self._server, self._cached.all())
+        self._cached = CachedBlocks(block_tokens)
+        fleet.take_cached(server, self._cached.all())
 
     def take(self, number: int, payload: bytes) -> None:
         """The events of one message; those of an earlier one are left out."""
@@ -64,9 +61,14 @@ class ServerEvents:
             self._fleet.take_cached(self._server, self._cached.all())
 
     def lost(self) -> None:
-        """Events are missing for good: begin again."""
+        """Events are missing for good: the cache counts as empty, and its mirror begins again."""
         self._counts["lost"] += 1
-        self.begin()
+        self._fleet.take_cached(self._server, self._cached.take(CLEARED) or self._cached.all())
+
+    def restarted(self) -> None:
+        """The server has started again: its numbers begin at 0, and its cache is empty."""
+        self.lost()
+        self.last = None
 
 
 def _events(payload: bytes) -> list[dict[str, Any]]:
@@ -117,12 +119,16 @@ class KvFollower:
             heard.connect(port_of(self._port, server, "--kv-events"))
             heard.subscribe(b"")
             await self._replay(server, events, 0)
+            before = -1
             while True:
                 parts = await heard.recv_multipart()
                 if len(parts) != 3 or len(parts[1]) != 8:
                     self.counts["unreadable"] += 1
                     continue
                 number = int.from_bytes(parts[1], "big")
+                if number <= before:
+                    events.restarted()
+                before = number
                 if events.last is None or number > events.last + 1:
                     await self._replay(server, events, 0 if events.last is None else events.last + 1)
                 if events.last is not None and number > events.last + 1:

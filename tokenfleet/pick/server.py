@@ -78,11 +78,15 @@ async def serving(
         port.close()
 
 
-def require_clients_of(authority: Path, context: ssl.SSLContext) -> None:
-    """Accept only clients that this authority has signed. Raises BadInput for a file without one."""
+def for_gateways(context: ssl.SSLContext, authority: Path | None) -> ssl.SSLContext:
+    """TLS for HTTP/2; with an authority, only for clients that it has signed. Raises BadInput."""
+    context.set_alpn_protocols(["h2"])
+    if authority is None:
+        return context
     try:
         context.load_verify_locations(authority)
-    except (OSError, ssl.SSLError) as error:
+    except OSError as error:  # ssl's errors are, too
         why = "holds no certificate in PEM form" if isinstance(error, ssl.SSLError) else error.strerror
         raise BadInput(f"--client-ca: {authority}: {why}") from None
     context.verify_mode = ssl.CERT_REQUIRED
+    return context

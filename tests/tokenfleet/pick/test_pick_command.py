@@ -1,0 +1,76 @@
+"""`tokenfleet pick` on the command line: bad input is one line; health and metrics, over TLS."""
+
+import asyncio
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from made_certificates import made_certificate
+from picked import free_ports
+
+from harness.vllm_like import VllmLike
+from tokenfleet.cli.main import main
+
+SLO = ["--slo", "ttft=1s,tpot=50ms"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ([*SLO], "pick: which servers? give addresses, or --servers FILE"),
+        (["h:1", *SLO, "--policy", "best"], "policy"),
+        (["h:1", *SLO, "--policy", "spread+migrate"], "--policy: a picker places each request once"),
+        (["h:1", *SLO, "--kv-events", "5557"], "--kv-events: tell of tokens; give --tokenizer too"),
+        (["h:1", *SLO, "--kv-replay", "5557"], "--kv-replay: of --kv-events; give its port too"),
+        (["h:1", *SLO, "--listen", "9002"], "--listen: expected HOST:PORT, got '9002'"),
+        (["h:1", *SLO, "--listen", "0.0.0.0:9002"], "--listen: 0.0.0.0 is reachable by others"),
+        (["h:1", *SLO, "--client-ca", "ca.pem"], "--client-ca: needs --tls-cert and --tls-key too"),
+        (["127.0.0.1:1", *SLO, "--gpu", "h100"], "no server answers yet, and the model is not known"),
+        (["127.0.0.1:1", *SLO, "--gpu", "h100", "--profile", "p.yaml"], "--profile: says GPU and TP"),
+        (["h:1", "--slo", "ttft=1s"], "--slo: tpot is missing"),
+        (["h:1", *SLO, "--queue-wait", "soon"], "--queue-wait"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_two(flags, line, capsys):
+    assert main(["pick", *flags]) == 2
+    told = [one for one in capsys.readouterr().err.splitlines() if not one.startswith("warning:")]
+    assert len(told) == 1
+    assert line in told[0]
+
+
+def test_a_picker_serves_health_over_tls_to_clients_of_its_authority_and_ends_on_a_signal(tmp_path):
+    """gRPC's own client asks, once with a certificate and once without."""
+    grpc = pytest.importorskip("grpc")
+    certificate, key = made_certificate(tmp_path)
+    port, metrics, *servers = free_ports(3)
+    command = [sys.executable, "-m", "tokenfleet", "pick", f"127.0.0.1:{servers[0]}", *SLO]
+    command += ["--listen", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{metrics}"]
+    command += ["--tls-cert", str(certificate), "--tls-key", str(key), "--client-ca", str(certificate)]
+
+    def ask(*own):
+        credentials = grpc.ssl_channel_credentials(certificate.read_bytes(), *own)
+        with grpc.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
+            return channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20)
+
+    async def story():
+        server = VllmLike(servers[0])
+        await server.start()
+        picker = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        try:
+            async with asyncio.timeout(60):
+                lines = [(await picker.stdout.readline()).decode() for _ in range(2)]
+            assert "takes requests" in lines[0]
+            assert "by load alone" in lines[1]
+            assert await asyncio.to_thread(ask, key.read_bytes(), certificate.read_bytes()) == b"\x08\x01"
+            with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+                await asyncio.to_thread(ask)
+            url = f"http://127.0.0.1:{metrics}/metrics"
+            text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+            assert "tokenfleet_pick_decision_seconds_count 0.0" in text
+        finally:
+            picker.terminate()
+            assert await picker.wait() == 0
+            await server.stop()
+
+    asyncio.run(story())

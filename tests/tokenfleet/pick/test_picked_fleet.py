@@ -1,0 +1,315 @@
+"""The picker's parts: any messages, bodies and order of events, and the ledger is empty at the end."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("google.protobuf")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from picked import TARGETS, held, made_fleet
+
+from controlplane.placement.queue import QueueSettings
+from controlplane.types import WorkerId
+from dataplane.live.engine_api.link import WorkerInfo
+from tokenfleet.pick import messages as wire
+from tokenfleet.pick.asked import Unclear, read_body, tenant_of
+from tokenfleet.pick.call import Call
+from tokenfleet.pick.exchange import Exchange
+from tokenfleet.pick.unseen import Unseen
+from tokenfleet.profiles.engine_metrics import EngineCounts
+
+INFO = WorkerInfo(
+    worker=WorkerId(""), engine="vllm", model="small", endpoint="", kv_addresses=(), block_tokens=16,
+    kv_blocks=4000, kv_bytes_per_token=1, max_model_len=8192, max_seqs=4, max_batched_tokens=2048,
+    tp_degree=1, vllm_version="", dtype="", pid=0,
+)  # fmt: skip
+SERVERS = [WorkerId(f"10.0.0.{n}:8000") for n in (1, 2, 3)]
+
+
+def message(**of):
+    return wire.wire().ProcessingRequest(**of).SerializeToString()
+
+
+def headers(**of):
+    kinds = wire.wire()
+    listed = [kinds.Header(key=key.replace("_", "-"), raw_value=value.encode()) for key, value in of.items()]
+    return kinds.HttpHeaders(headers=kinds.HeaderMap(headers=listed))
+
+
+def body(data, ends=True):
+    return wire.wire().HttpBody(body=data, end_of_stream=ends)
+
+
+ASK = json.dumps({"prompt": "x" * 400, "stream": True, "max_tokens": 20}).encode()
+
+
+class Gateway:
+    """An exchange, its replies, and the moves that a gateway makes with it."""
+
+    def __init__(self, fleet, **of):
+        self.sent = []
+        self.exchange = Exchange(fleet, TARGETS, self.sent.append)
+        self.exchange.receive(message(request_headers=headers(**of)))
+
+    def ask(self, data=ASK):
+        self.exchange.receive(message(request_body=body(data)))
+
+    def begin(self):
+        kinds = wire.wire()
+        listed = [
+            kinds.Header(key=":status", raw_value=b"200"),
+            kinds.Header(key="content-type", raw_value=b"text/event-stream"),
+        ]
+        answered = kinds.HttpHeaders(headers=kinds.HeaderMap(headers=listed))
+        self.exchange.receive(message(response_headers=answered))
+
+    def piece(self, data=b'data: {"x":1}\n\n', ends=False):
+        self.exchange.receive(message(response_body=body(data, ends)))
+
+    def replies(self):
+        return [wire.wire().ProcessingResponse.FromString(one) for one in self.sent]
+
+
+def in_a_loop(story, **of):
+    async def run():
+        fleet = made_fleet(**of)
+        for name in SERVERS:
+            fleet.attach(replace(INFO, worker=name), "")
+        try:
+            await story(fleet)
+        finally:
+            fleet.close()
+
+    asyncio.run(run())
+
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "begin", "piece", "piece", "done", "leave", "retry", "gone", "back", "tick"]),
+        st.integers(0, 9),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=40)
+@given(moves)
+def test_after_any_order_of_events_the_ledger_holds_what_runs_and_then_nothing(some):
+    async def story(fleet):
+        open_ = {}
+        for what, n in some:
+            one, name = open_.get(n), SERVERS[n % 3]
+            if what == "ask" and one is None:
+                open_[n] = Gateway(fleet)
+                open_[n].ask()
+            elif what == "gone" and fleet.is_attached(name):
+                fleet.detach(name)
+            elif what == "back" and not fleet.is_attached(name):
+                fleet.attach(replace(INFO, worker=name), "")
+            elif what == "tick":
+                for server in fleet.servers:
+                    fleet.step(server)
+                await asyncio.sleep(0)
+            elif one is None:
+                continue
+            elif what == "begin":
+                one.begin()
+            elif what == "piece":
+                one.piece()
+            elif what == "retry" and one.exchange._call is not None:
+                fleet.served(one.exchange._call, name)
+            elif what == "done":
+                one.piece(b"data: [DONE]\n\n", ends=True)
+            elif what == "leave":
+                open_.pop(n).exchange.closed()
+            on_servers = sum(len(fleet.running(server)) for server in fleet.servers)
+            counted = held(fleet)
+            assert counted.get("decoding", 0) + counted.get("queued", 0) == on_servers
+        for one in open_.values():
+            one.exchange.closed()
+        assert (held(fleet), fleet.calls, len(fleet.admission)) == ({}, {}, 0)
+
+    in_a_loop(story, queue=QueueSettings(max_requests=2))
+
+
+@given(st.lists(st.binary(max_size=80), max_size=6))
+def test_any_bytes_are_messages_or_refused(some):
+    async def story(fleet):
+        gateway = Gateway(fleet)
+        for data in some:
+            try:
+                gateway.exchange.receive(data)
+            except ValueError:
+                continue
+        gateway.exchange.closed()
+        assert (held(fleet), fleet.calls) == ({}, {})
+
+    in_a_loop(story)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = (
+    "prompt",
+    "messages",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "cache_salt",
+    "model",
+    "tools",
+)
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), json_values))
+def test_any_json_is_read_or_unclear(document):
+    try:
+        asked = read_body(json.dumps(document).encode())
+    except Unclear:
+        return
+    assert asked.text_bytes >= 0
+    assert asked.most_tokens is None or asked.most_tokens > 0
+
+
+def test_prompts_are_measured_by_ids_or_by_their_text():
+    assert read_body(b'{"prompt": [1, 2, 3]}').token_ids == [1, 2, 3]
+    assert read_body(b'{"prompt": [[1, 2, 3]]}').token_ids == [1, 2, 3]
+    assert read_body(b'{"prompt": ["ab", "\xc3\xa9"]}').text_bytes == 4
+    image = {
+        "messages": [
+            {"content": [{"type": "text", "text": "ab"}, {"image_url": {"url": "data:" + "x" * 99}}]}
+        ]
+    }
+    asked = read_body(json.dumps(image).encode())
+    assert (asked.text_bytes, asked.has_media) == (2 + len("text"), True)
+    assert tenant_of({"x-gateway-inference-fairness-id": "t" * 500}) == "t" * 80
+
+
+@pytest.mark.parametrize("size", [0, 1, 130, 20_000, 62 * 1024, 200_000])
+@pytest.mark.parametrize("stage", ["request_body", "response_body"])
+def test_a_body_given_back_in_pieces_is_the_body(stage, size):
+    data = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    replies = [wire.wire().ProcessingResponse.FromString(one) for one in wire.body_pieces(stage, data, True)]
+    pieces = [getattr(one, stage).response.body_mutation.streamed_response for one in replies]
+    assert b"".join(one.body for one in pieces) == data
+    assert [one.end_of_stream for one in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all([of.name for of, _ in one.ListFields()] == [stage] for one in replies)
+
+
+def test_the_choice_stands_in_header_and_metadata_with_others_to_try():
+    async def story(fleet):
+        gateway = Gateway(fleet, x_slo_class="batch")
+        gateway.ask()
+        picked, *_ = gateway.replies()
+        (option,) = picked.request_headers.response.header_mutation.set_headers
+        (space,) = picked.dynamic_metadata.fields
+        (inner,) = space.value.struct_value.fields
+        addresses = option.header.raw_value.decode().split(",")
+        assert sorted(addresses) == sorted(SERVERS)
+        assert (option.header.key, space.key, inner.key) == (wire.DESTINATION, "envoy.lb", wire.DESTINATION)
+        assert inner.value.string_value.split(",") == addresses
+        (call,) = fleet.calls.values()
+        assert (call.slo_class, call.slo.ttft_s, call.worker) == ("batch", 60.0, addresses[0])
+        gateway.exchange.closed()
+
+    in_a_loop(story)
+
+
+def test_bytes_of_a_token_are_learned_from_usage():
+    async def story(fleet):
+        for _ in range(200):
+            gateway = Gateway(fleet)
+            gateway.ask()
+            gateway.begin()
+            usage = b'data: {"usage":{"prompt_tokens":50,"completion_tokens":2}}\n\ndata: [DONE]\n\n'
+            gateway.piece(usage, ends=True)
+        assert fleet.lengths.bytes_a_token == pytest.approx(400 / 50, rel=0.01)
+        assert fleet.history.lengths.predict(50) == pytest.approx(2, abs=0.5)
+
+    in_a_loop(story)
+
+
+def test_prompts_that_share_a_prefix_stay_together_where_tokens_are_known():
+    def tokenize(document):
+        return [int(one) for one in document["prompt"].split()]
+
+    def words(begin, count=1600):
+        return " ".join(str(begin + n) for n in range(count))
+
+    async def story(fleet):
+        async def once(prompt):
+            gateway = Gateway(fleet)
+            gateway.ask(json.dumps({"prompt": prompt, "stream": True, "max_tokens": 2}).encode())
+            async with asyncio.timeout(10):
+                while not fleet.calls:  # a long prompt is tokenized on another thread
+                    await asyncio.sleep(0.001)
+            (call,) = fleet.calls.values()
+            worker = call.worker
+            gateway.begin()
+            gateway.piece()
+            fleet.step(worker)
+            gateway.piece(b"data: [DONE]\n\n", ends=True)
+            return worker
+
+        homes = {begin: await once(words(begin)) for begin in (0, 10_000, 20_000)}
+        for begin, home in homes.items():
+            assert {await once(words(begin) + f" {n} 7 7") for n in range(4)} == {home}
+        assert fleet.lengths.counts == {"tokens": 15}
+
+    in_a_loop(story, tokenize=tokenize)
+
+
+def test_servers_counters_correct_the_ledger_within_two_looks():
+    def page(running, ended=10.0, firsts=0.0):
+        values = {"running": running, "waiting": 0.0, "first_tokens": firsts, "gaps": 0.0, "ended": ended}
+        return EngineCounts(0.0, values | {"ended_prompt_tokens": 1000.0, "ended_output_tokens": 500.0})
+
+    async def story(fleet):
+        unseen, server = Unseen(fleet), SERVERS[0]
+        for n, running in enumerate((0, 3, 3, 3, 1, 1, 1, 0, 0)):
+            unseen.heard(server, page(float(running)))
+            assert len(fleet.running(server)) == (0, 0, 3, 3, 3, 1, 1, 1, 0)[n]
+        assert held(fleet) == {}
+        unseen.heard(server, page(2.0))
+        unseen.heard(server, page(2.0))
+        unseen.gone(server)
+        fleet.detach(server)
+        assert (held(fleet), len(unseen)) == ({}, 0)
+
+    in_a_loop(story)
+
+
+def test_a_fleet_without_step_times_places_by_load():
+    async def story(fleet):
+        gateways = [Gateway(fleet) for _ in range(9)]
+        for one in gateways:
+            one.ask()
+        assert [len(fleet.running(server)) for server in SERVERS] == [3, 3, 3]
+        for one in gateways:
+            one.exchange.closed()
+
+    async def run():
+        fleet = made_fleet(is_known=False)
+        for name in SERVERS:
+            fleet.attach(replace(INFO, worker=name), "unknown")
+        await story(fleet)
+        assert held(fleet) == {}
+        fleet.close()
+
+    asyncio.run(run())
+
+
+def test_warming_up_leaves_nothing_behind():
+    async def story(fleet):
+        fleet.warm_up(TARGETS.plain)
+        assert (held(fleet), fleet.calls, dict(fleet.counts), fleet.times.sum_s) == ({}, {}, {}, 0.0)
+        assert Call(None, TARGETS.plain, "", "").worker is None
+
+    in_a_loop(story)
