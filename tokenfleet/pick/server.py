@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tokenfleet.pick.frames import Handler, Send
 from tokenfleet.pick.http2 import Connection
 
 SERVING, NOT_SERVING = 1, 2
+CLOSING_S = 1.0
 
 
 class PickerPort:
@@ -40,10 +41,14 @@ class PickerPort:
         """The protocol of one connection."""
         return Connection(self.handler, self._connections.add, self._connections.discard)
 
-    def close(self) -> None:
-        """Say goodbye to all gateways."""
+    async def close(self) -> None:
+        """Say goodbye to all gateways, and wait until their connections have closed."""
         for one in list(self._connections):
             one.end()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING_S):
+                while self._connections:
+                    await asyncio.sleep(0.01)
 
 
 class _Health:
@@ -75,7 +80,7 @@ async def serving(
         yield
     finally:
         server.close()
-        port.close()
+        await port.close()
 
 
 def for_gateways(context: ssl.SSLContext, authority: Path | None) -> ssl.SSLContext:

@@ -52,12 +52,22 @@ async def echoing(ended):
     grpc = pytest.importorskip("grpc")
     (port,) = free_ports(1)
 
+    open_ = set()
+
     def made():
-        return Connection(lambda path, send: Echo(send, ended) if path == ECHO else None)
+        def handle(path, send):
+            return Echo(send, ended) if path == ECHO else None
+
+        return Connection(handle, open_.add, open_.discard)
 
     server = await asyncio.get_running_loop().create_server(made, "127.0.0.1", port)
     async with server, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield grpc, channel
+    async with asyncio.timeout(10):
+        while open_:
+            for one in list(open_):
+                one.end()
+            await asyncio.sleep(0.01)
 
 
 def test_grpcio_gets_every_message_of_many_streams_also_larger_than_windows():
