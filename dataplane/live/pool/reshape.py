@@ -1,8 +1,9 @@
 """A reshape: a fleet's workers become those of another plan, one after another, while it serves.
 
 Each step (controlplane.scaler.rolling) starts a worker and then drains its share of those that go. Where
-there is no room for one more, the old ones are drained first. Requests move to workers of their type, or
-finish where they are; none is cut. A new worker takes requests once it has stayed healthy for `gate_s`.
+there is no room for one more, the old ones are drained first. Requests move to workers of their type.
+Where none is left, they are computed again on another; none is cut. A new worker takes requests once it has
+stayed healthy for `gate_s`.
 
     running ──as planned──▶ done
        │ a new worker did not start, or was lost; SLO attainment fell; or an operator cancelled

@@ -65,8 +65,8 @@ def proposal(
 def apply(context: typer.Context, format: Format = OutputFormat.TABLE) -> None:
     """Serve by the proposed plan, one worker after another.
 
-    A new worker starts before old ones leave, where there is room. Requests on old workers move to workers of
-    their type, or finish. If SLO attainment falls below its target, or a new worker does not start, the fleet
+    A new worker starts before old ones leave, where there is room. Requests move along, and no stream is
+    cut. If SLO attainment falls below its target, or a new worker does not start, the fleet
     becomes what it was. `fleet update --cancel` stops it. Exit code 1: it was rolled back.
     """
     roll(context.obj, format, "/v1/fleet/apply", {})
