@@ -125,7 +125,7 @@ def fleets_below(cost: tuple[float, int, int], kinds: Sequence[WorkerType]) -> l
         Fleet(tuple(WorkerGroup(kind, n) for kind, n in zip(kinds, counts, strict=True) if n))
         for counts in itertools.product(*most)
     )
-    return sorted((f for f in fleets if f.groups and f.cost < cost), key=lambda fleet: fleet.cost)
+    return sorted((f for f in fleets if f.groups and f.cost[:2] < cost[:2]), key=lambda fleet: fleet.cost)
 
 
 def holds(search: Search, fleet: Fleet) -> bool:

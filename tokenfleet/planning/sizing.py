@@ -316,6 +316,18 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
         )
 
 
+def fraction_needed(sizing: Sizing, search: Search) -> float:
+    """Workers, with a fraction, at which a type just meets the target on the trace."""
+    assert sizing.workers is not None
+    passed = sizing.on_trace[sizing.workers]
+    failed = sizing.on_trace.get(sizing.workers - 1)
+    if failed is None:
+        return float(sizing.workers)
+    few, many, target = (math.log(1.0 - a + 1e-6) for a in (failed, passed, search.question.attainment))
+    share = (few - target) / (few - many) if few > many else 1.0
+    return sizing.workers - 1 + min(max(share, 0.05), 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class MostAgents:
     """The most `agents` for whom a fleet holds a `target` at a confidence, with the estimate of that.

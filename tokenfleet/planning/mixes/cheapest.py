@@ -10,7 +10,7 @@ A type that cannot hold the target alone takes part: placement gives it what it 
    has used up its replays. Bounds discard what no placement can serve (`bounds.py`: proven). A replay that
    fails discards the mix and every part of it (*assumed*: one worker more never hurts). While the guide has
    hope for some, the strongest of the cheaper half of these is next: a mix that holds takes all resampled
-   traces. Else it is the strongest that the cheapest mix left is a part of.
+   traces. Else it is the one with the most parts among those that the cheapest mix left is a part of.
 
 A replay that fails ends as soon as it has missed too much, and a mix begins with the resampled traces that
 were hardest for others. Of large fleets not every mix is listed: counts go up in steps, and then in finer
@@ -34,7 +34,7 @@ from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.fleet import Fleet, is_allowed
 from tokenfleet.planning.mixes.bounds import MixBounds
 from tokenfleet.planning.search import Hardest, Search
-from tokenfleet.planning.sizing import Sizing
+from tokenfleet.planning.sizing import Sizing, fraction_needed
 
 BUDGET = 120  # replays,
 HOPEFUL = 0.7  # of them for mixes that may hold; the rest rules out the cheapest that are left
@@ -44,6 +44,7 @@ GUIDED = 6  # picks
 LISTED = 20_000  # mixes
 KINDS = 4  # that are listed where there are too many mixes of all
 FAR = 0.6  # of the least work is what a worker does, where no type says better
+COMPARED = 200  # of them, for the one with the most parts
 CRUMB = 1e-9
 
 Counts = NDArray[np.int64]
@@ -233,7 +234,7 @@ class _Mixes:
             keep &= cost <= self._most
         else:
             most, best = self._most, self._best
-            fewer = (gpus < best.gpus) | ((gpus == best.gpus) & (workers < best.workers))
+            fewer = gpus < best.gpus
             keep &= (cost < most - CRUMB) | ((cost <= most + CRUMB) & fewer)
         for failed in self._failed:
             keep &= (counts > failed).any(axis=1)
@@ -250,13 +251,10 @@ class _Mixes:
             hopeful = left[left @ self._guide > self._weak]
             if len(hopeful) and self._replays < HOPEFUL * BUDGET:
                 some = hopeful[: (len(hopeful) + 1) // 2]
+                tried = some[int(np.argmax(some @ self._guide))]
             else:
-                some = left[(left >= left[0]).all(axis=1)]
-            strongest = some[int(np.argmax(some @ self._guide))]
-            if self._holds(strongest):
-                left = self._cheaper(left)
-            else:
-                left = left[(left > strongest).any(axis=1)]
+                tried = _largest(left)
+            left = self._cheaper(left) if self._holds(tried) else left[(left > tried).any(axis=1)]
         return left
 
     def _holds(self, counts: Counts) -> bool:
@@ -284,13 +282,8 @@ class _Mixes:
         return Fleet(tuple(WorkerGroup(kind, n) for kind, n in chosen if n))
 
 
-def fraction_needed(sizing: Sizing, search: Search) -> float:
-    """Workers, with a fraction, at which a type just meets the target on the trace."""
-    assert sizing.workers is not None
-    passed = sizing.on_trace[sizing.workers]
-    failed = sizing.on_trace.get(sizing.workers - 1)
-    if failed is None:
-        return float(sizing.workers)
-    few, many, target = (math.log(1.0 - a + 1e-6) for a in (failed, passed, search.question.attainment))
-    share = (few - target) / (few - many) if few > many else 1.0
-    return sizing.workers - 1 + min(max(share, 0.05), 1.0)
+def _largest(left: Counts) -> Counts:
+    """Of the mixes that the first is a part of, the one that has most of them as parts."""
+    above = left[(left >= left[0]).all(axis=1)][-COMPARED:]
+    parts = [int((left[: 10 * COMPARED] <= one).all(axis=1).sum()) for one in above]
+    return np.asarray(above[int(np.argmax(parts))])
