@@ -1,11 +1,10 @@
 """The fleet's decision, `tick`: a pure function of settings, state and a snapshot.
 
-Five rules, each with a memory in `State` so that it does not act twice on one observation:
+Four rules, each with a memory in `State` so that it does not act twice on one observation:
 
     room       what waits at the gateway is let in                                        migration.room
     shed       a worker whose TPOT or KV forecast broke gives to one with slack            migration.overload
     balance    without targets: the least free workers give to the most free               migration.balance
-    reassign   requests that have not started follow Algorithm 2                          migration.overload
     scale      by demand where a line is known, else by load              scaler.autoscale, scaler.load
 """
 
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from controlplane.migration.balance import MoveSettings, balance
-from controlplane.migration.overload import ShedSettings, reassign, shed
+from controlplane.migration.overload import ShedSettings, shed
 from controlplane.migration.room import make_room
 from controlplane.migration.usage import Reading, WorkerView, worker_views
 from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Policy
@@ -130,9 +129,6 @@ def _moves(
         moves += shed(promises, free(), resting, recent.pairs, snapshot.transport)
     if settings.moves is not None:
         moves += balance(settings.moves, free(), resting, recent.pairs, snapshot.transport)
-    if snapshot.errors:
-        resting |= {move.request for move in moves}
-        moves += reassign(promises, workers, snapshot.errors, resting)
     return workers, moves
 
 

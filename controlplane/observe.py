@@ -6,17 +6,12 @@ ledger; their requests are listed when a rule asks for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from controlplane.migration.loads import Listed, Table, load_of
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.ledger import DECODING, NONE, Ledger
-from controlplane.placement.rebalance import Decoding, DeviationTracker, Error, Mask
+from controlplane.placement.ledger import NONE, Ledger
 from controlplane.snapshot import HeldRequest, RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
@@ -83,29 +78,6 @@ def observe(
             )
         )
     return Snapshot(now_s, tuple(workers), len(workers))
-
-
-def deviations(
-    tracker: DeviationTracker,
-    ledger: Ledger,
-    rows: Mapping[WorkerId, int],
-    numbers: NDArray[np.int64],
-    has_ended: Callable[[NDArray[Any]], Mask],
-) -> dict[WorkerId, Error]:
-    """Algorithm 2's errors now, from the predictions that `loads` renews.
-
-    `rows`: of the workers. `numbers`: the number of each row's request, no two of a fleet's life alike.
-    """
-    at = np.array(list(rows.values()), np.int64)
-    running_n, steps = ledger.workers["running_n"][at], ledger.workers["step"][at]
-    running = ledger.running[at]
-    request = running[np.arange(running.shape[1]) < running_n[:, None]]
-    worker = np.repeat(np.arange(len(at)), running_n)
-    decodes = ledger.requests["phase"][request] == DECODING
-    request, worker = request[decodes], worker[decodes]
-    made = ledger.requests["key"][request] + steps[worker]
-    decoding = Decoding(numbers[request], worker, made, ledger.requests["predicted"][request])
-    return tracker.look(dict(zip(rows, steps.tolist(), strict=True)), decoding, has_ended)
 
 
 def held_request(ledger: Ledger, r: int, left_s: float) -> HeldRequest:

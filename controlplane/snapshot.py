@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.rebalance import Error
-from controlplane.placement.rebalance import Reassign as Reassign
 from controlplane.types import ClassArrivals, ClassOutcomes, RequestId, WorkerId
 
 SERVING, DRAINING, STARTING = "serving", "draining", "starting"
@@ -185,10 +183,10 @@ class Snapshot:
     """The fleet at `now_s`; `waiting_tokens` are the prompts that no worker has taken.
 
     `moving` and `busy`: requests on the move or not to be moved, and workers at either end of a move.
-    `errors`: Algorithm 2's outstanding surprises, where the plane keeps them. `arrivals`: requests that
-    arrived since the last snapshot, None = not counted; `by_class` the same with their lengths. `fixed`: the
-    number of workers an operator has fixed. `waiting_requests`: those that no worker has taken.
-    `cold_start_s`, `drain_s`: what a launch and a drain have lately taken here, 0 = not known.
+    `arrivals`: requests that arrived since the last snapshot, None = not counted; `by_class` the same with
+    their lengths. `fixed`: the number of workers an operator has fixed. `waiting_requests`: those that no
+    worker has taken. `cold_start_s`, `drain_s`: what a launch and a drain have lately taken here, 0 = not
+    known.
     `wanted_kinds`: how many of each are wanted, in a fleet of several kinds; they add up to `wanted`.
     `outcomes`: the requests that have ended since the plane began, by class.
     `held`: the first in line of those that no worker has taken and that may still be on time. `transport`:
@@ -201,7 +199,6 @@ class Snapshot:
     waiting_tokens: int = 0
     moving: frozenset[RequestId] = frozenset()
     busy: frozenset[WorkerId] = frozenset()
-    errors: Mapping[WorkerId, Error] = field(default_factory=dict)
     arrivals: float | None = None
     fixed: int | None = None
     by_class: tuple[ClassArrivals, ...] = ()
@@ -217,6 +214,16 @@ class Snapshot:
 @dataclass(frozen=True, slots=True)
 class Migrate:
     """Move a request that runs, with its KV."""
+
+    request: RequestId
+    source: WorkerId
+    target: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reassign:
+    """Take a request that has not started from one worker's queue to another's."""
 
     request: RequestId
     source: WorkerId

@@ -11,17 +11,12 @@ both are forecast again from what is there now, with renewed predictions:
 is the request with the most still to come for the least to copy, low priority first. It goes to the worker of
 its kind with the most slack that keeps both with it. One of the next in line takes it instead where clearly
 more of it is cached.
-
-**Reassign.** Requests that have not started follow Algorithm 2 (placement.rebalance). An error alone is no
-harm: a waiting request stays where placement put it for as long as (b) and (e) hold there. It goes only where
-both hold with it too, behind no more prompt tokens than are ahead of it now. One step model weighs the
-errors, so workers of one kind are looked at together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -30,10 +25,8 @@ from controlplane.migration.balance import Pairs, decoding
 from controlplane.migration.move import Price, price_of, tenths_to_send
 from controlplane.migration.usage import WorkerView, peak_tokens, with_request
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.heartbeat import PendingRequest
-from controlplane.placement.rebalance import Error, rebalance
-from controlplane.snapshot import SERVING, Load, Migrate, Reassign, RunningRequest, Transport
-from controlplane.types import RequestId, WorkerId
+from controlplane.snapshot import SERVING, Load, Migrate, RunningRequest, Transport
+from controlplane.types import RequestId
 
 MARGIN = 0.05  # the share by which a forecast must exceed its limit before anything moves
 # Tried for one source: where the freest targets cannot take the likeliest requests, others hardly can.
@@ -142,24 +135,6 @@ def shed(
     return moves
 
 
-def reassign(
-    settings: ShedSettings,
-    workers: Sequence[WorkerView],
-    errors: Mapping[WorkerId, Error],
-    resting: Set[RequestId],
-) -> list[Reassign]:
-    """Algorithm 2's moves among serving workers of known speed, kind by kind.
-
-    `errors`: of the workers that have any. `resting`: requests that must stay where they are.
-    """
-    kinds: dict[str, dict[WorkerId, WorkerView]] = {}
-    for w in workers:
-        alike = kinds.setdefault(w.worker.kind, {})
-        if w.worker.state == SERVING and w.worker.step is not None:
-            alike[w.id] = w
-    return [move for serving in kinds.values() for move in _of_one_kind(settings, serving, errors, resting)]
-
-
 def _likely(source: WorkerView, slack: Sequence[WorkerView], recent: Pairs) -> list[WorkerView]:
     """The first of its kind with slack, less those that have just given to it."""
     same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
@@ -236,56 +211,3 @@ def _step_s(step: StepModel, sequences: int, context: float) -> float:
 def _reason(source: WorkerView, target: WorkerView, now: LoadForecast, there: LoadForecast) -> str:
     what, share = ("step time", now.step) if now.step >= now.kv else ("KV peak", now.kv)
     return f"{source.id} is forecast at {share:.0%} of its {what} limit, {target.id} at {there.worst:.0%}"
-
-
-def _of_one_kind(
-    settings: ShedSettings,
-    serving: Mapping[WorkerId, WorkerView],
-    errors: Mapping[WorkerId, Error],
-    resting: Set[RequestId],
-) -> list[Reassign]:
-    errors = {w: e for w, e in errors.items() if w in serving}
-    step = next((w.worker.step for w in serving.values()), None)
-    if len(errors) < 2 or step is None:
-        return []
-    waiting = {
-        w: [
-            (r.request, PendingRequest(max(r.tokens, 1), max(r.remaining_tokens, 1)))
-            for r in at.worker.waiting
-            if r.request not in resting
-        ]
-        for w, at in serving.items()
-        if at.worker.waiting and forecast_of(at, settings).worst > 1.0
-    }
-    requests = {r.request: r for w in waiting for r in serving[w].worker.waiting}
-    ahead = _tokens_ahead(serving.values())
-
-    def may_take(request: RequestId, worker: WorkerId, earlier: Sequence[Reassign]) -> bool:
-        at, r = serving[worker], requests[request]
-        came = sum(max(requests[move.request].tokens, 1) for move in earlier if move.target == worker)
-        room = at.free_tokens - at.load.waiting_tokens - at.load.running
-        # A balance of decode steps is no reason to wait longer for the first token.
-        if came + max(r.tokens, 1) > room or came + at.load.waiting_tokens > ahead[request]:
-            return False
-        return forecast_of(at, settings, r).worst <= 1.0
-
-    weights = {w: e.weight_s(step) * 1e3 for w, e in errors.items()}
-    return [
-        replace(
-            m,
-            reason=f"{m.source} has {weights[m.source]:+.2f} ms a step more than planned,"
-            f" {m.target} {weights[m.target]:+.2f}",
-        )
-        for m in rebalance(errors, waiting, step, may_take)
-    ]
-
-
-def _tokens_ahead(workers: Iterable[WorkerView]) -> dict[RequestId, int]:
-    """The prompt tokens ahead of every request that waits at a worker."""
-    ahead: dict[RequestId, int] = {}
-    for w in workers:
-        tokens = 0
-        for r in w.worker.waiting:
-            ahead[r.request] = tokens
-            tokens += r.tokens
-    return ahead

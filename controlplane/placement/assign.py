@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel import coefficients as speed
-from controlplane.placement import baselines, constraints, hits, outlook, policies, ranking
+from controlplane.placement import baselines, constraints, hits, misprediction, outlook, policies, ranking
 from controlplane.placement import ledger as state
 from controlplane.placement.constraints import SettingsRow
 from controlplane.placement.ledger import Ledger, view
@@ -156,6 +156,7 @@ def decide(
     does least harm. Failing that, after `patience` times its TTFT target it goes to the least loaded worker
     with a seat, whatever it breaks.
     """
+    misprediction.renew(ledger, r)
     late = not np.isnan(ledger.requests[r].first_s) or outlook.hopeless(ledger, r, now_s, False)
     w = state.NONE if refused else assign(ledger, policy, settings, r, now_s, late, phase_role, draw)
     if (

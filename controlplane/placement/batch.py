@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel import coefficients as speed
-from controlplane.placement import hits
+from controlplane.placement import hits, misprediction
 from controlplane.placement import ledger as state
 from controlplane.placement.ledger import Floats, Ints, Ledger
-from controlplane.placement.lengths import expected_output
 from controlplane.placement.order import has_more
 
 
@@ -29,6 +28,7 @@ def enqueue(ledger: Ledger, w: int, r: int, at_head: bool) -> None:
         ledger.queue_head[p, w] = r
     else:
         line_up(ledger, w, p, r)
+    misprediction.begin(ledger, r)
     ledger.requests[r].worker = w
     ledger.requests[r].phase = state.QUEUED
     ledger.workers[w].queued += 1
@@ -253,8 +253,6 @@ def expect_end(ledger: Ledger, w: int, r: int) -> None:
     tokens = state.generated(ledger, r)
     total = ledger.requests[r].predicted
     if total <= tokens:
-        total = expected_output(
-            ledger.length_edges, ledger.length_grid, ledger.length_expected, ledger.requests[r].prompt, tokens
-        )
+        total = int(misprediction.expected_still(ledger, r, tokens))
         ledger.requests[r].predicted = total
     ledger.requests[r].ends = ledger.workers[w].step + max(total - tokens, 1)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from controlplane.compiled import by_reference, compiled
 from controlplane.perfmodel.coefficients import run_s, steps_within
 from controlplane.placement.caches import Caches, HostMemory, no_caches, no_host_memory
-from controlplane.placement.lengths import LengthTable
+from controlplane.placement.lengths import LengthErrors, LengthTable, no_length_errors
 from controlplane.placement.order import Orders, new_orders
 from controlplane.types import Role
 
@@ -89,7 +89,9 @@ REQUEST = np.dtype(
         ("next", np.int64),  # the one behind it in its queue
         ("cached", np.int64),  # at a worker: tokens that it has cached, or should have when it comes to them,
         ("shared", np.int64),  # and while it waits, those of them that others use
-        ("predicted", np.int64),  # expected output tokens in all
+        ("guess", np.int64),  # expected output tokens in all, as predicted at first
+        ("predicted", np.int64),  # the same as expected now
+        ("turn", np.int64),  # its number among those that have come to a worker; 0 before it does
         ("ends", np.int64),  # the worker's step count at which it is expected to finish
         ("arrival_s", np.float64),
         ("held_s", np.float64),  # when it last began to wait in the cluster's queue
@@ -120,6 +122,7 @@ class Ledger(NamedTuple):
     length_edges: Ints  # the output-length table: see placement.lengths
     length_grid: Ints
     length_expected: Floats
+    errors: LengthErrors
     caches: Caches
     host: HostMemory
     orders: Orders
@@ -157,6 +160,7 @@ def new_ledger(
         length_edges=np.ascontiguousarray(lengths.bin_edges, np.int64),
         length_grid=np.ascontiguousarray(lengths.grid, np.int64),
         length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
+        errors=no_length_errors(),
         caches=no_caches() if caches is None else caches,
         host=no_host_memory() if host is None else host,
         orders=new_orders(len(variant)),
@@ -165,7 +169,7 @@ def new_ledger(
 
 def copied(ledger: Ledger) -> Ledger:
     """A ledger that goes its own way; the caches stay those of the first."""
-    shared = ("caches", "host", "orders")
+    shared = ("errors", "caches", "host", "orders")
     own = {name: getattr(ledger, name).copy() for name in ledger._fields if name not in shared}
     return ledger._replace(orders=new_orders(len(ledger.workers)), **own)
 

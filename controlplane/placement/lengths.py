@@ -12,17 +12,34 @@ add up to the history, at every `generated` of the grid.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from controlplane.compiled import compiled
+from controlplane.compiled import by_reference, compiled
 from controlplane.errors import BadInput
 
 _DENSE = 64  # the grid holds every value below this, then grows by _GROWTH
 _GROWTH = 1.05
 _LEAN = 20.0  # k above: samples that the common mean counts for in each cell
 _NO_END = np.iinfo(np.int64).max
+SIZES = 18  # of predictions, in octaves
+ERROR, PREDICTED, ERROR_SQ, CROSS, PREDICTED_SQ = range(5)
+
+
+@by_reference
+class LengthErrors(NamedTuple):
+    """How far outputs were from their predictions, by the predictions' size (see misprediction)."""
+
+    sums: NDArray[np.float64]  # [SIZES, 5] of errors, predictions, and their squares and products
+    factor: NDArray[np.float64]  # [SIZES] by which predictions are corrected, at most 1
+    counts: NDArray[np.int64]  # [4] requests: begun; begun at the last look; ended since; that decoded then
+
+
+def no_length_errors() -> LengthErrors:
+    """Nothing known of errors."""
+    return LengthErrors(np.zeros((SIZES, 5)), np.ones(SIZES), np.zeros(4, np.int64))
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,7 @@ def expected_output(
     grid: NDArray[np.int64],
     expected_total: NDArray[np.float64],
     prompt_tokens: int,
-    generated: int,
+    generated: float,
 ) -> float:
     """E[output | prompt, output > generated] from a LengthTable's arrays, for other compiled code."""
     b = int(np.searchsorted(bin_edges, prompt_tokens, side="right")) - 1

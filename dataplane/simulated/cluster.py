@@ -11,7 +11,7 @@ import numpy as np
 
 from controlplane.compiled import compiled
 from controlplane.placement import ledger as state
-from controlplane.placement import order, queue
+from controlplane.placement import misprediction, order, queue
 from controlplane.placement.assign import decide, decode_worker, refuses
 from controlplane.placement.baselines import in_turn
 from controlplane.placement.ledger import Ledger
@@ -98,6 +98,7 @@ def pass_boundary(
     for rank in engine.ranks_with(engines, w):
         order.write(engines.ends, 0, rank, engines.workers[rank].next_s)
         tell_change(ledger, rules.settings, rank, now_s)
+    misprediction.keep_up(ledger, now_s)
 
 
 @compiled
@@ -209,6 +210,8 @@ def refused_still(ledger: Ledger, engines: Engines, cluster: Cluster, rules: Rul
 @compiled
 def place_held(ledger: Ledger, engines: Engines, cluster: Cluster, rules: Rules, r: int) -> None:
     """Put a request that waits on the worker chosen for it, or note that it found none."""
+    if misprediction.renew(ledger, r):
+        engines.requests[r].refused_s = -np.inf
     is_held = rules.policy in CONSTRAINED and refused_still(ledger, engines, cluster, rules, r)
     w = choose(ledger, cluster, rules, r, is_held)
     if w == state.NONE:

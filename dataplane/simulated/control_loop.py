@@ -30,13 +30,13 @@ from controlplane.port import ActionOutcome, Decide, run_round
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import Cached, Migrate, Note, Pace, Reassign, Scale, Snapshot, Transport
 from controlplane.types import WorkerId
-from dataplane.simulated.beats import limits_of, look, new_plans, next_beat_s, pass_beats
+from dataplane.simulated.beats import limits_of, next_beat_s, pass_beats
 from dataplane.simulated.cluster import advance, place_held, view_all
 from dataplane.simulated.engine import arrive, count_miss
 from dataplane.simulated.kv import bring
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.moving import look_again
-from dataplane.simulated.observe import errors_of, held_requests, observe
+from dataplane.simulated.observe import held_requests, observe
 from dataplane.simulated.records import Cluster, Engines, Rules
 from dataplane.simulated.run import RunState
 
@@ -48,15 +48,13 @@ class ControlSettings:
     """Settings of the control loop: those of `tick`, its heartbeat, and the price of a move.
 
     `tick` None: as the placement policy has it. `bytes_per_s` None: copies take no time. A profile that does
-    not say how many bytes a token's KV has is copied at once too. `errors`: whether Algorithm 2's errors are
-    kept and shown, where anything may move at all.
+    not say how many bytes a token's KV has is copied at once too.
     """
 
     tick: Settings | None = None
     beat_s: float = 0.25
     bytes_per_s: float | None = 2.4e9
     slowdown: float = 0.02
-    errors: bool = True
 
     def __post_init__(self) -> None:
         if not self.beat_s > 0:
@@ -182,8 +180,6 @@ class SimulatedPlane:
         self.moves, self.bringing = Moves(run, prices), Bringing(run, prices)
         settings = settings_of(run, control)
         acts = settings.moves is not None or settings.shed is not None
-        self._shows_errors = control.errors and run.migrates and acts
-        self.plans = new_plans(len(run.engines.workers), len(run.workload))
         self._promises = (settings.shed or ShedSettings()) if acts else None  # of drains; None: they wait
         self.refusals: Counter[str] = Counter()
 
@@ -205,7 +201,7 @@ class SimulatedPlane:
             self._drain(now_s)
 
     def observe(self) -> Snapshot:
-        """The fleet now: its loads, and Algorithm 2's errors."""
+        """The fleet now."""
         run, now_s = self.run, self.now_s
         view_all(run.ledger, run.engines, now_s)
         moving = frozenset(move.request for move in self.moves.open)
@@ -214,9 +210,6 @@ class SimulatedPlane:
         if run.cluster.queue.waiting:
             held = held_requests(run.ledger, run.cluster.queue, now_s)
             snapshot = replace(snapshot, held=held)
-        if self._shows_errors:
-            look(run.ledger, self.plans)
-            snapshot = replace(snapshot, errors=errors_of(self.plans))
         return snapshot
 
     def migrate(self, move: Migrate) -> str | None:
@@ -291,9 +284,7 @@ def drive(plane: SimulatedPlane, decide: Decide | None = None, state: State | No
     tick_s = control.beat_s if run.migrates or plane.follows_size else inf
     while not _is_over(run):
         if limits is not None and plane.next_s == inf:
-            tick_s, more = pass_beats(
-                ledger, engines, run.cluster, run.rules, plane.plans, limits, control.beat_s, tick_s
-            )
+            tick_s, more = pass_beats(ledger, engines, run.cluster, run.rules, limits, control.beat_s, tick_s)
             state = run_round(plane, decide, state)
             tick_s = _next_beat_s(plane, tick_s)
             if _has_ended(plane, more):

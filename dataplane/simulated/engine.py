@@ -11,7 +11,7 @@ import numpy as np
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel import coefficients as speed
-from controlplane.placement import batch
+from controlplane.placement import batch, misprediction
 from controlplane.placement import ledger as state
 from controlplane.placement.ledger import Ledger
 from controlplane.placement.outlook import client_s
@@ -77,6 +77,7 @@ def finish(ledger: Ledger, engines: Engines, r: int, now_s: float) -> None:
     """A request has all its tokens; count it if it missed a target."""
     engines.requests[r].finish_s = now_s
     end(engines, r)
+    misprediction.note_end(ledger, r, engines.requests[r].output)
     if engines.host.chunks.tokens > 0:
         host_tier.note_end(engines.host, ledger.requests[r].worker, r)
     request, gaps = ledger.requests[r], engines.requests[r].output - 1

@@ -13,22 +13,14 @@ from controlplane.observe import LedgerWorker, held_request
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.ledger import DRAINING, OFF, ROLES, Ledger
 from controlplane.placement.queue import REFUSALS, Queue, on_time
-from controlplane.placement.rebalance import Error
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
 from controlplane.snapshot import HeldRequest, Snapshot
 from controlplane.types import RequestId, WorkerId
 from controlplane.worker_type import name_in_role
-from dataplane.simulated.beats import PlannedEnds
 
 _STATES = {OFF: STARTS, DRAINING: DRAINS}
-
-
-def errors_of(plans: PlannedEnds) -> dict[WorkerId, Error]:
-    """Algorithm 2's errors of the last look, by worker; empty where nothing is off."""
-    errors = plans.errors.tolist() if plans.errors.any() else ()
-    return {WorkerId(str(w)): Error(*error) for w, error in enumerate(errors)}
 
 
 def held_requests(ledger: Ledger, queue: Queue, now_s: float) -> tuple[HeldRequest, ...]:

@@ -271,7 +271,7 @@ def _enter_requests(
     ledger.requests["yields_tpot_s"], ledger.requests["yields_most_tpot_s"] = yields.T
     if predicted_tokens is None:
         predicted_tokens = np.rint(lengths.predict(workload.prompt_tokens)).astype(np.int64)
-    ledger.requests["predicted"] = np.maximum(predicted_tokens, 1)
+    ledger.requests["guess"] = ledger.requests["predicted"] = np.maximum(predicted_tokens, 1)
 
 
 def _timeline(workers: Sequence[WorkerSpec]) -> list[tuple[float, int, int]]:

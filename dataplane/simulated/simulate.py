@@ -132,6 +132,8 @@ def _begun(
     ledger.workers[:], ledger.runs[:] = old.workers, old.runs
     for name in ("queue_head", "queue_tail", "running"):
         getattr(ledger, name)[:] = place[np.minimum(getattr(old, name), len(before.workload))]
+    for was_known, known in zip(old.errors, ledger.errors, strict=True):
+        known[:] = was_known
     engines = state.engines
     engines.requests[: len(alive)] = before.engines.requests[alive]
     engines.workers[:] = before.engines.workers

@@ -1,7 +1,7 @@
 """A fleet in which no request can move: requests are placed by targets, and each worker is alone of its type.
 
-Heartbeats still bring the ledger up to date, and placement reads it. Algorithm 2 still counts its errors.
-So a heartbeat does these two, and the rules that would decline every move are left out.
+Heartbeats still bring the ledger up to date, and placement reads it. The rules that would decline every move
+are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from controlplane.migration.loads import loads
 from controlplane.migration.overload import ShedSettings
 from controlplane.placement.policies import BY_TARGETS, Policy
 from controlplane.worker_type import name_in_role
-from dataplane.simulated.beats import limits_of, look, new_plans, next_beat_s, pass_beats
+from dataplane.simulated.beats import limits_of, next_beat_s, pass_beats
 from dataplane.simulated.control_loop import ControlSettings
 from dataplane.simulated.run import RunState, WorkerSpec
 
@@ -31,13 +31,11 @@ def is_still(run: RunState, workers: Sequence[WorkerSpec]) -> bool:
 def run_still(run: RunState) -> None:
     """Run to the end by heartbeats, as `control_loop.drive` does for a fleet whose requests move."""
     ledger, engines, cluster = run.ledger, run.engines, run.cluster
-    plans = new_plans(len(engines.workers), len(run.workload))
     limits, beat_s = limits_of(ShedSettings(headroom=run.settings.headroom)), ControlSettings().beat_s
     at_s, is_more = beat_s, True
     while is_more and not _is_over(run):
-        at_s, is_more = pass_beats(ledger, engines, cluster, run.rules, plans, limits, beat_s, at_s)
+        at_s, is_more = pass_beats(ledger, engines, cluster, run.rules, limits, beat_s, at_s)
         loads(ledger)
-        look(ledger, plans)
         at_s = next_beat_s(ledger, engines, cluster, at_s, beat_s)
 
 

@@ -1,7 +1,7 @@
 """How many workers does each placement policy need at 99 % and 99.9 %? Llama-2 13B and 70B on A100.
 
     python experiments/planning/policy_workers.py [--quick | --full] [--model M] [--rate R]
-        [--format table|json]
+        [--exact] [--format table|json]
 
 The setting of Aladdin's evaluation: one A100 (13B, 600/30 ms) or two (70B, 1600/75 ms) a worker, engines
 prefill-first with the coefficients of profiles/aladdin (prefill batches of at most the profile's 4096
@@ -11,6 +11,7 @@ the seeds.
   policies   every policy at 5, 10 and 20 requests a second; `exact` solves a program each heartbeat, some
              200 requests a second, so it is asked at 5 only, over fewer requests, and judged by them
   ablation   `spread` at 20 requests a second with a constraint off or a knob turned
+  --exact    instead: the exact heartbeat next to the default policy, each on the same fleet and load
 
 `bound` is perfmodel.capacity's: no policy can need less. `steady` is a noiseless fleet (fewest_workers.py).
 """
@@ -18,6 +19,9 @@ the seeds.
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +31,8 @@ from numpy.typing import NDArray
 from controlplane.perfmodel.capacity import worker_seconds
 from controlplane.placement.constraints import USE_B, USE_C, USE_D, USE_E
 from controlplane.placement.policies import PlacementSettings, Policy
+from dataplane.simulated import control_loop
+from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.fewest_workers import CASES, TARGETS, Case, Lengths, Question, sharegpt, steady_workers
 from experiments.lib.public_data import SHAREGPT
 from experiments.lib.results import bar, flags, show
@@ -111,15 +117,68 @@ def ask(
     return Question(workloads, case.profile, case.slo, table, policy, settings or PlacementSettings())
 
 
+EQUAL = ((0, 5.0, 5), (0, 10.0, 9), (1, 5.0, 6), (1, 10.0, 11))  # case, requests a second, workers
+
+
+def equal_load(lengths: Lengths, size: Size, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of the exact heartbeat and the default on equal fleets, and what the first gains at most."""
+    rows, gains = [], []
+    for at, rate, workers in EQUAL:
+        case, attained = CASES[at], {}
+        workload = lengths.poisson(rate, size.exact_requests, seed)
+        row: dict[str, Any] = {
+            "model": case.model,
+            "rps": rate,
+            "workers": workers,
+            "requests": len(workload),
+        }
+        for policy in ("spread+migrate", "best-fit", "exact"):
+            fleet = [WorkerSpec(case.profile)] * workers
+            simulate(workload.take(slice(0, 20)), fleet, case.slo, policy)  # compiles, imports the solver
+            began = time.perf_counter()
+            with beats() as seen:
+                outcome = simulate(workload, fleet, case.slo, policy, predictor=lengths.table())
+            took_s = time.perf_counter() - began
+            attained[policy] = outcome.attainment
+            row |= {policy: outcome.attainment, f"ms a request, {policy}": took_s / len(workload) * 1e3}
+        row |= {"beats": len(seen), "ms a beat": np.mean(seen) * 1e3, "longest": max(seen) * 1e3}
+        gains.append(attained["exact"] - attained["spread+migrate"])
+        rows.append(row)
+    return rows, {"exact: most attainment gained over the default": bar(max(gains), 0.001, at_least=True)}
+
+
+@contextmanager
+def beats() -> Iterator[list[float]]:
+    """The seconds of each exact heartbeat within."""
+    seconds: list[float] = []
+    names = vars(control_loop)
+    place = names["place_together"]
+
+    def timed(*given: Any) -> Any:
+        began = time.perf_counter()
+        placed = place(*given)
+        seconds.append(time.perf_counter() - began)
+        return placed
+
+    names["place_together"] = timed
+    try:
+        yield seconds
+    finally:
+        names["place_together"] = place
+
+
 def main() -> int:
     parser = flags(__doc__, SHAREGPT)
     parser.add_argument("--full", action="store_true", help="more seeds and longer runs")
     parser.add_argument("--model", choices=[case.model for case in CASES], help="only one of the two")
     parser.add_argument("--rate", type=float, choices=RATES, help="only one rate; the ablation is of 20")
+    parser.add_argument("--exact", action="store_true", help="the exact heartbeat next to the default")
     asked = parser.parse_args()
     rates = RATES if asked.rate is None else (asked.rate,)
     size = QUICK if asked.quick else FULL if asked.full else USUAL
     lengths = sharegpt(asked.data)
+    if asked.exact:
+        return show("policy_workers", *equal_load(lengths, size, asked.seed), asked)
     rows, bars = [], {}
     for case in (case for case in CASES if asked.model in (None, case.model)):
         best: dict[str, int] = {}

@@ -77,9 +77,6 @@ def state(*workers, requests=(), **told):
             WorkerRow(name, kind, its, -1 if its == "starting" else rows[name], 1000)
             for name, _, its, kind in workers
         ],
-        [
-            RequestRow(name, r, int.from_bytes(name.encode()), False, cached)
-            for r, (name, *_, cached) in enumerate(requests)
-        ],
+        [RequestRow(name, r, False, cached) for r, (name, *_, cached) in enumerate(requests)],
         **told,
     )

@@ -91,7 +91,7 @@ def as_sent(plane, elastic):
             for w, state in enumerate(elastic.states())
             if state is not None
         ],
-        [RequestRow(f"r{r}", r, r) for r in np.flatnonzero(phases != DONE).tolist()],
+        [RequestRow(f"r{r}", r) for r in np.flatnonzero(phases != DONE).tolist()],
         wanted_kinds={KIND: elastic.wanted},
         moving=[MoveRow(f"r{m.request}", f"w{m.source}", f"w{m.target}") for m in plane.moves.open],
         held=[(int(h.request.request), h.left_s) for h in held_requests(led, run.cluster.queue, plane.now_s)],

@@ -90,7 +90,7 @@ class ReplayedDay:
             [WorkerSpec(self.settings.worker_type.profile)] * slots,
             self.settings.slo,
             ElasticSettings(start, self.settings.cold_start_s),
-            ControlSettings(Settings(moves=None, shed=None), beat_s=LOOK_S, errors=False),
+            ControlSettings(Settings(moves=None, shed=None), beat_s=LOOK_S),
             policy,
             brain=brain,
             decide=decide,

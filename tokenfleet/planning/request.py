@@ -53,7 +53,7 @@ Role = Literal["promise", "choice", "circumstance"]
 DEFAULT_PLACEMENT = "spread"
 POLICY_HELP = (
     "placement policy; +migrate also moves running requests (default: spread+migrate, and spread"
-    " where moves are not simulated)"
+    " where moves are not simulated); exact ignores caches, and takes one worker type and one SLO class"
 )
 
 

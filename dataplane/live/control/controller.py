@@ -73,7 +73,7 @@ class LivePlane:
         self._silence = ""
         self._seen = snapshot = self._observer.snapshot(state, now_s)
         self._wanted = snapshot.wanted
-        return snapshot if self._settings.moves else replace(snapshot, errors={})  # they only make moves
+        return snapshot
 
     def migrate(self, move: Migrate) -> str | None:
         return self._move(move)

@@ -19,13 +19,12 @@ import msgspec
 import numpy as np
 
 from controlplane.migration.loads import loads
-from controlplane.observe import LedgerWorker, Rename, deviations, held_request, observe
+from controlplane.observe import LedgerWorker, Rename, held_request, observe
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS, WIDTH
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.ledger import HELD, NONE, REQUEST, WORKER, Ledger, Records, new_ledger
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.rebalance import DeviationTracker, Error
 from controlplane.snapshot import NOT_CACHED, Cached, Pace, RunningRequest, Snapshot, Transport
 from controlplane.types import ClassArrivals, ClassOutcomes, RequestId, WorkerId
 from dataplane.live.control.demand_count import since
@@ -54,7 +53,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class RequestRow(msgspec.Struct, frozen=True):
-    """A request, its row in the ledger, and how many came before it.
+    """A request, and its row in the ledger.
 
     `fixed`: it cannot be moved from there. `cached`: tokens of it that other workers had cached as it came to
     its place, of those that had most.
@@ -62,7 +61,6 @@ class RequestRow(msgspec.Struct, frozen=True):
 
     request: str
     row: int
-    number: int
     fixed: bool = False
     cached: dict[WorkerId, int] = {}
 
@@ -119,8 +117,9 @@ def _values(name: str, array: Array) -> Records:
 
 
 class Observer:
-    """Snapshots from states. It remembers the last one: arrivals are the difference of two counters, and a
-    request that is gone has finished. A new one knows nothing of before.
+    """Snapshots from states. It remembers the last one: arrivals are the difference of two counters.
+
+    A new one knows nothing of before.
 
     `profiles`: of kinds, as given and as states say; `steps`: what their refits have come to.
     """
@@ -129,7 +128,6 @@ class Observer:
         self.profiles = dict(profiles)
         self.steps: dict[str, StepModel] = {}
         self._arrivals: Sequence[ClassArrivals] | None = None
-        self._deviations = DeviationTracker()
         self._blank = new_ledger(np.zeros((0, WIDTH)), np.zeros(0, np.int64), 0, 0, LengthTable.constant(1))
 
     def snapshot(self, state: FleetState, now_s: float) -> Snapshot:
@@ -151,7 +149,6 @@ class Observer:
             waiting_tokens=int((waiting["prompt"] + waiting["key"]).sum()),
             moving=_tied(state),
             busy=frozenset(WorkerId(end) for m in state.moving for end in (m.source, m.target) if end),
-            errors=self._errors(led, state),
             arrivals=None if arrived is None else round(sum(c.requests for c in arrived)),
             fixed=None if state.auto else wanted,
             by_class=arrived or (),
@@ -163,13 +160,6 @@ class Observer:
             held=tuple(replace(h, request=rename(h.request)) for h in held),
             transport=Transport(state.pace, pairs),
         )
-
-    def _errors(self, led: Ledger, state: FleetState) -> dict[WorkerId, Error]:
-        """Algorithm 2's errors; a request that is not in the state has ended."""
-        rows = {WorkerId(w.worker): w.row for w in state.workers if w.row != NONE}
-        numbers = np.full(len(led.requests), NONE)
-        numbers[[r.row for r in state.requests]] = [r.number for r in state.requests]
-        return deviations(self._deviations, led, rows, numbers, lambda gone: ~np.isin(gone, numbers))
 
     def _place(self, led: Ledger, w: WorkerRow) -> LedgerWorker:
         profile = self.profiles.get(w.kind)

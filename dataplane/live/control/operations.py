@@ -234,11 +234,7 @@ class Operations:
                 WorkerRow(m.worker, m.kind, m.state, workers.get(m.worker, NONE), sizes.get(m.worker, 0))
                 for m in pool.members()
             ],
-            [
-                RequestRow(t.id, requests[t.id], t.number, *self._ties(t))
-                for t in core.requests
-                if t.id in requests
-            ],
+            [RequestRow(t.id, requests[t.id], *self._ties(t)) for t in core.requests if t.id in requests],
             [MoveRow(m.request, m.source, m.target) for m in moves.open.values()],
             pool.asked_kinds,
             self.auto and not self.updates.reshapes,

@@ -79,7 +79,6 @@ class RequestBook:
     """Every request from arrival to end, in order of arrival. One listens to one segment at most."""
 
     def __init__(self) -> None:
-        self._arrived = 0
         self._by_id: dict[RequestId, Tracked] = {}
         self._by_segment: dict[str, Tracked] = {}
         self._by_worker: defaultdict[WorkerId, dict[RequestId, Tracked]] = defaultdict(dict)
@@ -107,8 +106,6 @@ class RequestBook:
         return exact or next((t for t in self._by_id.values() if t.ticket.id == name), None)
 
     def add(self, tracked: Tracked) -> None:
-        self._arrived += 1
-        tracked.number = self._arrived
         self._by_id[tracked.id] = tracked
         tracked.ticket.requests.append(tracked.id)
 

@@ -246,7 +246,7 @@ class Segments:
         self.handovers.ended(tracked)
         self.requests.remove(tracked)
         self.admission.discard(tracked)
-        self._placement.forget(tracked)
+        self._placement.forget(tracked, outcome == "finished")
         tracked.settle_cut(False)
         self._metrics.count_end(tracked, outcome)
         for tell in self.on_end:

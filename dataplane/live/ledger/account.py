@@ -18,7 +18,7 @@ import numpy as np
 from controlplane.compiled import compile_now
 from controlplane.perfmodel import coefficients as speed
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement import batch
+from controlplane.placement import batch, misprediction
 from controlplane.placement import ledger as state
 from controlplane.placement.constraints import yields_to
 from controlplane.placement.ledger import Ints, Ledger, Records
@@ -161,7 +161,8 @@ class Account:
         w = self._worker_rows[worker]
         row = self._led.requests[r]
         row["key"] = len(request.output_token_ids)
-        row["predicted"] = max(request.predicted_tokens, int(row["key"]) + 1)
+        if row["key"] > 0:
+            row["predicted"] = max(request.predicted_tokens, int(row["key"]) + 1)
         was_idle = is_idle(self._led, w)
         batch.enqueue(self._led, w, r, False)
         if has_kv and row["key"] > 0:
@@ -233,11 +234,14 @@ class Account:
         if r is not None:
             self._leave(r)
 
-    def forget(self, request: Tracked) -> None:
-        """A request is over."""
+    def forget(self, request: Tracked, has_finished: bool = False) -> None:
+        """A request is over; one that has finished teaches how long answers are."""
         r = self._rows.pop(request.id, None)
         if r is not None:
+            if has_finished:
+                misprediction.note_end(self._led, r, len(request.output_token_ids))
             self._leave(r)
+            misprediction.keep_up(self._led, 0.0)
             self._mirrors.leave(self._led.caches, r)
             self._led.requests[r]["phase"] = state.DONE
             self._free.append(r)
@@ -336,7 +340,8 @@ def enter(row: Records, request: Tracked, slos: Sequence[Slo]) -> None:
     row["worker"] = row["next"] = state.NONE
     row["phase"], row["priority"] = state.HELD, request.ticket.priority
     row["prompt"], row["key"] = max(request.prompt_tokens, 1), len(request.output_token_ids)
-    row["predicted"] = max(request.predicted_tokens, 1)
+    row["guess"] = row["predicted"] = max(request.predicted_tokens, 1)
+    row["turn"] = 0
     row["arrival_s"] = request.arrival_s
     row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
     row["ttft_s"], row["tpot_s"] = request.slo.ttft_s, request.kept_tpot_s
@@ -374,3 +379,5 @@ def compile_account(led: Ledger, computed: Ints, chunks: Ints) -> None:
     compile_now(batch.leave_queue, led, 0, 0)
     compile_now(batch.queue_first, led, 0)
     compile_now(batch.to_compute, led, 0)
+    compile_now(misprediction.note_end, led, 0, 1)
+    compile_now(misprediction.keep_up, led, 0.0)

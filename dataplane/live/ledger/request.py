@@ -24,9 +24,9 @@ class Tracked:
 
     `stays` counts segments begun: the id of the present one is `segment`, empty while none is. `cut` is
     the future of a cut-over whose first token has not come. `fruitless` counts segments in a row that
-    ended without a token. `weights` are those that made its tokens; no others may go on with it. `number`
-    counts arrivals. `ties`: whether it is fixed in its place, and who else had it cached; None after each
-    change of place. `kept_tpot_s`: the TPOT target that placement keeps, once it has looked at the request.
+    ended without a token. `weights` are those that made its tokens; no others may go on with it. `ties`:
+    whether it is fixed in its place, and who else had it cached; None after each change of place.
+    `kept_tpot_s`: the TPOT target that placement keeps, once it has looked at the request.
     """
 
     request: EngineRequest
@@ -44,7 +44,6 @@ class Tracked:
     replays: int = 0
     fruitless: int = 0
     weights: str = ""
-    number: int = 0
     ties: tuple[bool, dict[WorkerId, int]] | None = None
     kept_tpot_s: float | None = None
 

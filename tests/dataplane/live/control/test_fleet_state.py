@@ -15,7 +15,6 @@ from controlplane.placement.batch import enqueue, leave_queue
 from controlplane.placement.ledger import new_ledger
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import Policy
-from controlplane.placement.rebalance import Error
 from controlplane.port import run_round
 from controlplane.snapshot import Cached, Migrate, Pace, Reassign, Scale, WorkerLoad
 from controlplane.types import ClassArrivals, Slo, SloClass, WorkerId
@@ -80,45 +79,11 @@ def test_a_state_is_a_copy_that_no_later_step_changes():
     led.requests["prompt"], led.requests["predicted"] = 100, 10
     led.workers["status"] = 1
     enqueue(led, 0, 0, False)
-    sent = state_of(led, [WorkerRow("w", "a", "serving", 0)], [RequestRow("r", 0, 1)])
+    sent = state_of(led, [WorkerRow("w", "a", "serving", 0)], [RequestRow("r", 0)])
     led.requests["prompt"] = 5_000
     leave_queue(led, 0, 0)
     (now,) = Observer({}).snapshot(sent, 0.0).workers
     assert [(r.request, r.tokens) for r in now.waiting] == [("r", 100)]
-
-
-def test_requests_that_end_early_or_outlive_their_prediction_are_errors():
-    observer = Observer({})
-    here = [request("r"), request("s", "b")]
-    assert not observer.snapshot(state(worker("a"), worker("b"), requests=here), 0.0).errors
-    # 20 steps on: r is gone 70 steps before its end; s made what was expected, and 50 more are now.
-    later = [request("s", "b", output=100, expected=150)]
-    now = observer.snapshot(state(worker("a", 120), worker("b", 190), requests=later), 1.0)
-    assert now.errors == {"a": Error(-70, -1), "b": Error(50, 1)}
-    assert not observer.snapshot(
-        state(worker("a", 200), worker("b", 250)), 2.0
-    ).errors  # the weights have faded, and s is over
-
-
-def test_a_request_that_moved_is_no_surprise():
-    observer = Observer({})
-    observer.snapshot(state(worker("a"), worker("b", 500), requests=[request("r")]), 0.0)
-    there = [request("r", "b", output=20)]
-    assert not observer.snapshot(state(worker("a", 110), worker("b", 510), requests=there), 0.5).errors
-    gone = observer.snapshot(state(worker("a", 110), worker("b", 520)), 1.0)
-    assert gone.errors == {"a": Error(0, 0), "b": Error(-70, -1)}
-
-
-def test_errors_make_algorithm_2_act_on_what_waits():
-    observer = Observer({"a": PROFILE})
-    running = [request(f"a{i}", "a") for i in range(3)] + [request(f"b{i}", "b") for i in range(3)]
-    observer.snapshot(state(worker("a"), worker("b"), requests=running), 0.0)
-    outlived = [request(f"a{i}", "a", output=100, expected=9_000) for i in range(3)]  # more than fits
-    there = [*outlived, request("q", "a", 0, expected=20)]
-    now = observer.snapshot(state(worker("a", 190), worker("b", 120), requests=there), 1.0)
-    settings = ControllerSettings("", None, False, 0, ()).tick(observer.profiles)
-    _, actions = tick(settings, State(), now)
-    assert [(a.request, a.source, a.target) for a in actions if isinstance(a, Reassign)] == [("q", "a", "b")]
 
 
 def test_moves_pursue_targets_where_every_speed_is_told_and_balance_elsewhere():

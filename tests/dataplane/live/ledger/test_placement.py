@@ -195,3 +195,18 @@ def test_the_tpot_target_that_is_kept_for_a_request_is_the_rules_whatever_came_b
     assert len({checked(turn) for turn in range(60)}) > 2  # some are kept, some are lost
     placement.kinds.refit("", replace(slow, base_s=0.09))
     assert len({checked(turn) for turn in range(60)}) > 1
+
+
+def test_finished_answers_shorter_than_predicted_shorten_predictions_and_abandoned_ones_do_not():
+    for has_finished, expected in ((False, 100), (True, 60)):
+        placement = placement_of(1, 8)
+        for i in range(200):
+            asked = request(i)  # 100 tokens are predicted
+            assert placement.choose(asked, 0.0) == "w0"
+            placement.put(asked, WorkerId("w0"), has_kv=False, now_s=0.0)
+            advance(placement, [asked], [40])
+            placement.forget(asked, has_finished)
+        late = request(200)
+        placement.choose(late, 0.0)
+        predicted = placement.ledger.requests[placement.row(late)]["predicted"]
+        assert 40 <= predicted <= expected if has_finished else predicted == expected
