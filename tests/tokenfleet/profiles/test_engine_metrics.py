@@ -231,8 +231,11 @@ def test_an_access_log_of_another_engine_corrects_a_profile(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        ((), "give --metrics ADDRESS (or several), or --log FILE"),
-        (("--metrics", "h:1", "--log", "x"), "give --metrics ADDRESS (or several), or --log FILE"),
+        ((), "give --metrics ADDRESS (or several), --log FILE, or --endpoint URL"),
+        (
+            ("--metrics", "h:1", "--log", "x"),
+            "give --metrics ADDRESS (or several), --log FILE, or --endpoint URL",
+        ),
         (("--metrics", "ftp://h/metrics"), "expected an http:// or https:// address"),
         (("--metrics", "h:port"), "http://h:port/metrics: does not answer: nonnumeric port"),
         (("--metrics", "127.0.0.1:9"), "http://127.0.0.1:9/metrics: does not answer: [Errno 111]"),
