@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.profile import KvModel, Profile
 from controlplane.placement.caches import chain
 from controlplane.placement.ledger import DECODING
 from controlplane.placement.lengths import LengthTable
@@ -68,7 +69,7 @@ def compiled_run(profile: Profile, workload: Workload) -> Seen:
             continue
         cache = led.caches.workers[0]
         seen.states[len(seen.steps)] = (
-            int(cache["empty"] + cache["asleep"]),
+            int(cache["empty"] + cache["asleep"] * (1 + profile.kv.window_groups)),
             int(cache["evicted"]),
             list(asleep(state)),
         )
@@ -186,7 +187,13 @@ class DrivenVllm:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import (
+            ChunkedLocalAttentionSpec,
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            SlidingWindowSpec,
+        )
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.profile = profile
@@ -210,12 +217,18 @@ class DrivenVllm:
         )
         config.cache_config.num_gpu_blocks = blocks
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        spec = FullAttentionSpec(
-            block_size=profile.kv.block_tokens, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
+        kv = profile.kv
+        sizes = {"block_size": kv.block_tokens, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        specs = [FullAttentionSpec(**sizes)]
+        if kv.window_is_chunk:
+            part = ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=kv.window_tokens)
+        elif kv.window_groups:
+            part = SlidingWindowSpec(**sizes, sliding_window=kv.window_tokens)
+        specs += [part] * kv.window_groups if kv.window_groups else []
+        groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
         self.scheduler = Scheduler(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            kv_cache_config=KVCacheConfig(blocks, [], groups),
             structured_output_manager=StructuredOutputManager(config),
             block_size=profile.kv.block_tokens,
             log_stats=True,
@@ -224,7 +237,9 @@ class DrivenVllm:
         self.hasher = get_request_block_hasher(profile.kv.block_tokens, sha256)
         self.cached: dict[int, int] = {}  # tokens, by request
         self.prefill: dict[str, int] = {}  # a request's tokens when it was last admitted
+        # What engines with several groups have cached, gateways only predict.
         self.told, self.predicted = Mirror(profile, True), Mirror(profile, False)
+        self.is_mirrored = not kv.window_groups
         self.wrong_mirrors = 0  # steps after which what was told is not what is cached
 
     def run(self, workload: Workload, texts: list[np.ndarray]) -> Seen:
@@ -240,7 +255,7 @@ class DrivenVllm:
             while coming < len(workload) and workload.arrival_s[coming] <= now_s:
                 requests.append(self._request(coming, workload, texts[coming]))
                 self.scheduler.add_request(requests[-1])
-                for mirror in (self.told, self.predicted):
+                for mirror in (self.told, self.predicted) if self.is_mirrored else ():
                     mirror.send(requests[-1])
                 coming += 1
             planned = self.scheduler.schedule()
@@ -260,11 +275,13 @@ class DrivenVllm:
             self.scheduler.update_from_output(
                 planned, ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
             )
-            self._mirror(events, dict(zip(names, sampled, strict=True)), [requests[r] for r in scheduled])
+            if self.is_mirrored:
+                self._mirror(events, dict(zip(names, sampled, strict=True)), [requests[r] for r in scheduled])
         ids = named(workload, requests)
-        seen.states = {
-            i: (free, gone, [ids[h] for h in asleep]) for i, (free, gone, asleep) in seen.states.items()
+        told = {
+            i: (free, gone, [ids.get(h, 0) for h in line]) for i, (free, gone, line) in seen.states.items()
         }
+        seen.states = told
         seen.cached = [self.cached[r] for r in range(len(workload))]
         seen.preemptions = [request.num_preemptions for request in requests]
         return seen
@@ -337,6 +354,56 @@ def model_folder(folder: Path, longest: int) -> Path:
     what = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": longest}
     (folder / "config.json").write_text(json.dumps(what | shape | heads))
     return folder
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Groups of layers that attend to a window, next to one that keeps all."""
+
+    groups: int
+    tokens: int
+    is_chunk: bool = False
+
+    def of(self, kv: KvModel) -> KvModel:
+        """The memory of a model with such groups: a block of tokens takes one in each."""
+        return replace(
+            kv,
+            capacity_tokens=kv.capacity_tokens * (1 + self.groups),
+            request_tokens=self.groups * self.tokens,
+            window_tokens=self.tokens,
+            window_is_chunk=self.is_chunk,
+        )
+
+
+# As Llama 4, Gemma 3 and gpt-oss have them; some windows are shorter than the requests driven here.
+WINDOWS = (Windows(3, 8192, True), Windows(3, 128, True), Windows(1, 64), Windows(1, 128), Windows(5, 512))
+
+
+def seats(size: str, cases: int, seed: int) -> dict[str, Any]:
+    """Models with windows: requests that run at once, next to vLLM's, and what else differs."""
+    row: dict[str, Any] = {"size": size, "cases": cases * len(WINDOWS)}
+    counts = dict.fromkeys(("requests", "most at once", "preemptions"), 0)
+    unlike = dict.fromkeys(("most at once otherwise", "steps planned otherwise", "preempted otherwise"), 0)
+    means, hits, off = np.zeros(2), np.zeros(2), 0
+    for number, windows in itertools.product(range(cases), WINDOWS):
+        profile, workload, texts = case(seed, size, number)
+        profile = replace(profile, kv=windows.of(profile.kv))
+        with tempfile.TemporaryDirectory() as folder:
+            vllm = DrivenVllm(profile, Path(folder)).run(workload, texts)
+        ours = compiled_run(profile, workload)
+        at_once = [[len(step) for step in run.steps] for run in (ours, vllm)]
+        counts["requests"] += len(workload)
+        counts["most at once"] += max(at_once[1])
+        counts["preemptions"] += sum(vllm.preemptions)
+        off = max(off, abs(max(at_once[0]) - max(at_once[1])))
+        unlike["most at once otherwise"] += max(at_once[0]) != max(at_once[1])
+        unlike["steps planned otherwise"] += ours.steps != vllm.steps
+        unlike["preempted otherwise"] += ours.preemptions != vllm.preemptions
+        means += [float(np.mean(run)) for run in at_once]
+        hits += [sum(ours.cached), sum(vllm.cached)]
+    unlike["most at once off"] = off
+    shares = {"mean at once": float(means[0] / means[1]), "hits": float(hits[0] / hits[1])}
+    return row | counts | unlike | shares
 
 
 def case(seed: int, size: str, number: int) -> tuple[Profile, Workload, list[np.ndarray]]:

@@ -205,7 +205,9 @@ def _parts(
     step = profile.step
     steps = np.maximum(output - 1, 0)
     context = steps * prompt + steps * (steps + 1) / 2  # at the starts of its decode steps
-    beside = profile.kv.held(prompt) - prompt  # windows: as the prompt leaves them, the least there is
+    # Windows: as the prompt leaves them, the least there is; those of cached tokens may be others' as well.
+    beside = profile.kv.held_at_least(prompt, prompt + output) - prompt
+    beside = beside * (1.0 - np.minimum(cached / np.maximum(prompt, 1.0), 1.0))
     per_token_s, per_sum_sq_s = step.per_prefill_token_s, step.per_prefill_sum_sq_s
     if profile.engine.mode == EngineMode.PREFILL_FIRST:
         assert profile.prefill is not None  # a profile of this mode cannot be made without

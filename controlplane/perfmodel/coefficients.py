@@ -1,7 +1,7 @@
 """A profile as one row of numbers for compiled code, and the step times computed from that row.
 
-The row is laid out once, here: the terms of `step.py` in their order, hinges, the prefill terms, the engine,
-the frontend, windows, ranks, the steps planned ahead.
+The row is laid out once, here: the terms of `step.py` in their order, hinges, the prefill terms. Then the
+engine, the frontend, windows, ranks, the steps planned ahead, and the groups of windows.
 Models outside the layout (more hinges than it has places for) are refused.
 """
 
@@ -30,7 +30,8 @@ PER_REQUEST, PER_PROMPT_TOKEN = MODE + 1, MODE + 2
 WINDOW_BLOCKS, WINDOW_TOKENS = PER_PROMPT_TOKEN + 1, PER_PROMPT_TOKEN + 2
 SHARED_TOKEN = WINDOW_TOKENS + 1  # of a prefilled token's seconds, those that ranks add up
 AHEAD = SHARED_TOKEN + 1  # steps that are planned before a request that comes can join one
-WIDTH = AHEAD + 1
+WINDOW_GROUPS, WINDOW_IS_CHUNK = AHEAD + 1, AHEAD + 2
+WIDTH = WINDOW_IS_CHUNK + 1
 
 CHUNKED, PREFILL_FIRST = 0.0, 1.0
 _MODES = {
@@ -63,6 +64,8 @@ def coefficient_row(profile: Profile) -> NDArray[np.float64]:
     if profile.ranks is not None:
         row[SHARED_TOKEN] = profile.ranks.shared_token_s
     row[AHEAD] = profile.engine.steps_ahead
+    row[WINDOW_GROUPS] = profile.kv.window_groups
+    row[WINDOW_IS_CHUNK] = float(profile.kv.window_is_chunk)
     return row
 
 
@@ -132,6 +135,25 @@ def window_blocks(k: NDArray[np.float64], tokens: int) -> int:
     if window == 0:
         return 0
     return (int(k[WINDOW_BLOCKS]) * min(tokens, window) + window - 1) // window
+
+
+@compiled
+def window_start(k: NDArray[np.float64], computed: int) -> int:
+    """Blocks of a request that no window reaches once `computed` tokens are computed."""
+    window, block = int(k[WINDOW_TOKENS]), int(k[BLOCK_TOKENS])
+    if k[WINDOW_IS_CHUNK] > 0:
+        return computed // window * window // block
+    return max(computed - window + 1, 0) // block
+
+
+@compiled
+def most_window_blocks(k: NDArray[np.float64]) -> int:
+    """Blocks that a group of windows holds of a request at most: its window, and the steps under way."""
+    tokens = int(k[WINDOW_TOKENS]) + int(k[MAX_BATCHED]) * (1 + int(k[AHEAD]))
+    block = int(k[BLOCK_TOKENS])
+    if k[WINDOW_IS_CHUNK] > 0:
+        return (tokens + block - 1) // block
+    return (tokens - 1 + block - 1) // block + 1
 
 
 @compiled

@@ -8,6 +8,7 @@ might really be.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
@@ -24,6 +25,7 @@ from controlplane.types import EngineMode
 
 ASYNCHRONOUS_SINCE = (0, 14)  # vLLM's release that made asynchronous scheduling its default
 MOST_STEPS_AHEAD = 4
+GROUP_ROUNDING = 0.01  # of tokens in whole numbers
 NORMAL_MEAN_ABS = 0.7978845608  # E|z| of a standard normal
 MEAN_RANK = 0.575  # share of normal errors below their mean size
 
@@ -37,7 +39,8 @@ class KvModel:
 
     Layers that attend to a window, and recurrent ones, keep no more of a longer request. Then a token is what
     it takes in the layers that keep all. A request holds up to `request_tokens` on top of its tokens: all of
-    them from `window_tokens` on, fewer in proportion before.
+    them from `window_tokens` on, fewer in proportion before. `window_is_chunk`: layers attend to the tokens
+    since the last multiple of the window, as Llama 4's do.
 
     `vocabulary` and `step_token_bytes` are of the model. The memory of the engine's profiling run follows
     from them (`engine_memory.py`). 0: not known; then other limits do not change KV.
@@ -52,6 +55,7 @@ class KvModel:
     window_tokens: int = 0
     vocabulary: int = 0
     step_token_bytes: int = 0
+    window_is_chunk: bool = False
 
     def __post_init__(self) -> None:
         if self.vocabulary < 0 or self.step_token_bytes < 0:
@@ -63,10 +67,32 @@ class KvModel:
         if self.gpu_memory_bytes < 0 or not 0 <= self.gpu_memory_utilization <= 1:
             raise BadInput(f"kv: gpu_memory_bytes and gpu_memory_utilization: got {self}")
 
+    @property
+    def window_groups(self) -> int:
+        """Groups of layers with a window, each as large as that of those that keep all; 0 for states."""
+        if self.window_tokens <= 1:
+            return 0
+        return math.ceil(self.request_tokens / self.window_tokens - GROUP_ROUNDING)
+
     def held(self, tokens: ArrayLike) -> NDArray[np.float64]:
         """The part of `capacity_tokens` that a request takes, for each of these lengths in tokens."""
         n = np.asarray(tokens, float)
-        return np.asarray(n + self.request_tokens * np.minimum(n / max(self.window_tokens, 1), 1.0))
+        return np.asarray(n + self.request_tokens * self._window_share(n, 0.5))
+
+    def held_at_least(self, tokens: ArrayLike, until: ArrayLike) -> NDArray[np.float64]:
+        """The least part that a request takes which grows from one length to another."""
+        n, ends = np.asarray(tokens, float), np.asarray(until, float)
+        least = np.where(self.window_is_chunk & (ends >= self.window_tokens), 0.0, self._window_share(n, 0.0))
+        return np.asarray(n + self.request_tokens * least)
+
+    def _window_share(self, tokens: NDArray[np.float64], of_a_chunk: float) -> NDArray[np.float64]:
+        """The part of its windows that a request fills; of a chunk, on the mean, past the first."""
+        share = np.minimum(tokens / max(self.window_tokens, 1), 1.0)
+        return (
+            np.where(self.window_is_chunk & (share >= 1.0), of_a_chunk, share)
+            if self.window_is_chunk
+            else share
+        )
 
     def with_utilization(self, share: float, gpus: int) -> KvModel:
         """With another share of the memory of the worker's GPUs; weights and activations take what they took.

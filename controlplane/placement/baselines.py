@@ -181,7 +181,7 @@ def share_free(ledger: Ledger, w: int) -> float:
     """The share of a worker's KV memory that no request uses."""
     k = ledger.coefficients[ledger.workers[w].variant]
     if ledger.caches.tokens > 0:
-        return free_blocks(ledger.caches, w) / k[speed.KV_BLOCKS]
+        return free_blocks(ledger.caches, w, 1) / k[speed.KV_BLOCKS]
     return 1.0 - ledger.workers[w].context / (k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS])
 
 

@@ -4,6 +4,9 @@ It works as vLLM's block pool does. Blocks that hold nothing are given out first
 has slept longest. A copy counts its users; when the last one leaves it falls asleep, at the end of the line,
 a request's last copy before its first. A hit takes a copy out of the line again. Where an engine tells what
 it stores and removes (`learn`), records say only who uses what (`hold`, `let_go`).
+
+`fold`: the groups of layers that hold a block each for the same tokens (`dataplane/simulated/kv.py`). Empty
+blocks are counted in all of them, those of copies in one.
 """
 
 from __future__ import annotations
@@ -67,6 +70,19 @@ def touch(caches: Caches, w: int, r: int, hits: int) -> None:
 
 
 @compiled
+def shared_copies(caches: Caches, w: int, r: int) -> int:
+    """Copies of a request that others use, too: its first ones, as who uses one uses those before it."""
+    at, low, high = caches.requests[r].at, 0, int(caches.requests[r].copies)
+    while low < high:
+        middle = (low + high) // 2
+        if caches.copies[w, caches.held[at + middle]].users > 1:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
 def use(caches: Caches, w: int, copy: int) -> None:
     """A copy has one user more."""
     if caches.copies[w, copy].users == 0:
@@ -115,29 +131,29 @@ def unpin(caches: Caches, w: int, r: int, hits: int) -> None:
 
 
 @compiled
-def free_blocks(caches: Caches, w: int) -> int:
+def free_blocks(caches: Caches, w: int, fold: int) -> int:
     """Engine blocks that a worker can give out."""
-    return int(caches.workers[w].empty) + int(caches.workers[w].asleep)
+    return int(caches.workers[w].empty) + int(caches.workers[w].asleep) * fold
 
 
 @compiled
-def take(caches: Caches, w: int, blocks: int) -> None:
+def take(caches: Caches, w: int, blocks: int, fold: int) -> None:
     """Give out `blocks` blocks: empty ones, then those of the copies that have slept longest."""
     while caches.workers[w].empty < blocks and caches.workers[w].first != NOTHING:
         copy = caches.workers[w].first
         wake(caches, w, copy)
-        caches.workers[w].empty += caches.copies[w, copy].blocks
+        caches.workers[w].empty += caches.copies[w, copy].blocks * fold
         caches.workers[w].evicted += caches.copies[w, copy].blocks
         table.drop(caches, w, copy)
     caches.workers[w].empty -= blocks
 
 
 @compiled
-def extend(caches: Caches, w: int, r: int, block: int, before: int, after: int) -> None:
+def extend(caches: Caches, w: int, r: int, block: int, before: int, after: int, fold: int) -> None:
     """A request's computed tokens grow from `before` to `after`: take what that needs, store what is full."""
     blocks = (after + block - 1) // block - (before + block - 1) // block
     if blocks > 0:
-        take(caches, w, blocks)
+        take(caches, w, blocks * fold, fold)
         caches.requests[r].own += blocks
     store(caches, w, r, block, after)
 
@@ -162,7 +178,7 @@ def store(caches: Caches, w: int, r: int, block: int, after: int) -> None:
 
 
 @compiled
-def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
+def release(caches: Caches, w: int, r: int, block: int, computed: int, fold: int) -> None:
     """A request leaves: its copies lose a user, last to first, and what it had beyond them is empty."""
     own, copies = caches.requests[r].own, caches.requests[r].copies
     rest = min((computed - copies * caches.tokens) // block, own)
@@ -171,7 +187,7 @@ def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
         if copy != NOTHING:
             fall_asleep(caches, w, copy)
             own -= rest
-    caches.workers[w].empty += own
+    caches.workers[w].empty += own * fold
     at, last, asleep, shared = caches.requests[r].at, caches.workers[w].last, 0, 0
     for i in range(at + copies - 1, at - 1, -1):  # as `disuse`, the ends of the line at hand
         copy = caches.held[i]
@@ -193,7 +209,7 @@ def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
     caches.workers[w].shared -= shared
     caches.requests[r].copies = 0
     caches.requests[r].own = 0
-    take(caches, w, 0)  # what a lone request had beyond its worker's memory is not kept
+    take(caches, w, 0, fold)  # what a lone request had beyond its worker's memory is not kept
 
 
 @compiled
@@ -202,23 +218,23 @@ def begin(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
     most, _ = table.most_hits(caches, tokens, block)
     copies, _ = look_up(caches, w, r, most)
     touch(caches, w, r, copies)
-    grow(caches, w, r, block, tokens)
+    grow(caches, w, r, block, tokens, 1)
 
 
 @compiled
 def end(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
     """A request leaves a worker that has computed its first `tokens`."""
-    grow(caches, w, r, block, tokens)
-    release(caches, w, r, block, tokens)
+    grow(caches, w, r, block, tokens, 1)
+    release(caches, w, r, block, tokens, 1)
 
 
 @compiled
-def grow(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
+def grow(caches: Caches, w: int, r: int, block: int, tokens: int, fold: int) -> None:
     """Give a request memory for `tokens` tokens in all, and store what they fill."""
     has = caches.requests[r].copies * (caches.tokens // block) + caches.requests[r].own
     blocks = (tokens + block - 1) // block - has
     if blocks > 0:
-        take(caches, w, blocks)
+        take(caches, w, blocks * fold, fold)
         caches.requests[r].own += blocks
     store(caches, w, r, block, tokens)
 

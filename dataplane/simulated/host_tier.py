@@ -211,7 +211,7 @@ def begin_load(
     tokens = load.to_block * chunks.tokens
     touch(ledger.caches, w, r, hits)
     more = (tokens + block - 1) // block - (cached + block - 1) // block
-    take(ledger.caches, w, more)
+    take(ledger.caches, w, more, 1)
     ledger.caches.requests[r].own += more
     for i in range(load.from_block, load.to_block):
         copy = table.find(chunks, w, table.block_id(chunks, r, i))

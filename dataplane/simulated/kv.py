@@ -2,6 +2,10 @@
 
 With a prefix cache that is vLLM's block pool (`placement/memory.py`). Without one it is a count: a plan
 begins with all blocks free, and takes for each request what it holds, the block of its next token included.
+
+Layers with a window are in groups as large as that of the layers that keep all tokens. With a prefix cache a
+block of tokens takes a block of the pool in each (`fold`). They give back what windows no longer reach and no
+other uses. Cached text is evicted in all groups at once, where vLLM evicts a group after the other.
 """
 
 from __future__ import annotations
@@ -36,6 +40,30 @@ def block_tokens(ledger: Ledger, w: int) -> int:
 
 
 @compiled
+def fold_of(ledger: Ledger, w: int) -> int:
+    """Blocks of a worker's pool that a cached block of tokens takes: one in each group of layers."""
+    return 1 + int(ledger.coefficients[ledger.workers[w].variant, speed.WINDOW_GROUPS])
+
+
+@compiled
+def pass_windows(ledger: Ledger, engines: Engines, w: int, r: int, computed: int) -> int:
+    """Give back what no window of a request with these tokens computed reaches: the pool's blocks."""
+    k, request = ledger.coefficients[ledger.workers[w].variant], engines.requests[r]
+    groups = int(k[speed.WINDOW_GROUPS])
+    if groups == 0 or ledger.caches.tokens == 0:
+        return 0
+    start = speed.window_start(k, computed)
+    if start <= request.passed:
+        return 0
+    unit = ledger.caches.tokens // int(k[speed.BLOCK_TOKENS])
+    blocks = max(start - max(int(request.passed), memory.shared_copies(ledger.caches, w, r) * unit), 0)
+    request.passed = start
+    request.given += blocks
+    ledger.caches.workers[w].empty += blocks * groups
+    return blocks * groups
+
+
+@compiled
 def begin(ledger: Ledger, engines: Engines, w: int) -> None:
     """Begin to give out blocks, where nothing is cached: all but those promised to requests on their way."""
     blocks = int(ledger.coefficients[ledger.workers[w].variant, speed.KV_BLOCKS])
@@ -58,14 +86,15 @@ def count(ledger: Ledger, engines: Engines, w: int) -> None:
 def room(ledger: Ledger, engines: Engines, w: int) -> int:
     """Blocks that a worker can give out.
 
-    Of what running requests hold beyond their tokens a cache counts all from their first token on.
+    Of the states that running requests hold a cache counts all from their first token on.
     """
-    engine = engines.workers[w]
+    engine, k = engines.workers[w], ledger.coefficients[ledger.workers[w].variant]
     if ledger.caches.tokens == 0:
         return int(engine.free)
-    window = int(ledger.coefficients[ledger.workers[w].variant, speed.WINDOW_BLOCKS])
-    windows = (ledger.workers[w].running_n + engine.loading) * window
-    return int(memory.free_blocks(ledger.caches, w) - engine.reserved_blocks - windows)
+    states = 0
+    if k[speed.WINDOW_GROUPS] == 0:
+        states = (ledger.workers[w].running_n + engine.loading) * int(k[speed.WINDOW_BLOCKS])
+    return int(memory.free_blocks(ledger.caches, w, fold_of(ledger, w)) - engine.reserved_blocks - states)
 
 
 @compiled
@@ -84,16 +113,21 @@ def wanted(ledger: Ledger, w: int, tokens: int, cached: int, asleep: int) -> int
     k = ledger.coefficients[ledger.workers[w].variant]
     if ledger.caches.tokens == 0:
         return blocks_held(k, tokens)
-    block = int(k[speed.BLOCK_TOKENS])
-    return blocks_of(tokens, block) - cached // block + asleep + int(k[speed.WINDOW_BLOCKS])
+    block, groups = int(k[speed.BLOCK_TOKENS]), int(k[speed.WINDOW_GROUPS])
+    blocks = blocks_of(tokens, block) - cached // block + asleep
+    if groups == 0:
+        return blocks + int(k[speed.WINDOW_BLOCKS])
+    hit, start = cached // block, speed.window_start(k, cached)
+    new = min(blocks_of(tokens, block), speed.most_window_blocks(k)) - max(hit, start)
+    return blocks + groups * (max(new, 0) + min(asleep, max(hit - start, 0)))
 
 
 @compiled
 def step_takes(k: Floats, is_cached: bool, before: int, after: int, length: int) -> int:
     """Blocks that a running request of `length` tokens takes in a step which computes it up to `after`."""
     if is_cached:
-        block = int(k[speed.BLOCK_TOKENS])
-        return blocks_of(after, block) - blocks_of(before, block)
+        block, fold = int(k[speed.BLOCK_TOKENS]), 1 + int(k[speed.WINDOW_GROUPS])
+        return (blocks_of(after, block) - blocks_of(before, block)) * fold
     return blocks_held(k, after + 1 if after == length else after)
 
 
@@ -103,24 +137,26 @@ def take(ledger: Ledger, engines: Engines, w: int, r: int, blocks: int, before: 
     if ledger.caches.tokens == 0:
         engines.workers[w].free -= blocks
     else:
-        memory.extend(ledger.caches, w, r, block_tokens(ledger, w), before, after)
+        memory.extend(ledger.caches, w, r, block_tokens(ledger, w), before, after, fold_of(ledger, w))
 
 
 @compiled
-def use_hits(ledger: Ledger, w: int, r: int, copies: int, cached: int) -> None:
+def use_hits(ledger: Ledger, engines: Engines, w: int, r: int, copies: int, cached: int) -> None:
     """A request that is admitted uses the copies that `look_up` listed."""
     if ledger.caches.tokens > 0:
         if ledger.caches.requests[r].cached == NOTHING:
             ledger.caches.requests[r].cached = cached
         memory.touch(ledger.caches, w, r, copies)
+        pass_windows(ledger, engines, w, r, cached)
 
 
 @compiled
 def receive(ledger: Ledger, engines: Engines, w: int, r: int, tokens: int) -> None:
     """Take in a request with the KV of its tokens: the cached part is used, not stored."""
     copies, cached, _ = look_up(ledger, w, r, tokens + 1)
-    use_hits(ledger, w, r, copies, cached)
+    use_hits(ledger, engines, w, r, copies, cached)
     take(ledger, engines, w, r, 0, cached, tokens)
+    pass_windows(ledger, engines, w, r, tokens)
 
 
 @compiled
@@ -130,7 +166,10 @@ def give_back(ledger: Ledger, engines: Engines, w: int, r: int) -> None:
         computed = engines.requests[r].computed
         if ledger.requests[r].phase == state.DECODING:
             computed = ledger.requests[r].prompt + state.generated(ledger, r) - 1
-        memory.release(ledger.caches, w, r, block_tokens(ledger, w), computed)
+        fold, request = fold_of(ledger, w), engines.requests[r]
+        ledger.caches.workers[w].empty -= request.given * (fold - 1)
+        request.passed, request.given = 0, 0
+        memory.release(ledger.caches, w, r, block_tokens(ledger, w), computed, fold)
 
 
 @compiled
@@ -141,12 +180,13 @@ def bring(ledger: Ledger, engines: Engines, w: int, r: int, tokens: int) -> bool
     """
     if engines.workers[w].activity == DECODE_RUN:
         grow(ledger, engines, w, ledger.workers[w].step - ledger.runs[w].start_step)
-    block = block_tokens(ledger, w)
-    _, cached, asleep = look_up(ledger, w, r, tokens)
-    if blocks_of(tokens, block) - cached // block + asleep > room(ledger, engines, w):
+    block, fold = block_tokens(ledger, w), fold_of(ledger, w)
+    copies, cached, asleep = look_up(ledger, w, r, tokens)
+    if (blocks_of(tokens, block) - cached // block + asleep) * fold > room(ledger, engines, w):
         return False
-    memory.begin(ledger.caches, w, r, block, tokens)
-    memory.release(ledger.caches, w, r, block, tokens)
+    memory.touch(ledger.caches, w, r, copies)
+    memory.grow(ledger.caches, w, r, block, tokens, fold)
+    memory.release(ledger.caches, w, r, block, tokens, fold)
     return True
 
 
@@ -179,6 +219,8 @@ def steps_with_room(ledger: Ledger, engines: Engines, w: int, steps: int) -> int
     k = ledger.coefficients[ledger.workers[w].variant]
     running, free, block = ledger.workers[w].running_n, room(ledger, engines, w), int(k[speed.BLOCK_TOKENS])
     window = int(k[speed.WINDOW_BLOCKS]) if ledger.caches.tokens == 0 else 0
+    if ledger.caches.tokens > 0:  # as if windows gave nothing back
+        free //= fold_of(ledger, w)
     most = blocks_of(steps - 1, block) + window
     if running + engines.workers[w].loading == 1 or running * most <= free:
         return steps
@@ -244,7 +286,8 @@ def grow(ledger: Ledger, engines: Engines, w: int, steps: int) -> None:
         taken += blocks
         fills[i] = max((ledger.caches.requests[r].copies + 1) * unit - computed, grown + 1)
         soonest = min(soonest, fills[i])
-    memory.take(ledger.caches, w, taken)
+    fold = fold_of(ledger, w)
+    memory.take(ledger.caches, w, taken * fold, fold)
     while soonest <= steps:
         step, soonest = soonest, steps + 1
         for i in range(running):

@@ -42,15 +42,19 @@ def reserve(
     if ledger.caches.tokens > 0:
         if engines.workers[w].activity == DECODE_RUN:
             kv.grow(ledger, engines, w, ledger.workers[w].step - ledger.runs[w].start_step)
-        room = free_blocks(ledger.caches, w) - engines.workers[w].reserved_blocks
+        room = free_blocks(ledger.caches, w, kv.fold_of(ledger, w)) - engines.workers[w].reserved_blocks
         most, most_tokens = most_hits(ledger.caches, tokens, block)
         copies, asleep = peek(ledger.caches, w, r, most)
         cached = min(copies * ledger.caches.tokens, most_tokens)
     else:
         kv.count(ledger, engines, w)
         room = kv.room(ledger, engines, w)
+    fold = kv.fold_of(ledger, w) if ledger.caches.tokens > 0 else 1
     need = kv.blocks_held(k, tokens + 1) - cached // block
-    if count + engines.workers[w].reserved_seats + 1 > k[speed.MAX_SEQS] or need + asleep + count > room:
+    if fold > 1:
+        need = kv.wanted(ledger, w, tokens + 1, cached, 0)
+    needs = need + (asleep + count) * fold
+    if count + engines.workers[w].reserved_seats + 1 > k[speed.MAX_SEQS] or needs > room:
         return state.NONE, 0, 0
     if copies > 0:
         pin(ledger.caches, w, r, copies)

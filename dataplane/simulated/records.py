@@ -150,6 +150,8 @@ JOB = np.dtype(
         ("weight", np.float64),  # what it counts for then
         ("refused_s", np.float64),  # when last every worker refused it,
         ("refused_late", np.int64),  # and whether its TTFT was lost then
+        ("passed", np.int64),  # blocks that no window of it reaches,
+        ("given", np.int64),  # and those of them that each group of windows has given back
     ],
     align=True,
 )

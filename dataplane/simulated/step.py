@@ -86,6 +86,7 @@ def go_on(ledger: Ledger, engines: Engines, w: int) -> int:
         if not is_decoding:
             before = engines.requests[r].computed
             after = before + max(min(length - before, budget - worker.decoding), 0)
+        free += kv.pass_windows(ledger, engines, w, r, before)
         blocks = kv.step_takes(k, is_cached, before, after, length)
         while blocks > free and worker.running_n + engine.loading > 1:
             preempt_newest(ledger, engines, w)
@@ -95,7 +96,7 @@ def go_on(ledger: Ledger, engines: Engines, w: int) -> int:
                 free = kv.room(ledger, engines, w)
         free -= blocks
         if is_cached:
-            extend(ledger.caches, w, r, block, before, after)
+            extend(ledger.caches, w, r, block, before, after, kv.fold_of(ledger, w))
         if not is_decoding:
             carry(ledger, engines, w, r, after - before)
         steps = min(steps, engines.requests[r].output - made)
@@ -141,7 +142,7 @@ def come_back(ledger: Ledger, engines: Engines, w: int) -> bool:
         worker.running_n += 1
         left = ledger.requests[r].prompt + ledger.requests[r].key - engines.requests[r].computed
         chunk = min(left, budget_left(ledger, engines, w))
-        grow(ledger.caches, w, r, block, engines.requests[r].computed + chunk)
+        grow(ledger.caches, w, r, block, engines.requests[r].computed + chunk, 1)
         carry(ledger, engines, w, r, chunk)
         r = after
     return True
@@ -211,7 +212,7 @@ def begin(
 ) -> None:
     """A waiting request joins the batch behind what it hits, and has memory for its first chunk."""
     batch.join(ledger, w, r)
-    kv.use_hits(ledger, w, r, copies, cached)
+    kv.use_hits(ledger, engines, w, r, copies, cached)
     if ledger.workers[w].role == state.DECODE_ONLY:
         ledger.workers[w].queued_tokens -= batch.to_compute(ledger, r)
         batch.begin_decoding(ledger, w, r, ledger.requests[r].key)

@@ -114,7 +114,7 @@ def _check_worker(state: RunState, w: int) -> None:
 
     used = sum(map(blocks, running)) + int(eng.workers["reserved_blocks"][w])
     if led.caches.tokens:  # what several use is there once
-        used = capacity - int(free_blocks(led.caches, w))
+        used = capacity - int(free_blocks(led.caches, w, 1))
     assert used <= capacity or len(running) == 1
     if worker["role"] == DECODE_ONLY:
         assert not prefilling

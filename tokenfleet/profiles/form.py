@@ -219,7 +219,7 @@ def _kv_document(kv: KvModel) -> dict[str, Any]:
     if kv.gpu_memory_bytes:
         names += " gpu_memory_bytes gpu_memory_utilization"
     if kv.request_tokens:
-        names += " request_tokens window_tokens"
+        names += " request_tokens window_tokens" + " window_is_chunk" * kv.window_is_chunk
     if kv.vocabulary:
         names += " vocabulary step_token_bytes"
     return _numbers(kv, names)

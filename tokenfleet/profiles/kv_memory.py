@@ -69,7 +69,10 @@ def kv_memory(
     own = round(own_bytes / token_bytes)
     kv = KvModel(tokens, BLOCK_TOKENS, round(token_bytes * gpus), visible, UTILIZATION if visible else 0.0)
     kv = replace(kv, vocabulary=widths[0], step_token_bytes=widths[1])
-    return replace(kv, request_tokens=own, window_tokens=window) if own else kv
+    if not own:
+        return kv
+    is_chunk = bool(config.get("attention_chunk_size"))
+    return replace(kv, request_tokens=own, window_tokens=window, window_is_chunk=is_chunk)
 
 
 def left_out_bytes(config: Mapping[str, Any], gpus: int) -> float:

@@ -118,7 +118,7 @@ def test_memory_is_whole_again_at_the_end_and_an_advance_by_pieces_leads_to_the_
     assert (whole.worker == pieces.worker).all()
     assert whole.host_hit_rate > 0.02
     caches, tier = runs[0].ledger.caches, runs[0].engines.host
-    assert [free_blocks(caches, w) for w in range(3)] == [40] * 3
+    assert [free_blocks(caches, w, 1) for w in range(3)] == [40] * 3
     assert (caches.copies["users"] == 0).all()
     assert (tier.chunks.copies["users"] == 0).all()
     assert (tier.chunks.workers["empty"] + tier.chunks.workers["asleep"] == 500).all()
@@ -133,7 +133,7 @@ def test_blocks_of_a_trace_may_be_larger_than_the_engine_s():
     state = prepare(workload, [WorkerSpec(fine)], NEVER_MET, "jsq")
     to_the_end(state)
     assert state.outcome().host_hit_rate > 0.02
-    assert free_blocks(state.ledger.caches, 0) == 160
+    assert free_blocks(state.ledger.caches, 0, 1) == 160
     bare = simulate(workload, [WorkerSpec(replace(fine, host_kv=None))], NEVER_MET, "jsq")
     assert state.outcome().prefix_hit_rate > bare.prefix_hit_rate
 

@@ -160,7 +160,7 @@ def test_a_move_copies_and_reserves_what_the_target_has_not_cached(cached):
 def test_what_a_move_was_promised_is_not_evicted_until_it_is_there():
     run, moves, _ = warm_target(160)
     kept = [find(run.ledger.caches, 0, i) for i in range(10)]
-    take(run.ledger.caches, 0, free_blocks(run.ledger.caches, 0))  # as if others took all there is
+    take(run.ledger.caches, 0, free_blocks(run.ledger.caches, 0, 1), 1)  # as if others took all there is
     assert [find(run.ledger.caches, 0, i) for i in range(10)] == kept
     assert (run.ledger.caches.copies["users"][0, kept] == 2).all()
     assert moves.open
@@ -193,7 +193,7 @@ def test_nothing_is_pinned_or_promised_when_conversations_have_moved_and_workers
         assert (caches.copies["users"] == 0).all()
         assert (caches.workers["shared"] == 0).all()
         kv = run.profiles[0].kv
-        assert [free_blocks(caches, w) for w in range(3)] == [kv.capacity_tokens // kv.block_tokens] * 3
+        assert [free_blocks(caches, w, 1) for w in range(3)] == [kv.capacity_tokens // kv.block_tokens] * 3
         moved += moves.outcomes[Stage.DONE]
     assert moved > 20
 

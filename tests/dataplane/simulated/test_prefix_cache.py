@@ -166,7 +166,7 @@ def test_every_block_is_free_again_at_the_end_whatever_the_engine(mode, multiple
         assert (outcome.cached_tokens >= 0).all()
         assert outcome.prefix_queries == workload.prompt_tokens.sum()
         blocks = profile.kv.capacity_tokens // profile.kv.block_tokens
-        assert [free_blocks(caches, w) for w in range(3)] == [blocks] * 3
+        assert [free_blocks(caches, w, 1) for w in range(3)] == [blocks] * 3
         assert (caches.workers["empty"] >= 0).all()
         assert (caches.workers["shared"] == 0).all()
         assert (caches.copies["users"] == 0).all()
