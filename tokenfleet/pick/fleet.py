@@ -260,7 +260,11 @@ class PickedFleet:
             tracked.output_token_ids[:] = [0] * call.output_tokens
         self.lengths.learn(call)
         if call.is_generation:
+            guessed = tracked.request.prompt_token_ids
+            if call.estimated and call.prompt_tokens:
+                tracked.request.prompt_token_ids = [0] * call.prompt_tokens
             self.history.add(tracked, outcome)
+            tracked.request.prompt_token_ids = guessed  # what the ledger has counted
         self._forget(call)
 
     def unseen(self, call: Call) -> None:

@@ -231,6 +231,7 @@ def test_bytes_of_a_token_are_learned_from_usage():
             usage = b'data: {"usage":{"prompt_tokens":50,"completion_tokens":2}}\n\ndata: [DONE]\n\n'
             gateway.piece(usage, ends=True)
         assert fleet.lengths.bytes_a_token == pytest.approx(400 / 50, rel=0.01)
+        assert set(fleet.history._prompts) == {50}
         assert fleet.history.lengths.predict(50) == pytest.approx(2, abs=0.5)
 
     in_a_loop(story)
