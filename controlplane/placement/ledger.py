@@ -182,7 +182,9 @@ def view(ledger: Ledger, w: int, now_s: float) -> None:
         report(ledger, w)
     if run.steps == 0 or now_s < worker.boundary_s:
         return  # no step ended since
-    done = min(steps_within(run.first_step_s, run.growth_s, now_s - run.start_s), run.steps)
+    done = run.steps
+    if run.first_step_s > 0.0:  # else its steps take no time, and all of them have ended
+        done = min(steps_within(run.first_step_s, run.growth_s, now_s - run.start_s), run.steps)
     run.changed_s = now_s
     worker.step = run.start_step + done
     worker.context = run.start_context + done * worker.decoding
