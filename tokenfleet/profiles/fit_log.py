@@ -146,7 +146,7 @@ def calibrated(
 
     def made(x: Columns) -> Profile:
         times = with_times(around, float(np.exp(x[0] - 1.0)), float(np.exp(x[1] - 1.0)))
-        rest_s = around.frontend.per_request_s + CALIBRATION_DOUBT[2] * (x[2] - 1.0)
+        rest_s = around.frontend.per_request_s + CALIBRATION_DOUBT[2] * (float(x[2]) - 1.0)
         return replace(times, frontend=replace(around.frontend, per_request_s=max(rest_s, 0.0)))
 
     def errors(x: Columns) -> Columns:

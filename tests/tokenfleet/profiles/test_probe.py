@@ -9,6 +9,7 @@ import pytest
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import with_times
 from tokenfleet.profiles.fit_log import calibrated, replay
+from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.profiles.measurements import RequestLog
 from tokenfleet.profiles.probe import BATCH, WARM_UP, probes
@@ -33,6 +34,7 @@ def test_a_profile_that_is_off_is_put_right_by_fewer_than_fifty_requests_each(
     assert by_name["prefill"] == pytest.approx(prefill, rel=0.05)
     assert made.frontend.per_request_s == pytest.approx(rest_s, abs=0.005)
     assert not fit.is_refused
+    assert parse_profile(profile_text(made), "made") == made, "a file can hold it"
 
 
 def test_groups_do_not_meet_on_an_engine_as_fast_as_the_profile():
