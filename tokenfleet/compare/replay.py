@@ -114,7 +114,7 @@ class Endpoint:
 def refusal(flag: str, url: str, what: str, error: BaseException) -> BadInput:
     """In one line why an address does not serve."""
     why = distrust(getattr(error, "certificate_error", None))
-    return BadInput(f"{flag}: {url}: {why}" if why else f"{flag}: {url}: {what}: {error!r}")
+    return BadInput(f"{flag}: {url}: {why or f'{what}: {str(error) or type(error).__name__}'}")
 
 
 async def served_model(url: str, key: str | None, trust: ssl.SSLContext | None = None) -> Endpoint:
