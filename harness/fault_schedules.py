@@ -195,7 +195,7 @@ class _Play:
             self._news.set()
 
     async def _reached(self, tokens: int) -> None:
-        """Return once clients have received so many tokens, or none of those sent still runs."""
+        """Return once clients have received `tokens` tokens in all, or every stream sent has ended."""
         while True:
             received = sum(map(len, self.history.tokens.values()))
             if received >= tokens or not self.history.sent - self.history.ends.keys():
@@ -267,7 +267,7 @@ class _Play:
             self._cut(victim)
 
     def _cut(self, worker: WorkerId) -> None:
-        """Nobody can read an engine's KV for a while, though it goes on."""
+        """Hide an engine's KV from the others for 30 ms. The engine itself goes on."""
         engine = self.engines[worker]
         address = engine.info.kv_addresses[0]
         self.fabric.engines.pop(address, None)

@@ -100,7 +100,7 @@ async def picking(
     step_s: float = 4e-3,
     tokenize: Tokenize | None = None,
 ) -> AsyncIterator[Picked]:
-    """A picker over so many servers, which are listed in `folder/servers.txt`."""
+    """A picker over `servers` servers, which are listed in `folder/servers.txt`."""
     ports = free_ports(servers + 1)
     async with AsyncExitStack() as stack:
         of = [VllmLike(port, step_s, seats) for port in ports[1:]]

@@ -203,7 +203,7 @@ def _say(line: str) -> None:
 
 
 def _known(flags: PickFlags, profile: Profile | None) -> str:
-    """What placement goes by, for the first line."""
+    """How requests are placed, for the first line."""
     by = "by load alone (no --gpu, no --profile)"
     if profile is not None:
         by = f"policy {flags.policy} with step times of {profile.label}"

@@ -103,7 +103,7 @@ class Exchange:
             self._send(wire.go_on("request_headers"))
 
     def _request_body(self, body: Any) -> None:
-        if self._call is not None:  # a body of which the choice does not wait
+        if self._call is not None:  # the server is chosen before the body has come
             self._send(wire.go_on("request_body"))
             return
         self._body += body.body

@@ -18,21 +18,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
-from controlplane.errors import BadInput
 from controlplane.scaler.rolling import RollingStep, rolling_steps
-from dataplane.live.engine_api.processes import pause_s
 from dataplane.live.pool.member import Life, Member
 from dataplane.live.pool.pool import WorkerPool
-from dataplane.live.pool.rollout import GATE_S, LOOK_S, RolloutFailed, State, stays_healthy
+from dataplane.live.pool.rolling_change import GATE_S, RollingChange, RolloutFailed, State
 
 WATCH_S = 1.0  # between two looks at the SLO attainment
 Refusal = Callable[[Mapping[str, int]], str | None]
 
 
-class Reshape:
+class Reshape(RollingChange):
     """One change of a pool's workers to the `after` of a plan, by type; `run` it once.
 
     `name`: the plan's. `fault`: what has gone wrong for clients since it began, or nothing. `refusal`: why a
@@ -49,17 +46,9 @@ class Reshape:
         ended: Callable[[State], None],
         gate_s: float = GATE_S,
     ) -> None:
-        self.pool, self.name, self.after = pool, name, dict(after)
-        self.before = dict(pool.wanted_kinds)
-        self.state: State = "running"
-        self.how = self.cause = ""
-        self.replaced = 0
-        self._fault, self._refusal, self._ended, self._gate_s = fault, refusal, ended, gate_s
-        self._stop = asyncio.Event()
-
-    @property
-    def is_open(self) -> bool:
-        return self.state in ("running", "rolling-back")
+        super().__init__(pool, gate_s)
+        self.name, self.after, self.before = name, dict(after), dict(pool.wanted_kinds)
+        self._fault, self._refusal, self._ended = fault, refusal, ended
 
     @property
     def what(self) -> str:
@@ -67,22 +56,11 @@ class Reshape:
 
     def as_json(self) -> dict[str, Any]:
         """Where it stands; `replaced`: the steps taken."""
-        return {
-            "what": self.what,
-            "state": self.state,
-            "how": self.how,
-            "cause": self.cause,
-            "replaced": self.replaced,
+        return super().as_json() | {
             "workers": dict(self.pool.wanted_kinds),
             "model": self.pool.revision.model,
             "flags": list(self.pool.revision.flags),
         }
-
-    def cancel(self, why: str) -> None:
-        """Roll it back. Raises BadInput where it is not running forwards."""
-        if self.state != "running":
-            raise BadInput(f"{self.what}: is {self.state}, so there is nothing to cancel")
-        self._fail(why)
 
     async def run(self) -> None:
         """Walk it to one of its ends."""
@@ -132,7 +110,7 @@ class Reshape:
             self._want(step.stops, -1)
 
     def _want(self, kinds: tuple[str, ...], more: int) -> None:
-        """So many more or fewer of these; launches and drains follow."""
+        """Want `more` workers of each of these types, or fewer; launches and drains follow."""
         wanted = Counter(self.pool.wanted_kinds)
         for kind in kinds:
             wanted[kind] += more
@@ -144,17 +122,7 @@ class Reshape:
         pool = self.pool
         pool.surge[kind] += 1
         try:
-            new = pool.enroll(kind, self.what, None, Life.TRIED)
-            launch = pool.lives.launch(new, pool.revision, partial(stays_healthy, pool, self._gate_s))
-            stop = asyncio.ensure_future(self._stop.wait())
-            await asyncio.wait([launch, stop], return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
-            if not launch.done():
-                pool.lives.give_up(new, self.cause)
-                raise RolloutFailed(self.cause)
-            error = None if launch.cancelled() else launch.exception()
-            if launch.cancelled() or error is not None:
-                raise RolloutFailed(f"{new.worker} did not start: {error or 'it was given up'}")
+            await self._serves(pool.enroll(kind, self.what, None, Life.TRIED), pool.revision)
         finally:
             pool.surge[kind] -= 1
         self._want((kind,), 1)
@@ -164,15 +132,7 @@ class Reshape:
         self.cause, self.state = cause, "rolling-back"
         self._stop.clear()
         self._say(f"{self.what} fails: {cause}")
-        wait_s = pause_s(0.0)
-        while True:
-            try:
-                await self._walk(self.before)
-                break
-            except RolloutFailed as error:
-                self._say(f"{self.what}: rolling back goes on in {wait_s:g} s: {error}")
-                await asyncio.sleep(wait_s)
-                wait_s = pause_s(wait_s)
+        await self._go_back(lambda: self._walk(self.before))
         self._end("rolled-back", f"{self.what}: rolled back to {_text(self.before)}, since {cause}")
 
     async def _watch(self) -> None:
@@ -194,29 +154,10 @@ class Reshape:
         there[kind] += 1
         return self.pool.lack(kind) or self._refusal(there)
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for the fleet. Raises RolloutFailed once it is to be rolled back."""
-        while not holds() and not self._stop.is_set():
-            await asyncio.sleep(LOOK_S)
-        if self._stop.is_set():
-            raise RolloutFailed(self.cause)
-
     def _gone(self, member: Member, reason: str) -> None:
         """A worker was lost: one of a new type shows that the plan is no good here."""
         if self.state == "running" and not self.before.get(member.kind):
             self._fail(f"{member.worker}, which is new, was lost: {reason}")
-
-    def _fail(self, why: str) -> None:
-        self.cause = why
-        self._stop.set()
-
-    def _end(self, state: State, said: str) -> None:
-        self.state = state
-        self.pool.core.metrics.rollouts.labels(state).inc()
-        self._say(said)
-
-    def _say(self, said: str) -> None:
-        self.pool.tell("update", said, **self.as_json())
 
 
 def _text(kinds: Mapping[str, int]) -> str:

@@ -19,40 +19,18 @@ written down; a core's successor goes on with it from the workers that are there
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
-from dataplane.live.engine_api.processes import pause_s
 from dataplane.live.pool.member import Life, Member, Revision
 from dataplane.live.pool.pool import WorkerPool
+from dataplane.live.pool.rolling_change import GATE_S, RollingChange, RolloutFailed
 from dataplane.live.pool.roster import RolloutRecord
 
-State = Literal["running", "rolling-back", "done", "rolled-back", "failed"]
-GATE_S = 3.0
-LOOK_S = 0.05
 
-
-class RolloutFailed(Exception):
-    """It cannot go on; the message says why."""
-
-
-async def stays_healthy(pool: WorkerPool, gate_s: float, new: Member) -> None:
-    """Return once a new worker has stayed healthy, without requests; RuntimeError where it has not."""
-    new.phase = "showing that it stays healthy"
-    until_s = time.monotonic() + gate_s
-    while time.monotonic() < until_s:
-        await asyncio.sleep(gate_s / 5)
-        is_lost = pool.core.link(new.worker) is None
-        if is_lost or not await pool.host.is_healthy(new.worker):
-            raise RuntimeError(f"it died within {gate_s:g} s of its start")
-
-
-class Rollout:
+class Rollout(RollingChange):
     """One update (`only` None) or restart (of `only`) of a pool's workers; `run` it once."""
 
     def __init__(
@@ -63,12 +41,9 @@ class Rollout:
         only: WorkerId | None = None,
         gate_s: float = GATE_S,
     ) -> None:
-        self.pool, self.before, self.revision, self.only = pool, pool.revision, revision, only
-        self.state: State = "running"
-        self.how = self.cause = ""
-        self.replaced = 0
-        self._finish_s, self._gate_s = finish_s, gate_s
-        self._stop = asyncio.Event()
+        super().__init__(pool, gate_s)
+        self.before, self.revision, self.only = pool.revision, revision, only
+        self._finish_s = finish_s
         self._is_resumed, self._stays = False, only is not None  # which failing leaves as it then is
         if only is None and not pool.serving and pool.rollout_left is None:
             raise BadInput("update: no worker serves, so nothing would show whether a new one does; scale up")
@@ -82,10 +57,6 @@ class Rollout:
             self.pool.lives.let_go(old, self._finish_s, self.what)
 
     @property
-    def is_open(self) -> bool:
-        return self.state in ("running", "rolling-back")
-
-    @property
     def what(self) -> str:
         return f"update {self.revision.number}" if self.only is None else f"restart of {self.only}"
 
@@ -93,22 +64,11 @@ class Rollout:
         """Where it stands."""
         members = [m for m in self.pool.members() if not m.is_replaced]
         new = sum(m.revision == self.revision.number for m in members)
-        return {
-            "what": self.what,
-            "state": self.state,
-            "how": self.how,
-            "cause": self.cause,
-            "replaced": self.replaced,
+        return super().as_json() | {
             "workers": {"new": new, "old": len(members) - new} if self.only is None else {},
             "model": self.revision.model,
             "flags": list(self.revision.flags),
         }
-
-    def cancel(self, why: str) -> None:
-        """Roll it back. Raises BadInput where it is not running forwards."""
-        if self.state != "running":
-            raise BadInput(f"{self.what}: is {self.state}, so there is nothing to cancel")
-        self._fail(why)
 
     async def run(self) -> None:
         """Walk it to one of its ends."""
@@ -186,18 +146,8 @@ class Rollout:
 
     async def _start(self, kind: str, old: str, to: Revision) -> Member:
         """A new worker in place of `old`, past its gate. Raises RolloutFailed."""
-        pool = self.pool
-        new = pool.enroll(kind, f"{self.what}: in place of {old}", to.number, Life.TRIED)
-        launch = pool.lives.launch(new, to, partial(stays_healthy, pool, self._gate_s))
-        stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait([launch, stop], return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if not launch.done():
-            pool.lives.give_up(new, self.cause)
-            raise RolloutFailed(self.cause)
-        error = None if launch.cancelled() else launch.exception()
-        if launch.cancelled() or error is not None:
-            raise RolloutFailed(f"{new.worker} did not start: {error or 'it was given up'}")
+        new = self.pool.enroll(kind, f"{self.what}: in place of {old}", to.number, Life.TRIED)
+        await self._serves(new, to)
         return new
 
     def _retire(self, old: Member, to: Revision) -> None:
@@ -223,15 +173,8 @@ class Rollout:
         for kind, wanted in self.pool.wanted_kinds.items():
             if self.pool.number_in("serving", kind) < wanted:
                 self.pool.lives.settle(kind, f"{self.what} failed")
-        wait_s = pause_s(0.0)
-        while not self._stays:
-            try:
-                await self._replace_all(self.before)
-                break
-            except RolloutFailed as error:
-                self._say(f"{self.what}: rolling back goes on in {wait_s:g} s: {error}")
-                await asyncio.sleep(wait_s)
-                wait_s = pause_s(wait_s)
+        if not self._stays:
+            await self._go_back(lambda: self._replace_all(self.before))
         for kind in self.pool.wanted_kinds:
             self.pool.lives.settle(kind, f"{self.what} failed")
         if self._stays:
@@ -267,13 +210,6 @@ class Rollout:
         before = len(self._retiring())
         await self._until(lambda: len(self._retiring()) < before)
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for the fleet. Raises RolloutFailed once the rollout is to be rolled back."""
-        while not holds() and not self._stop.is_set():
-            await asyncio.sleep(LOOK_S)
-        if self._stop.is_set():
-            raise RolloutFailed(self.cause)
-
     def _gone(self, member: Member, reason: str) -> None:
         """A worker was lost: a new one shows that the update is no good."""
         if self.only is None and self.state == "running" and member.revision == self.revision.number:
@@ -281,17 +217,11 @@ class Rollout:
             self._fail(f"{member.worker}, which is new, was lost: {reason}")
 
     def _fail(self, why: str) -> None:
-        self.cause = why
+        super()._fail(why)
         self._note()
-        self._stop.set()
-
-    def _end(self, state: State, said: str) -> None:
-        self.state = state
-        self.pool.core.metrics.rollouts.labels(state).inc()
-        self._say(said)
 
     def _say(self, said: str) -> None:
-        self.pool.events.record(time.time(), "update", said, **self.as_json())
+        super()._say(said)
         self._note()
 
     def _note(self) -> None:

@@ -15,7 +15,7 @@ from tokenfleet.profiles.library import find_profiles, library, read_profile, wr
 
 # Grids of attention without grouped heads are fitted badly: a part of what context takes is in their base.
 KNOWN = ("llama-2-7b", "llama-2-13b")
-ALIKE = 1.05  # weights of which it is not known which are more: they are known to half a GiB a GPU
+ALIKE = 1.05  # weights are known to half a GiB a GPU, so the larger may seem the smaller
 
 
 def dense() -> list[Profile]:
