@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from controlplane.types import WorkerId
@@ -64,9 +65,14 @@ def on_two_workers(
     story: Callable[[Pair], Awaitable[Any]],
     *,
     fat: bool = False,
+    model: str = "",
     **engine: Any,
 ) -> Any:
-    """Make the model, start two workers (each on a core of its own, if there are two), run the story."""
+    """Make a tiny model, or take the folder `model`, start two workers, run the story.
+
+    Each worker has a GPU of its own, or half of the only one. On a host without GPUs it has a core of its own,
+    if there are two. A model without weights gets random ones.
+    """
     # Ray would run its workers at the lowest priority, behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -83,8 +89,13 @@ def on_two_workers(
         key = new_key()
         known = public_key(key)
         asked = {"model": folder, "max_num_seqs": 32, "max_num_batched_tokens": 8192} | engine
-        cores = sorted(os.sched_getaffinity(0))
-        places = {name: WorkerResources(cores=str(cores[i % len(cores)])) for i, name in enumerate((A, B))}
+        if not any(Path(folder).glob("*.safetensors")):
+            asked["load_format"] = "dummy"
+        cores, gpus = sorted(os.sched_getaffinity(0)), len(list(Path("/dev").glob("nvidia[0-9]*")))
+        places = {
+            name: WorkerResources(gpus=min(1, gpus / 2), cores="" if gpus else str(cores[i % len(cores)]))
+            for i, name in enumerate((A, B))
+        }
         started = await asyncio.gather(*(launch_worker(n, asked, known, p) for n, p in places.items()))
         context = zmq.asyncio.Context()
         links = [await WorkerLink.connect(w.info, key, context, VllmCodec()) for w in started]
@@ -99,8 +110,9 @@ def on_two_workers(
             await asyncio.gather(*(worker.stop() for worker in started))
 
     with tempfile.TemporaryDirectory(prefix="tokenfleet-") as folder:
-        make = [sys.executable, str(ROOT / "examples" / "tiny_llama.py"), folder]
-        subprocess.run(make + ["--fat"] * fat, check=True, capture_output=True)
+        if not model:
+            make = [sys.executable, str(ROOT / "examples" / "tiny_llama.py"), folder]
+            subprocess.run(make + ["--fat"] * fat, check=True, capture_output=True)
         start_ray(
             address="local",
             num_cpus=2,
@@ -110,6 +122,6 @@ def on_two_workers(
             logging_level="WARNING",
         )
         try:
-            return asyncio.run(run(folder))
+            return asyncio.run(run(model or folder))
         finally:
             ray.shutdown()
