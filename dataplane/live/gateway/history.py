@@ -68,6 +68,7 @@ class History:
         self._steps = None if folder is None else _open_steps(folder)
         self._unwritten: list[str] = []
         self._written_s = 0.0
+        self.expected_tokens(1)  # compiled now rather than under the first request
 
     def expected_tokens(self, prompt_tokens: int, generated: int = 0) -> int:
         """Output tokens to expect in total from a request that has made `generated` of them and goes on."""

@@ -381,3 +381,4 @@ def compile_account(led: Ledger, computed: Ints, chunks: Ints) -> None:
     compile_now(batch.to_compute, led, 0)
     compile_now(misprediction.note_end, led, 0, 1)
     compile_now(misprediction.keep_up, led, 0.0)
+    compile_now(speed.decode_base_s, led.coefficients[0], 1.0)

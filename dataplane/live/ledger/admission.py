@@ -14,6 +14,7 @@ from math import inf
 
 import numpy as np
 
+from controlplane.compiled import compile_now
 from controlplane.placement import ledger as state
 from controlplane.placement import queue
 from controlplane.placement.exact import HEARTBEAT_S, waiting_line
@@ -51,6 +52,7 @@ class Admission:
         self._departures_s: deque[float] = deque(maxlen=32)
         self._came_s = -inf  # when a first worker was last on its way
         self._wake = asyncio.Event()
+        self._compile()
         self._dispatcher = asyncio.get_running_loop().create_task(self._dispatch())
 
     def __len__(self) -> int:
@@ -108,6 +110,22 @@ class Admission:
     def close(self) -> None:
         """Place no more requests."""
         self._dispatcher.cancel()
+
+    def _compile(self) -> None:
+        """Compile the queue's kernels now. Under the first request that waits they would stop all streams."""
+        of = self._placement.ledger, self._queue
+        line, left_s = np.empty(queue.REFUSALS, np.int64), np.empty(queue.REFUSALS)
+        compile_now(queue.goes_first, *of, 0)
+        compile_now(queue.turned_away, *of, 0)
+        compile_now(queue.leave, *of, 0)
+        compile_now(queue.hold, *of, 0, 0.0)
+        compile_now(queue.readmit, *of, 0, 0.0)
+        compile_now(queue.offer, *of, 0.0)
+        compile_now(queue.overdue, *of, 0.0)
+        compile_now(queue.offer_late, *of)
+        compile_now(queue.on_time, *of, 0.0, line, left_s)
+        compile_now(queue.begin_round, self._queue)
+        compile_now(queue.refuse, self._queue, 0)
 
     def _remove(self, r: int) -> None:
         if self._waiting.pop(r, None) is not None:
