@@ -70,8 +70,8 @@ def on_two_workers(
 ) -> Any:
     """Make a tiny model, or take the folder `model`, start two workers, run the story.
 
-    Each worker has a GPU of its own, or half of the only one. On a host without GPUs it has a core of its own,
-    if there are two. A model without weights gets random ones.
+    Each worker has a GPU of its own, or half of the only one. On a host without GPUs it has a core of its
+    own, if there are two. A model without weights gets random ones.
     """
     # Ray would run its workers at the lowest priority, behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")

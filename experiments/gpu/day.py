@@ -38,9 +38,13 @@ CALLS: dict[int, dict[str, Callable[[Bench], Result]]] = {
 }
 
 
-def run_call(bench: Bench, call: int) -> dict[str, Any]:
-    """Run the parts of a call. A part that raises is one failed check; the others still run."""
-    parts: dict[str, Any] = {}
+def run_call(bench: Bench, call: int, file: Path) -> dict[str, Any]:
+    """Run the parts of a call. A part that raises is one failed check; the others still run.
+
+    The file is written after each part: a call that is cut off leaves what it has measured.
+    """
+    answer: dict[str, Any] = {"call": call, "device": str(bench.device), "is_gpu": bench.is_gpu}
+    answer |= {"is_quick": bench.is_quick, "parts": {}}
     for name, measure in CALLS[call].items():
         began_s = time.monotonic()
         try:
@@ -49,9 +53,11 @@ def run_call(bench: Bench, call: int) -> dict[str, Any]:
             traceback.print_exc()
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             found = asdict(Result("", [{"error": why}], {f"{name} runs to its end": "failed"}))
-        parts[name] = found | {"took_s": time.monotonic() - began_s}
-    header = {"call": call, "device": str(bench.device), "is_gpu": bench.is_gpu, "is_quick": bench.is_quick}
-    return header | {"parts": parts}
+        answer["parts"][name] = found | {"took_s": time.monotonic() - began_s}
+        file.write_text(json.dumps(answer, indent=1) + "\n")
+        told = [f"  {verdict}: {check}" for check, verdict in found["checks"].items()]
+        print(f"{name}: {time.monotonic() - began_s:.1f} s", *told, sep="\n", flush=True)
+    return answer
 
 
 def failed(answer: Mapping[str, Any]) -> list[str]:
@@ -71,15 +77,8 @@ def main() -> int:
     bench, is_well = bench_here(asked.quick), True
     asked.output.mkdir(parents=True, exist_ok=True)
     for call in [asked.call] if asked.call else CALLS:
-        answer = run_call(bench, call)
         file = asked.output / f"call-{call}.json"
-        file.write_text(json.dumps(answer, indent=1) + "\n")
-        for name, part in answer["parts"].items():
-            print(
-                f"{name}: {part['took_s']:.1f} s",
-                *(f"  {v}: {c}" for c, v in part["checks"].items()),
-                sep="\n",
-            )
+        answer = run_call(bench, call, file)
         print(f"wrote {file}")
         is_well &= not failed(answer)
     return 0 if is_well else 1

@@ -1,8 +1,9 @@
 """Host memory below KV as vLLM sets it up on a GPU: one mapped region, registered, copied block by block.
 
 On a GPU vLLM keeps the region in shared memory, fills it and registers it at the start. This measures the
-seconds that this takes for each GiB, and the rate of copies of blocks both ways, alone and during steps. The
-planner takes four fifths of the bus's data sheet (`DATA_SHEET`). vLLM's own copies run in part B.
+seconds that this takes for each GiB, and the rate of copies of blocks both ways, alone and during steps.
+`kernel` reads scattered blocks by a Triton kernel, as vLLM does, and is held against what the planner takes
+(`PLANNED`). vLLM's own copies run in part B.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from experiments.gpu.bench import Bench, Result, seconds, verdict
 from experiments.gpu.interference import beside_steps, engine_step
 
 REGION_BYTES, QUICK_BYTES, BLOCK_BYTES, ROUNDS = 8 << 30, 4 << 20, 64 << 10, 5
-DATA_SHEET = {"H100": 63.0, "H200": 63.0, "A100": 31.5, "L40S": 31.5, "B200": 63.0}  # GB/s each way
-PLANNED_SHARE = 0.8
+PLANNED = {"H100": 47.0, "H200": 47.0, "A100": 25.0, "L40S": 25.0, "B200": 50.0}  # GB/s, profiles/library.py
+SLACK = 0.95
 
 
 def measure(bench: Bench) -> Result:
@@ -44,14 +45,14 @@ def measure(bench: Bench) -> Result:
 
     with beside_steps(steps):
         rows.append(copies(bench, host, "beside steps"))
-    sheet = None
+    planned, reached = None, 0.0
     if bench.is_gpu:
+        name, reached = torch.cuda.get_device_name(bench.device), kernel_rate(bench, host)
+        rows.append({"step": "kernel", "load_gb_per_s": reached})
+        planned = next((rate for gpu, rate in PLANNED.items() if gpu in name), None)
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
-        name = torch.cuda.get_device_name(bench.device)
-        sheet = next((rate for gpu, rate in DATA_SHEET.items() if gpu in name), None)
-    reached = min(rows[1]["load_gb_per_s"], rows[1]["store_gb_per_s"])
-    ok = sheet is not None and reached >= PLANNED_SHARE * sheet
-    checks = {"copies reach the planned share of the bus": verdict(sheet is not None, ok)}
+    ok = planned is not None and reached >= SLACK * planned
+    checks = {"blocks are read as fast as plans say": verdict(planned is not None, ok)}
     return Result("host memory below KV on a GPU (its rate)", rows, checks)
 
 
@@ -75,3 +76,31 @@ def copies(bench: Bench, host: torch.Tensor, case: str) -> dict[str, Any]:
         taken = {"load": seconds(bench, load, ROUNDS), "store": seconds(bench, store, ROUNDS)}
     size = count * BLOCK_BYTES
     return {"step": case} | {f"{way}_gb_per_s": size / statistics.median(s) / 1e9 for way, s in taken.items()}
+
+
+class _Host:
+    """Registered host memory, as a kernel's pointer: Triton takes tensors of the device only."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.dtype, self.data_ptr = memory.dtype, memory.data_ptr
+
+
+def kernel_rate(bench: Bench, host: torch.Tensor) -> float:
+    """GB/s of a kernel that reads scattered blocks of host memory."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def gather(source, there, order, WORDS: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+        row, at = tl.program_id(0), tl.program_id(1) * PART + tl.arange(0, PART)
+        block = tl.load(order + row)
+        tl.store(there + row.to(tl.int64) * WORDS + at, tl.load(source + block * WORDS + at))
+
+    words, part, count = BLOCK_BYTES // 8, 1024, len(host) // BLOCK_BYTES // 4
+    there = torch.zeros(count, words, dtype=torch.int64, device=bench.device)
+    order = torch.tensor([(5 * n) % (4 * count) for n in range(count)], device=bench.device)
+    source = _Host(host.view(torch.int64))
+    taken = seconds(
+        bench, lambda: gather[(count, words // part)](source, there, order, words, part), ROUNDS + 1
+    )
+    return count * BLOCK_BYTES / statistics.median(taken[1:]) / 1e9

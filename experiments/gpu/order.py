@@ -21,7 +21,7 @@ import torch
 from dataplane.live.kv.memory import StagedMemory
 from experiments.gpu.bench import TINY, Bench, Result, caches, verdict
 
-ROUNDS, QUICK_ROUNDS, LIMIT_S = 100_000, 50, 60.0
+ROUNDS, QUICK_ROUNDS, LIMIT_S = 100_000, 50, 45.0
 SPIN_CYCLES = 100_000  # about 60 us
 BLOCKS, READ = 16, (3, 9, 4)
 

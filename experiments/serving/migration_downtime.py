@@ -1,6 +1,7 @@
 """How long does a client wait for the next token when its request is moved?
 
-    python experiments/serving/migration_downtime.py [--model FOLDER] [--length N] [--quick] [--seed N] [--format table|json]
+    python experiments/serving/migration_downtime.py [--model FOLDER] [--length N] [--quick] [--seed N]
+        [--format table|json]
 
 A model with 32 KB of KV per token, in bfloat16; one request at a time is moved between two real vLLM
 engines: live (pre-copy while it decodes), by stop-and-copy, and by recomputing on the target. Downtime runs
@@ -78,12 +79,10 @@ def main() -> int:
             for mode in MODES
         ]
 
-    memory = {"kv_cache_memory_bytes": 640 << 20}
+    memory: dict[str, float] = {"kv_cache_memory_bytes": 640 << 20}
     if asked.model:  # two of them may share a GPU
-        memory = {"kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.45}
-    rows = on_two_workers(
-        story, fat=True, model=asked.model, dtype="bfloat16", max_model_len=8192, **memory
-    )
+        memory: dict[str, float] = {"kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.45}
+    rows = on_two_workers(story, fat=True, model=asked.model, dtype="bfloat16", max_model_len=8192, **memory)
     live = [r for r in rows if r["mode"] == "live"]
     bars = {}
     for row in live:

@@ -196,9 +196,9 @@ def network_gb_per_s(gpu: str) -> float:
     return _NETWORK_GB_PER_S.get(canonical_gpus(gpu)[0][:4], _OTHER_NETWORK_GB_PER_S)
 
 
-# GB/s that a GPU reads from its server's memory: four fifths of the bus's rate one way, which large copies
-# reach. PCIe 5.0 x16 has 64, 4.0 32, 3.0 16 (the GPUs' data sheets); GH200's chips are joined at 450.
-_HOST_GB_PER_S = {"t4": 12.0, "v100": 12.0, "h100": 50.0, "h200": 50.0, "b200": 50.0, "gh20": 360.0}
+# GB/s that a GPU reads from its server's memory: H100 and H200 as measured (docs/figures/gpu.md), others by
+# four fifths of the bus's rate one way. PCIe 5.0 x16 has 64, 4.0 32, 3.0 16 (data sheets); GH200's chips 450.
+_HOST_GB_PER_S = {"t4": 12.0, "v100": 12.0, "h100": 47.0, "h200": 47.0, "b200": 50.0, "gh20": 360.0}
 _OTHER_HOST_GB_PER_S = 25.0
 
 

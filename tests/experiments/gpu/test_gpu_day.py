@@ -1,5 +1,7 @@
 """Part A of the GPU day on CPU tensors: every part runs, and no control that needs a stream passes."""
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed (requirements/live-cpu.txt)")
@@ -14,8 +16,9 @@ CPU = Bench(torch.device("cpu"), is_quick=True)
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
-def test_every_part_of_a_call_runs_on_a_cpu(call):
-    answer = run_call(CPU, call)
+def test_every_part_of_a_call_runs_on_a_cpu(call, tmp_path):
+    answer = run_call(CPU, call, tmp_path / "call.json")
+    assert json.loads((tmp_path / "call.json").read_text()) == answer
     assert failed(answer) == []
     assert set(answer["parts"]) == set(CALLS[call])
     for part in answer["parts"].values():
@@ -52,12 +55,12 @@ def test_controls_of_order_are_caught_where_the_engine_computes_late():
     assert checks["control of rule 2 is caught"] == checks["control of rule 3 is caught"] == "failed"
 
 
-def test_a_part_that_raises_is_a_failed_check_and_the_others_still_run(monkeypatch, capsys):
+def test_a_part_that_raises_is_a_failed_check_and_the_others_still_run(monkeypatch, capsys, tmp_path):
     def broken(bench):
         raise RuntimeError("CUDA error: an illegal memory access\nand more")
 
     monkeypatch.setitem(CALLS, 9, {"broken": broken, "facts": CALLS[1]["facts"]})
-    answer = run_call(bench_here(quick=True), 9)
+    answer = run_call(bench_here(quick=True), 9, tmp_path / "call.json")
     assert failed(answer) == ["broken runs to its end"]
     assert answer["parts"]["facts"]["rows"][0]["torch"] == torch.__version__
     assert "illegal memory access" in capsys.readouterr().err
