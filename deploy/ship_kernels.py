@@ -1,4 +1,4 @@
-"""Compiles the kernels that a wheel brings: those that plans and simulations load from disk, for every CPU.
+"""Compiles the kernels that a wheel brings, for every CPU: those of plans, simulations and gateways.
 
 It runs the same commands twice, with a kernel folder of their own. The first run compiles. The second, in a
 new process, loads the kernels that Python calls; each of them contains all that it calls. Only these are
@@ -8,6 +8,7 @@ kept. `make wheel` runs this script before it builds the wheel.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import os
@@ -43,6 +44,24 @@ def commands(scratch: str) -> list[list[str]]:
     ]
 
 
+async def gateway() -> None:
+    """Make what places requests, as a gateway does before it is ready; it compiles all that it will call."""
+    import numpy as np
+
+    from controlplane.types import Slo
+    from dataplane.live.gateway.events import EventLog
+    from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
+    from dataplane.live.gateway.history import History
+    from dataplane.live.gateway.metrics import Metrics
+    from dataplane.live.ledger.placement import Placement
+    from tokenfleet.profiles.library import find_profiles
+
+    (profile,) = find_profiles("llama-3.1-8b", ["h100"], [1])
+    settings, lengths = CoreSettings(1, Slo(1.0, 0.05)), History(100.0)
+    placement = Placement({"": profile}, 1, lengths.lengths, np.random.default_rng(0))
+    FleetCore(settings, placement, Metrics(), EventLog(), lengths.expected_tokens)
+
+
 def loaded(scratch: str) -> list[str]:
     """Run the commands in this process; the files of kernels that were loaded from disk."""
     from numba.core.dispatcher import Dispatcher
@@ -54,6 +73,7 @@ def loaded(scratch: str) -> list[str]:
             code = run(command)
         if code not in (0, 1):
             raise SystemExit(f"{' '.join(command)}: exit code {code}\n{said.getvalue()}")
+    asyncio.run(gateway())
     kernels = [one for one in gc.get_objects() if isinstance(one, Dispatcher) and one._cache_hits]
     return sorted({f"{one._cache._cache_path}/{one._cache._impl.filename_base}" for one in kernels})
 
