@@ -22,7 +22,6 @@ from dataplane.live.kv.transport import SocketTransport
 from experiments.gpu.bench import SHAPES, TINY, Shape, bench_here, caches, fill
 
 SECRET, SEGMENT, SEED, LAYOUT = "gpu-day", "trial", 1, "LBNHC"
-LENT_BLOCKS = 8
 
 
 def shape_named(name: str) -> Shape:
@@ -38,7 +37,7 @@ def serve(address: str, shape: Shape, blocks: int) -> dict[str, Any]:
     memory, tables = StagedMemory(layers), BlockTables()
     tables.update({SEGMENT: list(range(blocks))}, ())
     SocketTransport(SECRET).serve(address, tables, memory)
-    views, wait = memory.read(range(min(LENT_BLOCKS, blocks)))
+    views, wait = memory.read(range(min(memory.piece_blocks, blocks)))
     for view in range(len(views)):
         wait(view)
     kept.append(views)

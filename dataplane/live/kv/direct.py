@@ -12,6 +12,9 @@ On a host whose cores are the accelerator a copy lengthens steps: it takes its p
 that compute there. Bytes per second show little of that, since the time a byte takes depends on the machine.
 So a copy, by memory or by socket, counts the processor time it used. It pauses (`Pacer`) until that is a
 small share of the time that has passed.
+
+On a GPU host cores idle, and one thread copies slower than the bus. There a few threads read the slices of a
+large piece at once, unless its copy has a bound: then the thread that pauses is the one that reads.
 """
 
 from __future__ import annotations
@@ -25,19 +28,21 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.live.engine_api.kv_messages import CopyRate
+from dataplane.live.engine_api.kv_messages import UNBOUND, CopyRate
 from dataplane.live.kv.memory import KvMemory
 
 log = logging.getLogger(__name__)
 
 Places = NDArray[np.uint64]  # [runs, 2]: address and bytes of each, as the kernel's iovec has them
 PIECE = 1 << 20  # bytes per call, between two looks at the pace; more at once is no cheaper
+SLICE = 4 << 20  # bytes per call of a thread that reads beside others; smaller reads are not cut
 MAX_RUNS = 1024  # per call, Linux' IOV_MAX
 MAX_PLACES = 32_768  # runs of bytes; more are sent
 MEMORY = "process memory"
@@ -67,10 +72,15 @@ class Pacer:
         self._pace, self._share = pace, share
         self._began_s, self._worked_s = time.monotonic(), time.thread_time()
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is anything to pause for."""
+        return self._pace.bytes_per_s > 0 or self._pace.share < 1
+
     def wait(self, done: int) -> None:
         """Pause before the first piece and after each; `done` are the bytes copied so far."""
         pace = self._pace
-        if pace.bytes_per_s <= 0 and pace.share >= 1:
+        if not self.is_bound:
             return
         now_s, worked_s = time.monotonic(), time.thread_time()
         elapsed_s = now_s - self._began_s
@@ -123,6 +133,9 @@ class ProcessMemory:
 
     def __init__(self) -> None:
         self._is_allowed = True  # until the kernel says no
+        cores = len(os.sched_getaffinity(0))
+        # Threads start with the first large read. They end when this object does.
+        self._pool = ThreadPoolExecutor(min(4, cores // 4), "kv-read") if cores >= 8 else None
 
     def reaches(self, connection: socket.socket) -> bool:
         return self._is_allowed and peer(connection) != 0
@@ -140,8 +153,10 @@ class ProcessMemory:
 
     def take(self, connection: socket.socket, offer: bytes, copy: Copy) -> bool:
         views, commit = copy.memory.write(copy.blocks)
+        source = np.frombuffer(offer, np.uint64).reshape(-1, 2)
+        pool = None if copy.memory.layers[0].device.type == "cpu" else self._pool
         try:
-            read(peer(connection), np.frombuffer(offer, np.uint64).reshape(-1, 2), views, copy.pacer)
+            read(peer(connection), source, views, copy.pacer, pool)
         except NotAllowed as error:
             log.info("KV goes over sockets: this machine does not let processes read each other (%s)", error)
             self._is_allowed = False
@@ -170,37 +185,49 @@ def peer_user(connection: socket.socket) -> int:
     return _credentials(connection)[1]
 
 
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+def _credentials(connection: socket.socket) -> tuple[int, ...]:
     """Process, user and group at the other end of a Unix socket."""
-    form = struct.Struct("3i")
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
-    process, user, group = form.unpack(told)
-    return process, user, group
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
 
 
-def read(pid: int, source: Places, into: Sequence[memoryview], pacer: Pacer | None = None) -> None:
+def read(
+    pid: int,
+    source: Places,
+    into: Sequence[memoryview],
+    pacer: Pacer | None = None,
+    pool: Executor | None = None,
+) -> None:
     """Fill `into` with the bytes at `source` in process `pid`; both hold as many.
 
-    Raises NotAllowed before the first byte, and OSError if the process has ended or the places are not its
-    own.
+    A large read without a bound is cut into slices for the threads of `pool`. Raises NotAllowed before the
+    first byte, and OSError if the process has ended or the places are not its own.
     """
-    target = places(into)
-    ours, theirs = _aligned(target, source)
-    done = 0
-    if pacer is not None:
-        pacer.wait(done)
-    for first, last in _calls(ours[:, 1]):
-        want = int(ours[first:last, 1].sum())
-        received = _readv(pid, ours[first:last], theirs[first:last])
+    ours, theirs = _aligned(places(into), source)
+    sizes = ours[:, 1]
+
+    def fill(first: int, last: int) -> int:
+        received, want = _readv(pid, ours[first:last], theirs[first:last]), int(sizes[first:last].sum())
         if received < 0:
             error = ctypes.get_errno()
-            kind = NotAllowed if error in _REFUSALS and done == 0 else OSError
+            kind = NotAllowed if error in _REFUSALS and first == 0 else OSError
             raise kind(error, os.strerror(error))
         if received != want:
             raise OSError(f"{received} of {want} bytes could be read of process {pid}")
-        done += received
-        if pacer is not None:
+        return received
+
+    pacer = pacer or Pacer(UNBOUND, Share())
+    calls, done = _calls(sizes, PIECE), 0
+    if pool is None or pacer.is_bound or sizes.sum() < SLICE:
+        pacer.wait(done)
+        for first, last in calls:
+            done += fill(first, last)
             pacer.wait(done)
+        return
+    fill(*calls[0])  # alone: where the kernel refuses, nothing has been written
+    slices = [pool.submit(fill, *each) for each in _calls(sizes, SLICE, calls[0][1])]
+    wait(slices)  # of one that fails, too: no thread may write into `into` once this has ended
+    while slices:  # by `pop`: an error that this frame refers to would keep `into`, a slot of a ring
+        slices.pop().result()
 
 
 def _readv(pid: int, ours: Places, theirs: Places) -> int:
@@ -228,11 +255,11 @@ def _aligned(target: Places, source: Places) -> tuple[Places, Places]:
     return sides[0], sides[1]
 
 
-def _calls(sizes: NDArray[np.uint64]) -> list[tuple[int, int]]:
-    """Runs [first, last) of each call: at most PIECE bytes and MAX_RUNS runs."""
-    calls, first, size = [], 0, 0
-    for at, run in enumerate(sizes.tolist()):
-        if size + run > PIECE or at - first == MAX_RUNS:
+def _calls(sizes: NDArray[np.uint64], most: int, start: int = 0) -> list[tuple[int, int]]:
+    """Runs [first, last) of each call, from run `start` on: at most `most` bytes and MAX_RUNS runs."""
+    calls, first, size = [], start, 0
+    for at, run in enumerate(sizes[start:].tolist(), start):
+        if size + run > most or at - first == MAX_RUNS:
             calls.append((first, at))
             first, size = at, 0
         size += run

@@ -48,13 +48,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from dataplane.live.engine_api.kv_messages import UNBOUND, CopyRate
-from dataplane.live.kv.direct import Bypass, Copy, Pacer, ProcessMemory, Share, peer_user
+from dataplane.live.kv.direct import PIECE, Bypass, Copy, Pacer, ProcessMemory, Share, peer_user
 from dataplane.live.kv.memory import BlockTables, KvMemory, Views
 
 log = logging.getLogger(__name__)
 MAX_VIEWS = 512  # per system call; Linux allows 1024
 MAX_HEADER = 1 << 20
-PIECE = 1 << 20  # bytes between two looks at the pace
 MAX_CONNECTIONS = 64
 # The other host is gone after 30 s of silence, whether it is listened for or spoken to (ms).
 TUNED = {socket.TCP_NODELAY: 1, socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
