@@ -296,6 +296,40 @@ def test_the_last_step_before_idle_is_recorded_with_its_own_time(engine):
     assert times == pytest.approx([STEP_S] * len(times))
 
 
+LATE = pytest.mark.xfail(reason="no record says when a launch ended", strict=True, raises=AssertionError)
+
+
+@pytest.mark.parametrize("launch_s", [0.5 * STEP_S, pytest.param(2.5 * STEP_S, marks=LATE)])
+def test_a_prompt_that_joins_is_recorded_with_its_own_time(engine, monkeypatch, launch_s):
+    """The engine launches a step before it waits for the last one's end.
+
+    Where launching takes longer than that step, its end is seen late, and the prompt's time falls on it.
+    """
+    launch = engine._launch
+
+    def slow(output):
+        began_s, before_s = engine.now_s, engine._ready_s
+        moved, step = launch(output)
+        is_prompt = any(count > 1 for count in output.num_scheduled_tokens.values())
+        if is_prompt:
+            engine.now_s = began_s + launch_s
+            step.ready_s = engine._ready_s = max(max(before_s, began_s) + 2 * STEP_S, engine.now_s)
+        return moved, step
+
+    monkeypatch.setattr(engine, "_launch", slow)
+    prompt = next(p for p in (prompt_of(0, length) for length in range(3, 12)) if goes_on(p, 12))
+    engine.add("decodes", prompt, 12, PLAIN)
+    turns(engine, 5)
+    engine.add("joins", prompt_of(1, 7), 1, PLAIN)
+    turns(engine, 20)
+    trace = StepTrace(WorkerId("w0"), BLOCKS)
+    for load, began_s, ended_s, running in engine.steps:
+        trace.add(load, ended_s - began_s, ended_s, running, 0, 0.0)
+    joined = [step for step in trace.steps()[1] if step.sequences and step.prefill_tokens]
+    assert [step.step_s for step in joined] == pytest.approx([2 * STEP_S])
+    assert not engine.mistakes
+
+
 def goes_on(prompt: list[int], tokens: int) -> bool:
     """Whether the model answers a prompt with so many tokens."""
     known = list(prompt)

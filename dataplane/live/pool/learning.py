@@ -40,6 +40,7 @@ MEASURE_S = 20.0  # from the first worker of a kind that is warm; with the fit i
 VISITS, LONG_VISITS = 5, 2  # to a point, and to one of more than LONG tokens, whose steps are less noisy
 LONG, HUGE = 2048, 20_000  # a huge burst comes when all others are done
 MOST_BURST_S = 3.0  # one that should take longer is left out
+UNSURE = 0.15  # the mean error from which step times are called uncertain
 TELLING_PREFILL = 64  # tokens in a step that tell what one of them takes
 NO_MATTER = ("model", "served_model_name", "shutdown_timeout")  # flags that change no step
 Key = Mapping[str, Any]
@@ -183,7 +184,8 @@ class Learning:
         samples = samples_of(course.visits)
         fit = fit_step(samples, robust=True, quick=True)
         steps, seconds = sum(len(v.steps) for v in course.visits), time.monotonic() - course.began_s
-        info, worker_type = link.info, self._types[kind]
+        info, worker_type, error = link.info, self._types[kind], fit.residuals.mean_relative
+        hint = " (uncertain: --profile FILE with a measured one is better)" if error > UNSURE else ""
         workers = "1 worker" if course.took_part == 1 else f"{course.took_part} workers"
         return Profile(
             model=self._model[0].rstrip("/").rsplit("/", 1)[-1],
@@ -201,7 +203,7 @@ class Learning:
             source=Source(
                 "measured",
                 f"learned from {steps} steps of {workers} in {seconds:.1f} s as a fleet started"
-                f" ({info.device or info.engine}); mean error {fit.residuals.mean_relative:.1%}",
+                f" ({info.device or info.engine}); mean error {error:.1%}{hint}",
                 "own measurement",
                 _today().isoformat(),
             ),
@@ -212,6 +214,8 @@ class Learning:
     def _take(self, kind: str, profile: Profile, said: str) -> None:
         self.learnt[kind] = profile
         self.reasons.pop(kind, None)
+        if (error := profile.residuals.mean_relative) > UNSURE:
+            log.warning("%s: step times are uncertain by %.0f %%; better: --profile FILE", kind, 100 * error)
         self._events.record(time.time(), "learned", said, worker_kind=kind)
         for tell in self.on_learnt:
             tell(kind, profile)

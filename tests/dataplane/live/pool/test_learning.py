@@ -144,6 +144,19 @@ def test_what_was_learned_before_is_not_measured_again(play):
     assert key["flags"] == {"dtype": "'float32'"}
 
 
+def test_uncertain_step_times_are_said_to_be_so(play, monkeypatch, caplog):
+    from dataplane.live.pool import learning as learning_module
+
+    monkeypatch.setattr(learning_module, "UNSURE", -1.0)
+
+    async def story(front, fleet, learning):
+        (event,) = events_of(front, "learned")
+        assert "uncertain: --profile FILE" in event.reason
+        assert f"{KIND}: step times are uncertain by" in caplog.text
+
+    play(story, workers=1)
+
+
 def test_a_worker_that_joins_later_serves_by_what_was_learned(play):
     async def story(front, fleet, learning):
         fleet.scale({KIND: 2}, "a test")
