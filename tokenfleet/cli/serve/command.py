@@ -219,6 +219,10 @@ def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
     check_budget(flags, types)
     if flags.reclaim_notice is not None:
         checked_source(flags.reclaim_notice)
+    if flags.otlp is not None:
+        from dataplane.live.gateway.spans import endpoint_of
+
+        endpoint_of(flags.otlp)  # refused here, if at all
     policy, moves = _policy(flags.policy or (DEFAULT_POLICY if plan is None else plan.policy))
     slo, classes = targets_asked(flags.slo or (), plan)
     return Checked(

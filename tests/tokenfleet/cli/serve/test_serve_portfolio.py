@@ -279,6 +279,10 @@ def test_what_is_no_plan_of_a_portfolio_is_refused_in_one_line(file, capsys, doc
         (["--slo", "ttft=1s,tpot=50ms"], "--slo: is for one fleet"),
         (["--advisory"], "--advisory: is for one fleet"),
         (["--reclaim-notice", "/x"], "--reclaim-notice: expected"),
+        (
+            ["--otlp", "collector:4318"],
+            "--otlp: expected an http:// or https:// address, got 'collector:4318'",
+        ),
         (["--autoscale", "0..4"], "--autoscale: each model of a portfolio keeps a worker, got 0..4"),
         (["--", "--lora-modules", "a=b"], "--lora-modules: is for one model"),
         (["--", "--served-model-name=a"], "--served-model-name: is for one model"),
