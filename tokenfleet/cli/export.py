@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +39,10 @@ class ExportFlags:
             metavar="GPU=LABEL", help="nvidia.com/gpu.product of the nodes with this GPU; repeatable"
         ),
     ] = None
+    home_claim: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="kuberay: PersistentVolumeClaim for weights and compile caches"),
+    ] = ""
     name: Annotated[str, typer.Option(help="name of the objects and of the Helm release")] = "tokenfleet"
     image: Annotated[str, typer.Option(help="container image, built from deploy/Containerfile")] = (
         "tokenfleet:latest"
@@ -63,7 +67,7 @@ def export_command(flags: ExportFlags) -> None:
     tokenfleet export systemd prometheus grafana --plan plan.json --weights /models/mine --output-dir deploy
     """
     from tokenfleet.advise.target import scale_target
-    from tokenfleet.export.deployment import deployment
+    from tokenfleet.export.deployment import deployment, dns_name
     from tokenfleet.export.files import ExportSettings, advice_files, export_files, known_kinds
     from tokenfleet.export.keda import followed_advice
     from tokenfleet.field_errors import read_text
@@ -76,7 +80,10 @@ def export_command(flags: ExportFlags) -> None:
     if flags.plan is not None and flags.advice is not None:
         raise BadInput("--advice: contradicts --plan; give one of them")
     if flags.plan is not None:
-        fleet = deployment(read_plan(flags.plan), flags.weights, flags.gpu_product or ())
+        if flags.home_claim != dns_name(flags.home_claim, 253):
+            raise BadInput(f"--home-claim: expected a PersistentVolumeClaim's name, got {flags.home_claim!r}")
+        made = deployment(read_plan(flags.plan), flags.weights, flags.gpu_product or ())
+        fleet = replace(made, home_claim=flags.home_claim)
         files = export_files(fleet, kinds, settings, flags.output_dir)
     elif flags.advice is not None:
         if kinds != ("keda",) or target is None:

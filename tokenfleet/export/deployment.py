@@ -43,6 +43,7 @@ class Deployment:
 
     `schedule`: in the trace's own time. `document`: the plan's own text, for `serve --plan`, which is the
     whole of the fleet. `unserved`: the plan's part that no fleet runs. `products`: node labels, by GPU type.
+    `home_claim`: the PersistentVolumeClaim of GPU pods' home; empty: their home ends with the pod.
     """
 
     groups: tuple[WorkerGroup, ...]
@@ -56,6 +57,7 @@ class Deployment:
     cold_start_s: float
     unserved: str | None
     products: Mapping[str, str]
+    home_claim: str = ""
 
     def product(self, group: WorkerGroup) -> str | None:
         """The label of nodes with the group's GPUs; None where it is not known."""

@@ -17,7 +17,7 @@ from dataplane.live.engine_api import RAY_VERSION
 from tokenfleet.export.deployment import CONTROL_PORT, PLAN, PORT, Deployment, dns_name, serve_words
 
 FOLDER = "/etc/tokenfleet"  # of the plan's file
-HOME = "/var/lib/tokenfleet"  # of what is downloaded
+HOME = "/var/lib/tokenfleet"  # of what is downloaded and compiled
 MOST_CONFIG_BYTES = 1_000_000
 KEYS = "tokenfleet-keys"  # the Secret with api-key, control-key, auth_token (Ray's) and, if wanted, hf-token
 MEMORY_PER_GPU_GI, SHM_PER_GPU_GI = 64, 8
@@ -155,6 +155,7 @@ def _container(name: str, image: str, amounts: dict[str, str]) -> Object:
         "image": image,
         "env": [
             _secret("HF_TOKEN", "hf-token"),
+            {"name": "HOME", "value": HOME},  # vLLM, Triton and FlashInfer keep what they compile there
             {"name": "PYTHONHASHSEED", "value": "0"},  # so that all engines name a prefix alike
             {"name": "RAY_worker_niceness", "value": "0"},
         ],
@@ -184,6 +185,8 @@ def _pod(container: Object, shm_gi: int) -> Object:
 def _gpu_pod(fleet: Deployment, group: WorkerGroup, container: Object) -> Object:
     pod = _pod(container, SHM_PER_GPU_GI * group.worker_type.gpus)
     pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    if fleet.home_claim:  # else each start downloads and compiles again, for minutes
+        pod["volumes"][-1] = {"name": "home", "persistentVolumeClaim": {"claimName": fleet.home_claim}}
     label = fleet.product(group)
     if label is not None:
         pod["nodeSelector"] = {"nvidia.com/gpu.product": label}

@@ -1,8 +1,10 @@
 """The fleet on KubeRay: what its schemas take, what each pod is given, and how a pod ends."""
 
 import copy
+import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from test_export import documents, fleet, plan
 
 from controlplane.errors import BadInput
 from harness.crd_schemas import Schemas, faults, read_schemas
-from tokenfleet.cli.main import VERBS, command_of
+from tokenfleet.cli.main import VERBS, command_of, main
 from tokenfleet.export.deployment import deployment
 from tokenfleet.export.files import ExportSettings, export_files
 from tokenfleet.planning.plan_file import parse_plan
@@ -50,6 +52,32 @@ def pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def variables(pod: dict[str, Any]) -> dict[str, Any]:
     (container,) = pod["spec"]["containers"]
     return {one["name"]: one for one in container["env"]}
+
+
+def test_gpu_pods_keep_their_home_on_a_claim_that_is_named(schemas: Schemas) -> None:
+    kept = replace(fleet(fleet=MIX), home_claim="models")
+    objects = documents(export_files(kept, ["kuberay"], ExportSettings(name="chat"), Path("out")))
+    assert faults(schemas, of_kind(objects, "RayCluster")) == []
+    homes = {
+        part: next(v for v in pod["spec"]["volumes"] if v["name"] == "home")
+        for part, pod in pods(objects).items()
+    }
+    assert homes.pop("head") == {"name": "home", "emptyDir": {}}
+    claim = {"name": "home", "persistentVolumeClaim": {"claimName": "models"}}
+    assert list(homes.values()) == [claim] * len(homes)
+    for pod in pods(objects).values():
+        (container,) = pod["spec"]["containers"]
+        (mount,) = (one["mountPath"] for one in container["volumeMounts"] if one["name"] == "home")
+        assert variables(pod)["HOME"]["value"] == mount
+
+
+def test_a_claim_s_name_that_kubernetes_refuses_is_refused(tmp_path: Path, capsys: Any) -> None:
+    file, folder = tmp_path / "plan.json", tmp_path / "out"
+    file.write_text(json.dumps(plan()))
+    words = ["export", "kuberay", "--plan", str(file), "--output-dir", str(folder)]
+    assert main([*words, "--home-claim", "My_Models"]) == 2
+    assert "--home-claim: expected a PersistentVolumeClaim's name" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("parts", [None, MIX, [{"gpu": "h100-sxm", "tp_degree": 8, "workers": 1}]])
