@@ -44,6 +44,7 @@ FAMILIES = (
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(96 << 20))
 MORE = {
     "gemma3 in groups": ("--no-disable-hybrid-kv-cache-manager",),
+    "deepseek": ("--attention-backend", "CPU_MLA"),  # that for AMX refuses float32
     "llama uncached": ("--no-enable-prefix-caching",),
 }
 TOKENS = 600
