@@ -81,7 +81,7 @@ def main() -> int:
 
     memory: dict[str, float] = {"kv_cache_memory_bytes": 640 << 20}
     if asked.model:  # two of them may share a GPU
-        memory: dict[str, float] = {"kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.45}
+        memory = {"kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.45}
     rows = on_two_workers(story, fat=True, model=asked.model, dtype="bfloat16", max_model_len=8192, **memory)
     live = [r for r in rows if r["mode"] == "live"]
     bars = {}

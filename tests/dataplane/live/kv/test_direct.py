@@ -91,7 +91,7 @@ def test_four_threads_bring_the_same_bytes_of_any_runs(four, data, total, piece,
 
 
 def read_here(size, *given):
-    """Read so many bytes of this process, and give them back with the source."""
+    """Read this many bytes of this process. Return what was read, and what it should be."""
     source = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
     target = np.zeros(size, np.uint8)
     kv_direct.read(os.getpid(), kv_direct.places([memoryview(source)]), [memoryview(target)], *given)
