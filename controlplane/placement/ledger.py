@@ -56,14 +56,6 @@ WORKER = np.dtype(
         ("queued_context", np.int64),  # tokens those will hold once prefilled
         ("queued_shared", np.int64),  # tokens of those that wait which others will hold for them
         ("running_n", np.int64),  # admitted requests, prefilling or decoding
-        # A worker notes its load as it begins a step and reports it as the step ends. `unreported`: requests
-        # missing in the last report, and the tokens they will hold once prefilled. `unnoted`: those of them
-        # that the step in progress did not note either. `report_s`: when the report of that step comes.
-        ("unreported", np.int64),
-        ("unreported_context", np.int64),
-        ("unnoted", np.int64),
-        ("unnoted_context", np.int64),
-        ("report_s", np.float64),
     ],
     align=True,
 )
@@ -145,7 +137,6 @@ def new_ledger(
     workers = np.zeros(len(variant), WORKER)
     workers["variant"] = variant
     workers["boundary_s"] = -1.0
-    workers["report_s"] = np.inf
     rows = np.zeros(requests, REQUEST)
     rows["worker"] = rows["next"] = NONE
     rows["first_s"] = np.nan
@@ -178,8 +169,6 @@ def copied(ledger: Ledger) -> Ledger:
 def view(ledger: Ledger, w: int, now_s: float) -> None:
     """Bring a worker that is in a run up to the steps that ended by `now_s`."""
     worker, run = ledger.workers[w], ledger.runs[w]
-    if now_s >= worker.report_s:
-        report(ledger, w)
     if run.steps == 0 or now_s < worker.boundary_s:
         return  # no step ended since
     done = run.steps
@@ -196,14 +185,6 @@ def view_workers(ledger: Ledger, now_s: float) -> None:
     """The same of every worker."""
     for w in range(len(ledger.workers)):
         view(ledger, w, now_s)
-
-
-@compiled
-def report(ledger: Ledger, w: int) -> None:
-    """Tell dispatchers of the load that was noted as the step that ends now began."""
-    ledger.workers[w].unreported = ledger.workers[w].unnoted
-    ledger.workers[w].unreported_context = ledger.workers[w].unnoted_context
-    ledger.workers[w].report_s = np.inf
 
 
 @compiled

@@ -42,9 +42,6 @@ def load(
     if policy == policies.LEAST_KV:
         return tokens / (k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS])
     if policy == policies.FREENESS:  # Llumnix: free memory per request; the more the better
-        if settings[constraints.AS_REPORTED] > 0:
-            requests -= ledger.workers[w].unreported
-            tokens -= ledger.workers[w].unreported_context
         free = k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS] - tokens
         return -(free - kept_free(ledger, k, settings, w, r)) / requests if requests > 0 else -np.inf
     if policy == policies.SPREAD:

@@ -22,7 +22,7 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.scaler.correction import look
 from controlplane.scaler.forecast import foresee
 from controlplane.scaler.line import Line, carried_over, line_of
-from controlplane.scaler.mix import MixQuestion
+from controlplane.scaler.mix import MixNeed
 from controlplane.scaler.mix_changes import ask, change, fixed_mix, next_mix, taken_up, units_in
 from controlplane.scaler.state import Rule, Scaling, ScalingSettings
 from controlplane.scaler.target import (
@@ -58,14 +58,14 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     assert demand is not None
     stale = state.counted_s is None or now_s - state.counted_s > STALE_S
 
-    question: MixQuestion | None = None
+    need: MixNeed | None = None
     unit, parts = "workers", 1
     there = snapshot.wanted
     if settings.is_mix:
-        state, question = _question(settings, state, snapshot, window)
+        state, need = _mix_need(settings, state, snapshot, window)
         assert state.fleet_mix is not None
-        unit, parts = f"× {question.weights.reference}", PARTS
-        there = units_in(state.fleet_mix, question)
+        unit, parts = f"× {need.weights.reference}", PARTS
+        there = units_in(state.fleet_mix, need)
 
     state, line = _corrected(settings, state, snapshot, demand, regime)
     far, near = state.far.coming, state.soon.coming
@@ -93,8 +93,8 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     rule = _rule(settings, state, snapshot, found, line)
     state = replace(state, stabilized=stable, rule=rule, needed=min(needed, stable.wanted))
     facts = _facts(settings, state, snapshot, found, line)
-    if question is not None:
-        return _mixed(settings, state, snapshot, question, found, facts, window)
+    if need is not None:
+        return _mixed(settings, state, snapshot, need, found, facts, window)
     if found.is_limited:
         state = _said_over(state, found.reason, settings.limits.limited_by or "MAX")
     elif stable.wanted != settings.limits.high:  # a target that comes and goes is noted once
@@ -285,16 +285,16 @@ def _line_of_type(
     return carried_over(line, settings.learned_at, before, now, state.traffic)
 
 
-def _question(
+def _mix_need(
     settings: ScalingSettings, state: Scaling, snapshot: Snapshot, window: StabilizationWindow
-) -> tuple[Scaling, MixQuestion]:
+) -> tuple[Scaling, MixNeed]:
     """The state with this traffic's weights; what to choose from, its demand still open."""
     types = _types_now(settings, state)
     weights = weigh(types, snapshot.wanted_kinds, state.traffic, state.weights)
     limits = settings.target.low, settings.target.high
-    question = ask(settings.worker_types, settings.mix, weights, limits, snapshot)
-    mix = taken_up(state.fleet_mix, question, snapshot.now_s, window.down_s)
-    return replace(state, weights=weights, fleet_mix=mix), question
+    need = ask(settings.worker_types, settings.mix, weights, limits, snapshot)
+    mix = taken_up(state.fleet_mix, need, snapshot.now_s, window.down_s)
+    return replace(state, weights=weights, fleet_mix=mix), need
 
 
 def _followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> Scaling:
@@ -340,7 +340,7 @@ def _mixed(
     settings: ScalingSettings,
     state: Scaling,
     snapshot: Snapshot,
-    question: MixQuestion,
+    need: MixNeed,
     found: Target,
     facts: Facts,
     window: StabilizationWindow,
@@ -350,17 +350,17 @@ def _mixed(
     assert before is not None
     assert stable is not None
     if stable.wanted == 0 and settings.target.to_zero:
-        question = replace(question, least=0)
+        need = replace(need, least=0)
     if snapshot.fixed is not None:
-        mix = fixed_mix(question, snapshot.fixed)
+        mix = fixed_mix(need, snapshot.fixed)
         state = replace(state, stabilized=Stabilized(mix.units))
     elif found.workers is None:
         return state, None
     else:
-        mix = next_mix(before, question, stable.wanted, snapshot, window.down_s)
+        mix = next_mix(before, need, stable.wanted, snapshot, window.down_s)
     state = replace(state, fleet_mix=mix)
     why = found.reason
-    asked = replace(question, demand=mix.units / PARTS)
+    asked = replace(need, demand=mix.units / PARTS)
     if not asked.is_enough(mix.chosen) and snapshot.fixed is None:
         carries = asked.carries(mix.chosen)
         state = _said_over(state, f"{why}, but all that is allowed carries {carries:.3g}", "the mix's limits")
@@ -368,7 +368,7 @@ def _mixed(
         state = _said_over(state, "", "")
     if found.workers is not None and found.workers < mix.units and snapshot.fixed is None:
         why += f", {mix.units / PARTS} for now"  # a fall goes no further yet
-    return state, change(before, mix, question, why, facts)
+    return state, change(before, mix, need, why, facts)
 
 
 def _facts(

@@ -56,7 +56,7 @@ class MixSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class MixQuestion:
+class MixNeed:
     """A demand in reference workers, and what may carry it.
 
     `worker_types`: their profiles are not read, they count as `weights`. `there`: what is wanted now.
@@ -149,62 +149,62 @@ def _check_budget(types: Sequence[WorkerType], usd_per_h: float) -> None:
         raise BadInput(f"worker types: low: what is always kept costs ${kept:g}/h, more than the budget")
 
 
-def choose(question: MixQuestion) -> dict[str, int]:
+def choose(need: MixNeed) -> dict[str, int]:
     """The cheapest counts that carry the demand; those with most capacity where none within the limits do.
 
     Types that are not to be chosen from, having no weight, keep what is there.
     """
-    weighed = tuple(t for t in question.worker_types if t.name in question.weights.of)
-    others = {name: n for name, n in question.there.items() if name not in question.weights.of}
+    weighed = tuple(t for t in need.worker_types if t.name in need.weights.of)
+    others = {name: n for name, n in need.there.items() if name not in need.weights.of}
     elsewhere, low = sum(others.values()), sum(t.low for t in weighed)
-    most = None if question.most is None else max(question.most - elsewhere, low)
-    remaining = replace(question, most=most, least=max(question.least - elsewhere, 0))
+    most = None if need.most is None else max(need.most - elsewhere, low)
+    remaining = replace(need, most=most, least=max(need.least - elsewhere, 0))
     try:
         return cheapest(remaining) | others
     except Infeasible:
         return MixProgram(remaining).most_capable() | others
 
 
-def cheapest(question: MixQuestion) -> dict[str, int]:
+def cheapest(need: MixNeed) -> dict[str, int]:
     """The cheapest counts that carry the demand; types with none are left out.
 
     Ranked by dollars, equal ones by GPUs; by GPUs alone where any price is unknown. Raises Infeasible when
     the limits fall short, BadInput when a budget is given without all prices.
     """
-    return MixProgram(question).cheapest()
+    return MixProgram(need).cheapest()
 
 
 class MixProgram:
     """The integer program: carried is in shares of the demand, cost in the dearest worker's price."""
 
-    def __init__(self, question: MixQuestion) -> None:
-        types = [t for t in question.worker_types if t.name in question.weights.of]
-        self._question = question
+    def __init__(self, need: MixNeed) -> None:
+        types = [t for t in need.worker_types if t.name in need.weights.of]
+        self._need = need
         self.problem = pulp.LpProblem("mix", pulp.LpMinimize)
         self.counts: dict[str, Any] = {}
         prices = _prices(types)
         unit = max(prices, default=1.0)
-        changes = question.cold_start_s, question.drain_s
+        changes = need.cold_start_s, need.drain_s
         carried, cost = [], []
         for i, (t, price) in enumerate(zip(types, prices, strict=True)):
             n, standing = self._count(i, t)
             self.counts[t.name] = n
-            carried.append(question.weights.of[t.name] / (question.demand or 1.0) * standing)
+            carried.append(need.weights.of[t.name] / (need.demand or 1.0) * standing)
             cost.append(price / unit * n)
             for name, takes_s, sign in zip(("launched", "drained"), changes, (1, -1), strict=True):
                 if takes_s:
                     more = self.problem.add_variable(f"{name}{i}", lowBound=0)
-                    self.problem += more >= sign * (n - question.there.get(t.name, 0))
-                    cost.append(takes_s / question.settings.horizon_s * price / unit * more)
+                    self.problem += more >= sign * (n - need.there.get(t.name, 0))
+                    cost.append(takes_s / need.settings.horizon_s * price / unit * more)
         self._carried, self._cost = pulp.lpSum(carried), pulp.lpSum(cost)
         self._limit(types)
 
     def cheapest(self) -> dict[str, int]:
         self.problem += self._cost
-        if self._question.demand > 0:
+        if self._need.demand > 0:
             self.problem += self._carried >= 1.0
-        if self._question.least:
-            self.problem += pulp.lpSum(self.counts.values()) >= self._question.least
+        if self._need.least:
+            self.problem += pulp.lpSum(self.counts.values()) >= self._need.least
         return self._solved()
 
     def most_capable(self) -> dict[str, int]:
@@ -213,8 +213,8 @@ class MixProgram:
         return self._solved()
 
     def _limit(self, types: Sequence[WorkerType]) -> None:
-        question, counts = self._question, self.counts
-        max_gpus, budget = question.settings.max_gpus, question.settings.budget_usd_per_h
+        need, counts = self._need, self.counts
+        max_gpus, budget = need.settings.max_gpus, need.settings.budget_usd_per_h
         takes: list[tuple[list[float], float]] = []
         if max_gpus is not None:
             takes.append(([float(t.gpus) for t in types], max_gpus))
@@ -222,33 +222,33 @@ class MixProgram:
             if any(t.usd_per_h is None for t in types):
                 raise BadInput("mix: a budget needs a price for every type of worker")
             takes.append(([t.usd_per_h or 0.0 for t in types], budget))
-        if question.most is not None:
-            takes.append(([1.0] * len(types), question.most))
+        if need.most is not None:
+            takes.append(([1.0] * len(types), need.most))
         for each, most in takes:
             keep_to(self.problem, np.array(each), list(counts.values()), most)
 
     def _count(self, i: int, t: WorkerType) -> tuple[Any, Any]:
         """n_v, and how many of them can be counted on."""
-        question, bound = self._question, self._bound(t)
-        if question.standing(t, bound) == bound:
+        need, bound = self._need, self._bound(t)
+        if need.standing(t, bound) == bound:
             n = self.problem.add_variable(f"n{i}", lowBound=t.low, upBound=bound, cat="Integer")
             return n, n
         chosen = {j: self.problem.add_variable(f"n{i}is{j}", cat="Binary") for j in range(t.low, bound + 1)}
         self.problem += pulp.lpSum(chosen.values()) == 1
         return (
             pulp.lpSum(j * z for j, z in chosen.items()),
-            pulp.lpSum(question.standing(t, j) * z for j, z in chosen.items()),
+            pulp.lpSum(need.standing(t, j) * z for j, z in chosen.items()),
         )
 
     def _bound(self, t: WorkerType) -> int:
         """No more of one type than would carry everything alone, or must be; it keeps the search small."""
-        question = self._question
-        needed = question.demand / question.weights.of[t.name]
+        need = self._need
+        needed = need.demand / need.weights.of[t.name]
         alone = math.ceil(needed * (1.0 + 1e-9)) + 1
-        allowed = min((m for m in (t.limit, question.most) if m is not None), default=None)
-        while question.standing(t, alone) < math.ceil(needed) and (allowed is None or alone < allowed):
+        allowed = min((m for m in (t.limit, need.most) if m is not None), default=None)
+        while need.standing(t, alone) < math.ceil(needed) and (allowed is None or alone < allowed):
             alone += 1
-        bound = max(alone, t.low, question.there.get(t.name, 0), question.least)
+        bound = max(alone, t.low, need.there.get(t.name, 0), need.least)
         return bound if t.limit is None else min(bound, t.limit)
 
     def _solved(self) -> dict[str, int]:

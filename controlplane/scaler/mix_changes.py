@@ -1,6 +1,6 @@
 """Mix changes: the mix that is wanted from one heartbeat to the next, and the change to ask for.
 
-The program of scaler.mix is solved only where the question changed: demand, weights, prices and limits, or
+The program of scaler.mix is solved only where the need changed: demand, weights, prices and limits, or
 counts that were set from outside. It is not solved for a demand that rose to what is there anyway: what is
 cheapest for less and enough for more is cheapest for more. What was set from outside is left alone until the
 demand changes, or until it has stood as long as a fall must. Where one type gives way to another, workers
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from controlplane.scaler.mix import Counts, MixQuestion, MixSettings, choose, label, present
+from controlplane.scaler.mix import Counts, MixNeed, MixSettings, choose, label, present
 from controlplane.scaler.target import may_give_back
 from controlplane.scaler.weights import HAIR, PARTS, Weights, even, in_parts
 from controlplane.snapshot import SERVING, Fact, Facts, Scale, Snapshot
@@ -29,7 +29,7 @@ class MixState:
     """The counts last chosen for `units`, and `wanted` on the way there; types with none left out.
 
     `units`: PARTS of a reference worker. `worker_types`: without their profiles, which count as weights.
-    `due_s`: when to choose even if nothing changes. `solved`: the last question put to the program, and its
+    `due_s`: when to choose even if nothing changes. `solved`: the last need put to the program, and its
     answer. `grown_s`: when a type last grew. `fewer_since_s`: since when fewer of a type are enough; None
     while they are not.
     """
@@ -40,7 +40,7 @@ class MixState:
     chosen: Counts
     wanted: Counts
     due_s: float = math.inf
-    solved: tuple[MixQuestion, Counts] | None = None
+    solved: tuple[MixNeed, Counts] | None = None
     grown_s: float = -math.inf
     fewer_since_s: float | None = None
 
@@ -51,9 +51,9 @@ def ask(
     weights: Weights | None,
     limits: tuple[int, int | None],
     snapshot: Snapshot,
-) -> MixQuestion:
-    """The question, its demand still open. `limits`: least and most workers. `weights` None: not known."""
-    return MixQuestion(
+) -> MixNeed:
+    """The need, its demand still open. `limits`: least and most workers. `weights` None: not known."""
+    return MixNeed(
         tuple(replace(t, known_profile=None) for t in worker_types),
         weights or even(worker_types),
         0.0,
@@ -65,14 +65,14 @@ def ask(
     )
 
 
-def taken_up(before: MixState | None, question: MixQuestion, now_s: float, down_s: float) -> MixState:
+def taken_up(before: MixState | None, need: MixNeed, now_s: float, down_s: float) -> MixState:
     """`before`, where what is there is what it wanted; else what is there, to be left alone for `down_s`."""
-    there, weights = question.there, question.weights
+    there, weights = need.there, need.weights
     if before is not None and before.wanted == there and before.weights.known == weights.known:
         return before
-    units = in_parts(question.carries(there))
+    units = in_parts(need.carries(there))
     due_s = now_s + down_s if weights.known else math.inf
-    mix = MixState(units, weights, question.worker_types, there, there, due_s)
+    mix = MixState(units, weights, need.worker_types, there, there, due_s)
     if before is None:
         return mix
     grown_s = now_s if _grows(before.wanted, there) else before.grown_s
@@ -84,48 +84,48 @@ def _grows(before: Counts, after: Counts) -> bool:
     return any(n > before.get(name, 0) for name, n in after.items())
 
 
-def units_in(mix: MixState, question: MixQuestion) -> int:
-    """The mix's units, of the question's reference worker."""
+def units_in(mix: MixState, need: MixNeed) -> int:
+    """The mix's units, of the need's reference worker."""
     old = mix.weights.reference
-    if old == question.weights.reference:
+    if old == need.weights.reference:
         return mix.units
-    if old not in question.weights.of:
-        return in_parts(question.carries(mix.chosen))
-    return math.ceil(mix.units * question.weights.of[old] - HAIR)
+    if old not in need.weights.of:
+        return in_parts(need.carries(mix.chosen))
+    return math.ceil(mix.units * need.weights.of[old] - HAIR)
 
 
 def next_mix(
-    before: MixState, question: MixQuestion, units: int, snapshot: Snapshot, down_s: float = 0.0
+    before: MixState, need: MixNeed, units: int, snapshot: Snapshot, down_s: float = 0.0
 ) -> MixState:
     """The mix for `units` now, of news of the demand: `before`'s where nothing changed.
 
     `down_s`: the stabilization window. A fall of the units has waited for it already.
     """
-    now_s, fell = snapshot.now_s, units < units_in(before, question)
-    question = replace(question, demand=units / PARTS)
-    same = (before.weights, before.worker_types) == (question.weights, question.worker_types)
+    now_s, fell = snapshot.now_s, units < units_in(before, need)
+    need = replace(need, demand=units / PARTS)
+    same = (before.weights, before.worker_types) == (need.weights, need.worker_types)
     if before.units != units:
-        carried = before.units < units and question.is_enough(before.chosen)
+        carried = before.units < units and need.is_enough(before.chosen)
         same = same and carried
-    same = same and sum(before.chosen.values()) >= question.least
+    same = same and sum(before.chosen.values()) >= need.least
     chosen, due_s, solved, is_due = before.chosen, before.due_s, before.solved, now_s >= before.due_s
     if not same or is_due:
-        if solved is None or solved[0] != question:
-            solved = question, choose(question)
+        if solved is None or solved[0] != need:
+            solved = need, choose(need)
         chosen, due_s = solved[1], math.inf
-    wanted = bridged(question, chosen, Counter(w.kind for w in snapshot.workers if w.state == SERVING))
+    wanted = bridged(need, chosen, Counter(w.kind for w in snapshot.workers if w.state == SERVING))
     mix = replace(
-        before, units=units, weights=question.weights, worker_types=question.worker_types, chosen=chosen,
+        before, units=units, weights=need.weights, worker_types=need.worker_types, chosen=chosen,
         due_s=due_s, solved=solved,
     )  # fmt: skip
-    return _kept(mix, question, wanted, snapshot, down_s, has_waited=fell or is_due)
+    return _kept(mix, need, wanted, snapshot, down_s, has_waited=fell or is_due)
 
 
 def _kept(
-    mix: MixState, question: MixQuestion, wanted: Counts, snapshot: Snapshot, down_s: float, has_waited: bool
+    mix: MixState, need: MixNeed, wanted: Counts, snapshot: Snapshot, down_s: float, has_waited: bool
 ) -> MixState:
     """The mix that wants these counts, but what is there of types that may not shrink yet."""
-    now_s, there = snapshot.now_s, question.there
+    now_s, there = snapshot.now_s, need.there
     since_s = mix.fewer_since_s
     if not _grows(wanted, there):
         since_s = None
@@ -135,51 +135,51 @@ def _kept(
         since_s = now_s
     has_lasted = since_s is not None and now_s - max(since_s, mix.grown_s) >= down_s
     if since_s is not None and not (has_lasted and may_give_back(snapshot)):
-        is_enough = question.is_enough(there) and sum(there.values()) >= question.least
-        wanted = there if is_enough else _added(question, wanted)
+        is_enough = need.is_enough(there) and sum(there.values()) >= need.least
+        wanted = there if is_enough else _added(need, wanted)
     grown_s = now_s if _grows(there, wanted) else mix.grown_s
     return replace(mix, wanted=wanted, grown_s=grown_s, fewer_since_s=since_s)
 
 
-def _added(question: MixQuestion, wanted: Counts) -> dict[str, int]:
+def _added(need: MixNeed, wanted: Counts) -> dict[str, int]:
     """What is there, and of types that grow as many as the limits allow and demand needs."""
-    counts = dict(question.there)
-    for name, n in sorted(wanted.items(), key=lambda one: (-question.weights.of.get(one[0], 0.0), one[0])):
+    counts = dict(need.there)
+    for name, n in sorted(wanted.items(), key=lambda one: (-need.weights.of.get(one[0], 0.0), one[0])):
         while counts.get(name, 0) < n:
             more = counts | {name: counts.get(name, 0) + 1}
-            if question.is_enough(counts) and sum(counts.values()) >= question.least:
+            if need.is_enough(counts) and sum(counts.values()) >= need.least:
                 return counts
-            if not question.is_allowed(more):
+            if not need.is_allowed(more):
                 break
             counts = more
     return counts
 
 
-def fixed_mix(question: MixQuestion, total: int) -> MixState:
+def fixed_mix(need: MixNeed, total: int) -> MixState:
     """An operator's number: what is there, with as many more or fewer as that takes."""
-    counts = stepped(question.worker_types, question.weights.of, question.there, total)
-    units = in_parts(question.carries(counts))
-    return MixState(units, question.weights, question.worker_types, counts, counts)
+    counts = stepped(need.worker_types, need.weights.of, need.there, total)
+    units = in_parts(need.carries(counts))
+    return MixState(units, need.weights, need.worker_types, counts, counts)
 
 
-def change(before: MixState, after: MixState, question: MixQuestion, why: str, facts: Facts) -> Scale | None:
+def change(before: MixState, after: MixState, need: MixNeed, why: str, facts: Facts) -> Scale | None:
     """The change to ask for, if any. `why`: the reason for the units; `facts`: to go with the mix's own."""
-    if after.wanted == question.there:
+    if after.wanted == need.there:
         return None
-    question = replace(question, demand=after.units / PARTS)
-    counts = {t.name: 0 for t in question.worker_types} | dict(after.wanted)
-    reason = _reason(before, after, question, why)
-    facts = {**facts, **_mix_facts(after, question), "cost": _cost(after, question)}
+    need = replace(need, demand=after.units / PARTS)
+    counts = {t.name: 0 for t in need.worker_types} | dict(after.wanted)
+    reason = _reason(before, after, need, why)
+    facts = {**facts, **_mix_facts(after, need), "cost": _cost(after, need)}
     return Scale(sum(counts.values()), reason, facts, counts)
 
 
-def _reason(before: MixState, after: MixState, question: MixQuestion, why: str) -> str:
-    if before.chosen == after.chosen and before.wanted == question.there and before.units == after.units:
+def _reason(before: MixState, after: MixState, need: MixNeed, why: str) -> str:
+    if before.chosen == after.chosen and before.wanted == need.there and before.units == after.units:
         return f"{label(after.chosen)} serve now, which is enough"
-    if not question.is_enough(after.chosen):
-        most = question.carries(after.chosen)
+    if not need.is_enough(after.chosen):
+        most = need.carries(after.chosen)
         return f"{why}, but all that is allowed, {label(after.chosen)}, carries {most:.3g}"
-    cost = question.usd_per_h(after.chosen)
+    cost = need.usd_per_h(after.chosen)
     ranked = "fewest GPUs" if cost is None else "cheapest"
     reason = f"{why}; {ranked}: {label(after.chosen)}"
     if cost is not None:
@@ -188,45 +188,45 @@ def _reason(before: MixState, after: MixState, question: MixQuestion, why: str) 
     return f"{reason}; {label(stay)} more until those serve" if stay else reason
 
 
-def _mix_facts(after: MixState, question: MixQuestion) -> Facts:
-    alone = question.alone()
+def _mix_facts(after: MixState, need: MixNeed) -> Facts:
+    alone = need.alone()
     facts: dict[Fact, dict[str, float]] = {
-        "weights": dict(question.weights.of),
+        "weights": dict(need.weights.of),
         "chosen": {name: float(n) for name, n in after.chosen.items()},
         "alone": {name: float(n) for name, n in alone.items()},
     }
-    prices = {name: question.usd_per_h({name: n}) for name, n in alone.items()}
+    prices = {name: need.usd_per_h({name: n}) for name, n in alone.items()}
     stated = {name: round(usd, 4) for name, usd in prices.items() if usd is not None}
     if stated:
         facts["alone_usd_per_h"] = stated
     return facts
 
 
-def _cost(after: MixState, question: MixQuestion) -> dict[str, float]:
-    there, wanted = question.there, after.wanted
+def _cost(after: MixState, need: MixNeed) -> dict[str, float]:
+    there, wanted = need.there, after.wanted
     steps = [wanted.get(name, 0) - there.get(name, 0) for name in {**there, **wanted}]
     cost: dict[str, float] = {"workers": float(sum(steps))}
     if any(n > 0 for n in steps):
-        cost["ready_after_s"] = question.cold_start_s
+        cost["ready_after_s"] = need.cold_start_s
     if any(n < 0 for n in steps):
-        cost["drained_after_s"] = question.drain_s
-    now, then = question.usd_per_h(there), question.usd_per_h(wanted)
+        cost["drained_after_s"] = need.drain_s
+    now, then = need.usd_per_h(there), need.usd_per_h(wanted)
     if now is not None and then is not None:
         cost |= {"usd_per_h": round(then - now, 4), "mix_usd_per_h": round(then, 4)}
     return cost
 
 
-def bridged(question: MixQuestion, chosen: Counts, serving: Counts) -> dict[str, int]:
+def bridged(need: MixNeed, chosen: Counts, serving: Counts) -> dict[str, int]:
     """The chosen counts, and of types that shrink what demand needs until the others serve."""
-    weights, there = question.weights.of, question.there
-    counts = {t.name: chosen.get(t.name, 0) for t in question.worker_types} | dict(chosen)
+    weights, there = need.weights.of, need.there
+    counts = {t.name: chosen.get(t.name, 0) for t in need.worker_types} | dict(chosen)
     ready = {name: min(n, serving.get(name, 0)) for name, n in counts.items()}
     for name in sorted(weights, key=lambda name: (-weights[name], name)):
         while (
             counts[name] < there.get(name, 0)
             and ready[name] < serving.get(name, 0)
-            and not question.is_enough(ready)
-            and question.is_allowed(counts | {name: counts[name] + 1})
+            and not need.is_enough(ready)
+            and need.is_allowed(counts | {name: counts[name] + 1})
         ):
             counts[name] += 1
             ready[name] += 1

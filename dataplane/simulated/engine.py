@@ -26,15 +26,9 @@ def arrive(ledger: Ledger, engines: Engines, w: int, r: int, now_s: float, at_he
     batch.enqueue(ledger, w, r, at_head)
     engines.requests[r].placed_s = now_s
     ledger.runs[w].changed_s = now_s
-    worker, engine = ledger.workers[w], engines.workers[w]
-    tokens = ledger.requests[r].prompt + ledger.requests[r].key
-    worker.unreported += 1
-    worker.unreported_context += tokens
+    engine = engines.workers[w]
     if engine.activity == DECODE_RUN and engine.blocked > 0 and batch.queue_first(ledger, w) != r:
-        worker.report_s = worker.boundary_s  # a short step early: the run goes on unseen
         return
-    worker.unnoted += 1
-    worker.unnoted_context += tokens
     if engine.activity == IDLE:
         engine.activity = WAKING
         engine.next_s = now_s
@@ -171,9 +165,6 @@ def end_activity(ledger: Ledger, engines: Engines, w: int) -> None:
 @compiled
 def begin_activity(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
     """Decide at the boundary `now_s` what the worker does next, and begin it."""
-    state.report(ledger, w)
-    ledger.workers[w].unnoted = 0
-    ledger.workers[w].unnoted_context = 0
     engines.workers[w].planned_s = ledger.runs[w].start_s
     ledger.runs[w].start_s = now_s
     ledger.runs[w].changed_s = now_s
@@ -189,8 +180,6 @@ def begin_activity(ledger: Ledger, engines: Engines, w: int, now_s: float) -> No
         rest(ledger, engines, w, now_s)
     if engines.workers[w].loading > 0:
         look_for_loads(ledger, engines, w, now_s)
-    if ledger.workers[w].unreported > 0:
-        ledger.workers[w].report_s = ledger.workers[w].boundary_s
 
 
 @compiled
@@ -290,5 +279,3 @@ def step_together(ledger: Ledger, engines: Engines, w: int, now_s: float) -> Non
         if engines.workers[rank].activity == DECODE_RUN:
             ledger.runs[rank].first_step_s, ledger.runs[rank].growth_s = longest_s, growth_s
             ledger.runs[rank].steps = steps
-        if ledger.workers[rank].unreported > 0:
-            ledger.workers[rank].report_s = ledger.workers[rank].boundary_s

@@ -54,7 +54,7 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.search import Replayer, Search
 from tokenfleet.planning.sizing import smallest
-from tokenfleet.planning.threads import Threads, threads
+from tokenfleet.planning.threads import Threads, open_threads
 from tokenfleet.planning.traffic import drift
 from tokenfleet.planning.traffic.drift import shown
 from tokenfleet.profiles.library import find_profiles
@@ -77,11 +77,11 @@ def attained(later: Workload, workers: int, truth: Profile, slo: Slo, predictor:
     return float(simulate(later, specs, slo, "spread", predictor=predictor).attainment)
 
 
-def said(plan: Plan, known: Workload, replayer: Replayer, pool: Threads) -> float:
+def said(plan: Plan, known: Workload, replayer: Replayer, threads: Threads) -> float:
     """The probability with which the plan's own replicates say that its fleet holds."""
-    asked = plan.question
+    asked = plan.request
     assert plan.best is not None
-    search = Search.of(asked, known, (), pool, replayer=replayer)
+    search = Search.of(asked, known, (), threads, replayer=replayer)
     count = replicates_for(asked.confidence)
     # As the planner breaks a replicate off, so that its replays are known.
     replays = [search.replay(plan.best.fleet, w, most_missed=HOPELESS) for w in range(1, count + 1)]
@@ -101,7 +101,7 @@ def perfect(spread: float) -> dict[str, Any]:
     return row
 
 
-def judged(pair: Pair, worker_type: WorkerType, slo: Slo, seed: int, pool: Threads) -> dict[str, Any]:
+def judged(pair: Pair, worker_type: WorkerType, slo: Slo, seed: int, threads: Threads) -> dict[str, Any]:
     """One case: planned workers and whether they held, by confidence; the fewest with hindsight."""
     known, later = pair
     truth = draw_profile(worker_type.profile, np.random.default_rng([seed, 77]))
@@ -118,13 +118,13 @@ def judged(pair: Pair, worker_type: WorkerType, slo: Slo, seed: int, pool: Threa
     guess = 1
 
     def planned(confidence: float, replayer: Replayer) -> Plan:
-        question = PlanRequest(slo, attainment=TARGET, confidence=confidence, seed=seed, policy="spread")
+        request = PlanRequest(slo, attainment=TARGET, confidence=confidence, seed=seed, policy="spread")
         return make_plan(
             known,
             [worker_type],
-            question,
+            request,
             described("window", known, ()),
-            pool,
+            threads,
             explained=False,
             replayer=replayer,
         )
@@ -134,7 +134,7 @@ def judged(pair: Pair, worker_type: WorkerType, slo: Slo, seed: int, pool: Threa
         workers = guess = plan.best.fleet.workers if plan.best is not None else 0
         row[f"workers {confidence:g}"] = workers
         row[f"held {confidence:g}"] = workers > 0 and share(workers) >= TARGET
-        row[f"said {confidence:g}"] = said(plan, known, replayer, pool) if workers else 0.0
+        row[f"said {confidence:g}"] = said(plan, known, replayer, threads) if workers else 0.0
         sure = plan.best.estimate if plan.best is not None else None
         row[f"low {confidence:g}"] = sure.low if sure is not None else 1.0
         row[f"got {confidence:g}"] = share(workers) if workers else 0.0
@@ -164,10 +164,10 @@ def main() -> int:
     names = [name for name in MINUTES if name in (asked.source or MINUTES)]
     only = QUICK_WINDOWS if asked.quick else asked.windows
     cases = []
-    with threads(1) as pool:
+    with open_threads(1) as threads:
         for name in names:
             for i, pair in enumerate(pairs_of(name, asked.data, asked.rate, asked.seed, only, asked.minutes)):
-                work = partial(judged, pair, worker_type, slo, asked.seed * 1000 + i, pool)
+                work = partial(judged, pair, worker_type, slo, asked.seed * 1000 + i, threads)
                 cases.append({"source": name} | asked.resume.part(f"{name} {i}", work))
     rows = [summary(name, [c for c in cases if c["source"] == name]) for name in names]
     together = summary("all together", cases)

@@ -29,7 +29,7 @@ from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.planner import make_plan, strictest
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.search import Search
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.traces import Trace, read_trace
 
 MOST = 0.02  # by which a cheaper mix may be missed
@@ -95,11 +95,11 @@ def compared(case: Case) -> dict[str, Any]:
     """A plan, and the cheapest of all fleets below its price that hold."""
     request, trace = of_case(case)
     made = gather(trace, request)
-    with threads(1) as pool:
-        plan = make_plan(made.workload, made.worker_types, request, made.inputs, pool, explained=False)
+    with open_threads(1) as threads:
+        plan = make_plan(made.workload, made.worker_types, request, made.inputs, threads, explained=False)
         classes = made.inputs.classes
         search = Search.of(
-            strictest(request, classes), made.workload, made.worker_types, pool, classes=classes
+            strictest(request, classes), made.workload, made.worker_types, threads, classes=classes
         )
         assert plan.best is not None
         assert plan.mixes is not None

@@ -36,7 +36,7 @@ from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest, read_targets
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.search import Search
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.traces import Trace
 
 MODELS = {"llama-3.1-8b": (0.4, 0.03), "llama-3.1-70b": (1.6, 0.075)}
@@ -81,9 +81,10 @@ def plan_of(workload: Workload, model: str, targets: list[str], seed: int, expla
         **read_targets(targets), model=model, gpu=GPUS, seed=seed, drop_too_long=True, policy="spread"
     )
     gathered = gather(Trace("made", "plain", workload), request)
-    with threads(2) as pool:
+    with open_threads(2) as threads:
         return make_plan(
-            *(gathered.workload, gathered.worker_types, request, gathered.inputs, pool), explained=explained
+            *(gathered.workload, gathered.worker_types, request, gathered.inputs, threads),
+            explained=explained,
         )
 
 
@@ -91,8 +92,8 @@ def margin(plan: Plan, workload: Workload, seeds: range) -> float:
     """The least attainment over what is asked, of any class in other draws of the traffic."""
     assert plan.best is not None
     of, classes = plan.inputs.classes, plan.inputs.classes
-    with threads(1) as pool:
-        made = Search.of(plan.question, workload, (), pool, classes=of)
+    with open_threads(1) as threads:
+        made = Search.of(plan.request, workload, (), threads, classes=of)
     outcomes = [made.replay(plan.best.fleet, seed) for seed in seeds]
     return float(min((o.class_attainments / [c.attainment for c in classes]).min() for o in outcomes))
 

@@ -29,7 +29,7 @@ from tokenfleet.api.options import request_of
 from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.traces import Trace, read_trace
 from tokenfleet.traces.distributions import AZURE_CONV
@@ -104,17 +104,18 @@ def main() -> int:
         told = Usage(requests_per_day=load.rate_rps * case.rate * DAY_S, shape=case.shape, peak=case.peak)
         own = Trace(name, "plain", load), replace(request, rate_scale=float(case.rate))
         plans = []
-        for trace, question in (own, (trace_of_usage(told, asked.seed), request)):
-            gathered = gather(trace, question)
-            with threads(2) as pool:
-                plan = make_plan(gathered.workload, gathered.worker_types, question, gathered.inputs, pool)
+        for trace, of_trace in (own, (trace_of_usage(told, asked.seed), request)):
+            gathered = gather(trace, of_trace)
+            with open_threads(2) as threads:
+                plan = make_plan(gathered.workload, gathered.worker_types, of_trace, gathered.inputs, threads)
             plans.append(PlanFile.model_validate(plan_json(plan)))
-        of_trace, drawn = plans
+        from_trace, drawn = plans
         low, high = drawn.workers_range or (0, 0)
         rows.append({
             "trace": name, "shape": case.shape, "held out": case.held_out,
-            "requests": of_trace.inputs.requests, "workers": of_trace.workers, "questionnaire": drawn.workers,
-            "ratio": round(drawn.workers / max(of_trace.workers, 1), 3), "low": low, "high": high,
+            "requests": from_trace.inputs.requests, "workers": from_trace.workers,
+            "questionnaire": drawn.workers,
+            "ratio": round(drawn.workers / max(from_trace.workers, 1), 3), "low": low, "high": high,
         })  # fmt: skip
         print(rows[-1], file=sys.stderr)
     near = sum(abs(row["ratio"] - 1) <= NEAR for row in rows)

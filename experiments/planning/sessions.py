@@ -48,7 +48,7 @@ from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH
 from tokenfleet.planning.search import Search
 from tokenfleet.planning.sizing import MostAgents, alone_session_s, most_agents
-from tokenfleet.planning.threads import Threads, threads
+from tokenfleet.planning.threads import Threads, open_threads
 from tokenfleet.planning.traffic.draws import next_like, units_of
 from tokenfleet.traces import Trace, read_trace
 
@@ -88,23 +88,23 @@ def capped(trace: Trace) -> Trace:
     return replace(trace, workload=replace(trace.workload, sessions=sessions))
 
 
-def answer(gathered: Gathered, request: PlanRequest, pool: Threads, explained: bool = True) -> Plan:
+def answer(gathered: Gathered, request: PlanRequest, threads: Threads, explained: bool = True) -> Plan:
     return make_plan(
-        gathered.workload, gathered.worker_types, request, gathered.inputs, pool, explained=explained
+        gathered.workload, gathered.worker_types, request, gathered.inputs, threads, explained=explained
     )
 
 
-def swept(plan: Plan, workload: Workload, pool: Threads) -> tuple[float | None, float | None]:
+def swept(plan: Plan, workload: Workload, threads: Threads) -> tuple[float | None, float | None]:
     """Where a sweep loses hits and target."""
     assert plan.best is not None
-    asked = plan.question
-    search = Search.of(replace(asked, session_s=None, agents=None), workload, (), pool)
+    asked = plan.request
+    search = Search.of(replace(asked, session_s=None, agents=None), workload, (), threads)
     fleet = plan.best.fleet
     kept = LOST * (search.replay(fleet).prefix_hit_rate or 0.0)
     cold, late = [], []
     for first in np.arange(1.0, MOST_GROWTH + STEP / 2, 2 * STEP):
         scales = (float(first), float(first) + STEP)
-        outcomes = pool.map(lambda s: search.replay(fleet, growth=s), scales)
+        outcomes = threads.map(lambda s: search.replay(fleet, growth=s), scales)
         cold += [s for s, o in zip(scales, outcomes, strict=True) if (o.prefix_hit_rate or 0.0) < kept]
         late += [s for s, o in zip(scales, outcomes, strict=True) if o.attainment < asked.attainment]
         if cold and late:
@@ -134,11 +134,11 @@ def halves_of(trace: Trace, seed: int) -> list[Trace]:
     return [of_sessions(trace, names[i::2]) for i in (0, 1)]
 
 
-def held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
+def held_out(trace: Trace, seed: int, threads: Threads) -> dict[str, Any]:
     """One half planned for, and what its fleet makes of the other."""
     request = replace(ASKED, gpu=("h100",), seed=seed)
     known, later = (gather(half, request) for half in halves_of(trace, seed))
-    plan = answer(known, request, pool, explained=False)
+    plan = answer(known, request, threads, explained=False)
     if plan.best is None or plan.best.estimate is None:
         return {"case": seed, "workers": None}
     specs = plan.best.fleet.specs(lambda p: draw_profile(p, np.random.default_rng([seed, 77])))
@@ -155,11 +155,11 @@ def held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
     }
 
 
-def of_agents(trace: Trace, agents: int, seed: int, pool: Threads) -> dict[str, Any]:
+def of_agents(trace: Trace, agents: int, seed: int, threads: Threads) -> dict[str, Any]:
     """A plan for agents, and the workers that their work alone would ask for."""
     request = replace(ASKED, gpu=("h200",), agents=agents, seed=seed)
     gathered = gather(trace, request)
-    plan = answer(gathered, request, pool, explained=False)
+    plan = answer(gathered, request, threads, explained=False)
     assert plan.best is not None, plan.reason
     workload, profile = gathered.workload, gathered.worker_types[0].profile
     assert workload.sessions is not None
@@ -177,27 +177,27 @@ def of_agents(trace: Trace, agents: int, seed: int, pool: Threads) -> dict[str, 
     }
 
 
-def carried(gathered: Gathered, request: PlanRequest, workers: int, pool: Threads) -> MostAgents:
+def carried(gathered: Gathered, request: PlanRequest, workers: int, threads: Threads) -> MostAgents:
     """The most agents of so many workers."""
     workload = gathered.workload
-    search = Search.of(request, workload, (), pool)
+    search = Search.of(request, workload, (), threads)
     return most_agents(search, of_one_kind(gathered.worker_types[0], workers))
 
 
-def most_of_all(trace: Trace, workers: int, seed: int, pool: Threads) -> dict[str, Any]:
+def most_of_all(trace: Trace, workers: int, seed: int, threads: Threads) -> dict[str, Any]:
     """The most agents of so many H200s with all sessions."""
     request = replace(ASKED, gpu=("h200",), seed=seed)
     began = time.perf_counter()
-    most = carried(gather(trace, request), request, workers, pool)
+    most = carried(gather(trace, request), request, workers, threads)
     wall_s = time.perf_counter() - began
     return {"most agents": most.agents, "low": most.estimate.low, "on the trace": most.on_trace, "s": wall_s}
 
 
-def most_held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
+def most_held_out(trace: Trace, seed: int, threads: Threads) -> dict[str, Any]:
     """The most agents of 2 H200s with one half of the sessions, and how the other half does with them."""
     request = replace(ASKED, gpu=("h200",), seed=seed)
     known, later = (gather(half, request) for half in halves_of(trace, seed))
-    most = carried(known, request, 2, pool)
+    most = carried(known, request, 2, threads)
     fleet = of_one_kind(known.worker_types[0], 2)
     specs = fleet.specs(lambda p: draw_profile(p, np.random.default_rng([seed, 77])))
     lengths = LengthTable.from_history(known.workload.prompt_tokens, known.workload.output_tokens)
@@ -229,14 +229,14 @@ def main() -> int:
     parts = PARTS if asked.part is None else (asked.part,)
     rows: list[dict[str, Any]] = []
     bars: dict[str, Any] = {}
-    with threads(2) as pool:
+    with open_threads(2) as threads:
         if "plan" in parts or "cliff" in parts:
             request = replace(ASKED, gpu=GPUS, seed=asked.seed)
             known = of_sessions(trace, np.arange(asked.sessions))
             load_kernels(gather(known, request))
             began = time.perf_counter()
             gathered = gather(known, request)
-            plan = answer(gathered, request, pool)
+            plan = answer(gathered, request, threads)
             wall_s = time.perf_counter() - began
             assert plan.best is not None, plan.reason
             assert plan.reuse is not None
@@ -252,14 +252,14 @@ def main() -> int:
             }
             bars["wall_s"] = bar(wall_s, MOST_S)
             if "cliff" in parts:
-                hits, target = swept(plan, gathered.workload, pool)
+                hits, target = swept(plan, gathered.workload, threads)
                 row |= {"sweep: hits": hits, "sweep: target": target}
                 bars["hits off"] = bar(off(cliff.hits_lost, hits), OFF)
                 bars["target off"] = bar(off(cliff.target_lost, target), OFF)
             rows.append(row)
         if "confidence" in parts:
             numbers = range(asked.seed, asked.seed + (2 if asked.quick else asked.cases))
-            cases = [asked.resume.part(f"case {i}", partial(held_out, trace, i, pool)) for i in numbers]
+            cases = [asked.resume.part(f"case {i}", partial(held_out, trace, i, threads)) for i in numbers]
             planned = [case for case in cases if case["workers"] is not None]
             rows += cases
             covered = float(np.mean([case["covered"] for case in planned])) if planned else 0.0
@@ -269,12 +269,14 @@ def main() -> int:
             request = replace(ASKED, gpu=("h200",), seed=asked.seed)
             load_kernels(gather(known, request))
         if "agents" in parts:
-            rows += [of_agents(known, n, asked.seed, pool) for n in AGENTS[: 1 if asked.quick else None]]
+            rows += [of_agents(known, n, asked.seed, threads) for n in AGENTS[: 1 if asked.quick else None]]
         if "most" in parts:
             workers = 2 if asked.quick else 8
-            rows.append(asked.resume.part("most", partial(most_of_all, known, workers, asked.seed, pool)))
+            rows.append(asked.resume.part("most", partial(most_of_all, known, workers, asked.seed, threads)))
             numbers = range(asked.seed, asked.seed + (1 if asked.quick else asked.cases))
-            cases = [asked.resume.part(f"most {i}", partial(most_held_out, trace, i, pool)) for i in numbers]
+            cases = [
+                asked.resume.part(f"most {i}", partial(most_held_out, trace, i, threads)) for i in numbers
+            ]
             rows += cases
             held = {name: sum(case[name] >= ASKED.attainment for case in cases) for name in HELD}
             rows.append({f"held: {name}": f"{n} of {len(cases)}" for name, n in held.items()})

@@ -48,7 +48,7 @@ from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.threads import Threads, threads
+from tokenfleet.planning.threads import Threads, open_threads
 from tokenfleet.profiles.library import find_profiles
 
 RATE_RPS = 20.0
@@ -84,7 +84,7 @@ CASES = (
 QUICK = 3
 
 
-def planned(case: Case, hour: Workload, seed: int, pool: Threads) -> dict[str, Any]:
+def planned(case: Case, hour: Workload, seed: int, threads: Threads) -> dict[str, Any]:
     """One row: both of our fleets beside the other planner's."""
     (profile,) = find_profiles(case.model, [case.gpu], [case.tp])
     plan = make_plan(
@@ -92,7 +92,7 @@ def planned(case: Case, hour: Workload, seed: int, pool: Threads) -> dict[str, A
         [WorkerType.of(profile)],
         PlanRequest(case.slo, attainment=TARGET, seed=seed, policy="spread"),
         described("azure conv 2023", hour, ()),
-        pool,
+        threads,
         explained=False,
     )
     enough = [n for n, share in plan.on_trace.items() if share >= TARGET]
@@ -206,8 +206,8 @@ def main() -> int:
     hour = hour.scaled(RATE_RPS / hour.rate_rps)
     if asked.quick:
         hour = hour.window(0.0, hour.duration_s / 4)
-    with threads(os.cpu_count() or 1) as pool:
-        rows = [planned(case, hour, asked.seed, pool) for case in CASES[: QUICK if asked.quick else None]]
+    with open_threads(os.cpu_count() or 1) as threads:
+        rows = [planned(case, hour, asked.seed, threads) for case in CASES[: QUICK if asked.quick else None]]
     if asked.other is not None:
         rows = [row | beside(case, row, hour, asked.other) for case, row in zip(CASES, rows, strict=False)]
     bars = {}

@@ -50,7 +50,7 @@ from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.search import Search
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.planning.traffic.sample import Sampler
 from tokenfleet.profiles.library import find_profiles
 
@@ -170,24 +170,24 @@ def case(data: Path, number: int, requests: int, seed: int) -> dict[str, Any]:
     workload = made(data, rates(data, name)[start : start + STRETCH], requests, seed + number)
     profile = find_profiles("llama-2-70b", ["h100-80gb"], [4])[0]
     worker_type = WorkerType.of(profile, 8.0, "made")
-    question = PlanRequest(SLO_70B, attainment=0.99, confidence=0.95, seed=seed + number, policy="spread")
+    request = PlanRequest(SLO_70B, attainment=0.99, confidence=0.95, seed=seed + number, policy="spread")
     long = workload.take(workload.prompt_tokens + workload.output_tokens <= profile.context_limit_tokens)
     row: dict[str, Any] = {"case": f"{name} {start}"}
-    with threads(2) as pool:
+    with open_threads(2) as threads:
         for how, most in (("full", len(long) + 1), ("sample", len(long) - 1)):
             began = time.perf_counter()
             with patch.object(planner, "LONG", most), patch.object(planner, "SAMPLED", OF_SAMPLE):
                 plan = make_plan(
-                    long, [worker_type], question, described("made", long, ()), pool, explained=False
+                    long, [worker_type], request, described("made", long, ()), threads, explained=False
                 )
             row[how] = plan.best.fleet.workers if plan.best else 0
             row[f"{how} s"] = round(time.perf_counter() - began, 1)
     fleet = of_one_kind(worker_type, row["sample"])
-    whole = Search.of(question, long, (), pool)
-    taken = Sampler(long, 1 - question.attainment, SLO_70B.tpot_s, question.seed, OF_SAMPLE)
+    whole = Search.of(request, long, (), threads)
+    taken = Sampler(long, 1 - request.attainment, SLO_70B.tpot_s, request.seed, OF_SAMPLE)
     seen = replace(whole, traffic=replace(whole.traffic, sampler=taken)).replay(fleet)
     row["sample says"] = seen.attainment
-    row["at least"] = seen.attainment - taken.as_it_is.reach(seen.met, question.confidence)
+    row["at least"] = seen.attainment - taken.as_it_is.reach(seen.met, request.confidence)
     row["full replay"] = whole.replay(fleet).attainment
     return row
 

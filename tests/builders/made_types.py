@@ -2,7 +2,7 @@
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
-from controlplane.scaler.mix import MixQuestion, MixSettings
+from controlplane.scaler.mix import MixNeed, MixSettings
 from controlplane.scaler.traffic import Traffic
 from controlplane.scaler.weights import Weights
 from controlplane.types import ClassArrivals, EngineMode, Slo
@@ -32,7 +32,7 @@ def made_type(gpu, usd=1.0, profile=SMALL, **more):
 def ask(demand, types, weights, there=None, settings=None, **more):
     of = dict(zip((t.name for t in types), weights, strict=True))
     lightest = min(of, key=of.__getitem__)
-    return MixQuestion(
+    return MixNeed(
         tuple(types), Weights(lightest, of), demand, settings or MixSettings(), there or {}, **more
     )
 

@@ -20,7 +20,7 @@ from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.search import Replayer, Search
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.report.plan_json import plan_json
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.03)
@@ -120,29 +120,29 @@ def planned(
     replayer: Replayer | None = None,
     **asked: object,
 ) -> Plan:
-    """The plan of a small question, without moves; `asked` replaces fields of the question."""
+    """The plan of a small request, without moves; `asked` replaces fields of the request."""
     workload = poisson() if workload is None else workload
     asked = {"attainment": 0.95, "confidence": 0.9, "policy": "spread"} | asked
-    question = replace(PlanRequest(SLO), **asked)  # type: ignore[arg-type]
-    with threads(2) as pool:
+    request = replace(PlanRequest(SLO), **asked)  # type: ignore[arg-type]
+    with open_threads(2) as threads:
         return make_plan(
             workload,
             worker_types or [worker_type()],
-            question,
+            request,
             described("made", workload, ()),
-            pool,
+            threads,
             explained=explained,
             replayer=replayer,
         )
 
 
 def search_of(
-    workload: Workload, question: PlanRequest | None = None, classes: Sequence[SloClass] = (), **terms: object
+    workload: Workload, request: PlanRequest | None = None, classes: Sequence[SloClass] = (), **terms: object
 ) -> Search:
-    """The search for a question on a workload, one thing at a time; `terms` replaces some of its terms."""
-    question = question or PlanRequest(SLO)
-    with threads(1) as pool:  # closed: what needs more is given a pool of its own
-        return Search.of(question, workload, (), pool, classes=classes).on(**terms)
+    """The search for a request on a workload, one thing at a time; `terms` replaces some of its terms."""
+    request = request or PlanRequest(SLO)
+    with open_threads(1) as threads:  # closed: what needs more is given threads of its own
+        return Search.of(request, workload, (), threads, classes=classes).on(**terms)
 
 
 def said_of(plan: Plan) -> dict[str, str]:

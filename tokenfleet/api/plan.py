@@ -23,7 +23,7 @@ from tokenfleet.planning.inputs import Gathered, gather
 from tokenfleet.planning.plan_file import Considered, FleetCost, PlanFile, parse_plan
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.threads import Watch, threads
+from tokenfleet.planning.threads import Watch, open_threads
 from tokenfleet.report.page import framed, plan_report
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.report.progress import progress_bar
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 def answered(gathered: Gathered, request: PlanRequest, jobs: int | None, watch: Watch | None) -> PlanFile:
     """The plan for what was gathered, on `jobs` threads (default: one per core)."""
-    with threads(jobs or os.cpu_count() or 1) as pool:
-        plan = make_plan(gathered.workload, gathered.worker_types, request, gathered.inputs, pool, watch)
+    with open_threads(jobs or os.cpu_count() or 1) as threads:
+        plan = make_plan(gathered.workload, gathered.worker_types, request, gathered.inputs, threads, watch)
     return parse_plan(plan_json(plan), "plan")
 
 

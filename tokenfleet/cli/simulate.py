@@ -180,11 +180,11 @@ def _most_agents(
     from tokenfleet.planning.planner import strictest
     from tokenfleet.planning.search import Search
     from tokenfleet.planning.sizing import most_agents
-    from tokenfleet.planning.threads import threads
+    from tokenfleet.planning.threads import open_threads
 
-    question = strictest(request, classes)
-    with threads(os.cpu_count() or 1) as pool:
-        return most_agents(Search.of(question, workload, (), pool, classes=classes), fleet, tell)
+    request = strictest(request, classes)
+    with open_threads(os.cpu_count() or 1) as threads:
+        return most_agents(Search.of(request, workload, (), threads, classes=classes), fleet, tell)
 
 
 def simulation_lines(

@@ -78,7 +78,7 @@ def demand_line(search: Search, sizing: Sizing) -> DemandLine | None:
     scales: tuple[float, ...] = RATE_SCALES
     if sizing.workers <= sizing.fewest + 1:
         scales = FOR_FEW if agents is None else OF_FEW_AGENTS
-    counts = search.pool.map(lambda scale: crossing(search, sizing, scale), scales)
+    counts = search.threads.map(lambda scale: crossing(search, sizing, scale), scales)
     points = tuple((rate * scale, n) for scale, n in zip(scales, counts, strict=True) if n is not None)
     if len(points) < FEWEST_POINTS or rate <= 0:
         return None
@@ -97,7 +97,7 @@ def crossing(search: Search, sizing: Sizing, rate_scale: float) -> float | None:
     None where the smallest fleet there is meets it already: how much smaller it could be is not seen.
     """
     assert sizing.workers is not None
-    allowed, most = 1.0 - search.question.attainment, search.may_miss
+    allowed, most = 1.0 - search.request.attainment, search.may_miss
     stop = min(_BROKEN_OFF * most, most + 0.2)  # the smallest fleets take longest to fail
     if search.is_slow:
         stop = broken_off(search)
@@ -158,7 +158,7 @@ def baselines(search: Search, sizing: Sizing) -> tuple[Baseline, ...]:
             return Baseline(policy, fleet, cap)
         return Baseline(policy, fleet, cap, others.replay(fleet).prefix_hit_rate)
 
-    return tuple(search.pool.map(one, [p for p in BASELINES if p != search.terms.policy]))
+    return tuple(search.threads.map(one, [p for p in BASELINES if p != search.terms.policy]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
 
     def count(scale: float, low: int, high: int) -> int | None:
         eased = search.eased(scale, scale)
-        if ceiling(sizing.worker_type.profile, eased.outline, eased) < search.question.attainment:
+        if ceiling(sizing.worker_type.profile, eased.outline, eased) < search.request.attainment:
             return None
         return smallest(lambda n: holds(scale, n), low, low if scale < 1.0 else high, high)
 
@@ -301,24 +301,24 @@ class NearestTarget:
 
 def nearest_feasible(search: Search, sizings: Sequence[Sizing]) -> NearestTarget | None:
     """The least loosened target of all worker types, the cheaper fleet if equal; None if nothing helps."""
-    targets = search.pool.map(lambda sizing: nearest_of_kind(search, sizing), sizings)
+    targets = search.threads.map(lambda sizing: nearest_of_kind(search, sizing), sizings)
     return min((n for n in targets if n is not None), key=lambda n: (n.looser, n.fleet.cost), default=None)
 
 
 def nearest_of_kind(search: Search, sizing: Sizing) -> NearestTarget | None:
-    """The nearest target for one worker type, within the question's limits and at its confidence.
+    """The nearest target for one worker type, within the request's limits and at its confidence.
 
     The first step loosens only the targets that a lone request or session breaks. The second loosens the time
     of sessions. Where that is not enough, the third loosens every target.
     """
     target, session_s, profile = search.terms.slo, search.terms.session_s, sizing.worker_type.profile
-    base = nearest_possible(profile, search.outline, target, search.question.attainment)
+    base = nearest_possible(profile, search.outline, target, search.request.attainment)
     if search.terms.classes:
         base = target  # the targets of all classes are loosened as much as each other
     possible = search.on(slo=base, session_s=nearest_session_s(search, profile))
     of_sessions = session_s is not None
     broken = (base.ttft_s > target.ttft_s, base.tpot_s > target.tpot_s, possible.terms.session_s != session_s)
-    limit = search.question.most_workers(sizing.worker_type)
+    limit = search.request.most_workers(sizing.worker_type)
     fewest = 2 if sizing.worker_type.is_split else 1
     if limit is not None and limit < fewest:
         return None

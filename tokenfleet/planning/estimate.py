@@ -124,8 +124,8 @@ class TooFew(NamedTuple):
 
 def too_few(search: Search) -> TooFew | None:
     """Whether the trace, or one of its classes, has too few requests; None where it has enough."""
-    confidence = search.question.confidence
-    asked = [(len(search.workload), search.question.attainment, "")]
+    confidence = search.request.confidence
+    asked = [(len(search.workload), search.request.attainment, "")]
     if search.terms.classes:
         whose = [f" of class {one.name}" for one in search.terms.classes]
         asked = list(zip(search.counts, search.terms.asked, whose, strict=True))
@@ -152,13 +152,13 @@ class Trial:
         self.fleet, self._search = fleet, search
         self._at_once, self.replays = at_once, 0
         self._seen: dict[int, ReplicateOutcome] = {}
-        self.numbers = range(1, replicates_for(search.question.confidence) + 1)
+        self.numbers = range(1, replicates_for(search.request.confidence) + 1)
 
     def holds(self, *, screening: bool = False) -> bool:
         """Whether the lower bound meets the target; `screening`: whether it may, by the hardest."""
         hardest = min(SCREENED, len(self.numbers)) if self._search.hardest else len(self.numbers)
         upto = hardest if screening else len(self.numbers)
-        is_slow, at_once = self._search.is_slow, self._at_once or self._search.pool.count
+        is_slow, at_once = self._search.is_slow, self._at_once or self._search.threads.count
         while len(self._seen) < upto and self._is_open:
             width = at_once if screening or not (is_slow or self._seen) else ROUND
             left = [i for i in self._search.hardest.first(self.numbers) if i not in self._seen]
@@ -166,11 +166,11 @@ class Trial:
         if screening or not self._is_open:
             return self._is_open
         self._look([i for i, seen in self._seen.items() if seen.lost], False)
-        return self.verdict().low >= self._search.question.attainment
+        return self.verdict().low >= self._search.request.attainment
 
     @property
     def _is_open(self) -> bool:
-        return open_still(list(self._seen.values()), self._search.question)
+        return open_still(list(self._seen.values()), self._search.request)
 
     def _look(self, numbers: Sequence[int], hurries: bool) -> None:
         allowed = self._search.may_miss if hurries else None
@@ -197,13 +197,13 @@ class Trial:
         told = sorted(self._seen)
         if not self._search.is_slow:
             told = self._told_in_order()
-        return verdict_on([self._seen[i] for i in told], self._search.question, self._search.terms.asked)
+        return verdict_on([self._seen[i] for i in told], self._search.request, self._search.terms.asked)
 
     def _told_in_order(self) -> list[int]:
         """The first resampled traces, replayed to their ends, until a failure is certain."""
         told: list[int] = []
         while len(told) < len(self.numbers) and open_still(
-            [self._seen[i] for i in told], self._search.question
+            [self._seen[i] for i in told], self._search.request
         ):
             some = self.numbers[len(told) : len(told) + ROUND]
             self._look([i for i in some if i not in self._seen or self._seen[i].lost], False)
@@ -225,10 +225,10 @@ class ReplicateOutcome(NamedTuple):
 
 
 def verdict_on(
-    seen: Sequence[ReplicateOutcome], question: PlanRequest, asked: Sequence[float] = ()
+    seen: Sequence[ReplicateOutcome], request: PlanRequest, asked: Sequence[float] = ()
 ) -> Estimate:
     """The estimate from what was seen; `asked`: of each class, where there are several."""
-    misses, requests, confidence = [s.missed for s in seen], [s.requests for s in seen], question.confidence
+    misses, requests, confidence = [s.missed for s in seen], [s.requests for s in seen], request.confidence
     hit_rates = tuple(s.hit_rate for s in seen if s.hit_rate is not None)
     if not asked:
         return replace(estimate(misses, requests, confidence), hit_rates=hit_rates)
@@ -244,11 +244,11 @@ def showable_of(requests: Sequence[int], asked: Sequence[float], confidence: flo
     return joint(np.array([most_showable(n, confidence) for n in requests]), asked)
 
 
-def open_still(seen: Sequence[ReplicateOutcome], question: PlanRequest) -> bool:
+def open_still(seen: Sequence[ReplicateOutcome], request: PlanRequest) -> bool:
     """Whether the number of resampled traces that must hold can still be reached."""
-    last = replicates_for(question.confidence)
-    failed = sum(s.missed > (1.0 - question.attainment) * s.requests for s in seen)
-    return failed <= max(last - rank(last, question.confidence), 0)
+    last = replicates_for(request.confidence)
+    failed = sum(s.missed > (1.0 - request.attainment) * s.requests for s in seen)
+    return failed <= max(last - rank(last, request.confidence), 0)
 
 
 def look(
@@ -270,4 +270,4 @@ def look(
             missed(outcome), round(outcome.workload.requests), outcome.prefix_hit_rate, lost, classes
         )
 
-    return search.pool.map(one, numbers)
+    return search.threads.map(one, numbers)

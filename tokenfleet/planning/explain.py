@@ -49,7 +49,7 @@ def binding(search: Search, fleet: Fleet, rate_scale: float = 1.0) -> Binding:
     """The constraint that stops `fleet`, which fails the trace at `rate_scale`."""
     constraints = CONSTRAINTS if search.terms.session_s is None else OF_SESSIONS
     trials = [(search, fleet), *(_relieved(search, fleet, c) for c in constraints)]
-    outcomes = search.pool.map(lambda trial: trial[0].replay(trial[1], growth=rate_scale), trials)
+    outcomes = search.threads.map(lambda trial: trial[0].replay(trial[1], growth=rate_scale), trials)
     failing = outcomes[0]
     relief = {
         name: outcome.attainment - failing.attainment
@@ -125,7 +125,7 @@ def plateau(
     Flat: three counts or more in a row within a tenth of the misses that the target allows. At least half of
     the allowed misses remain at the largest count, so it is not that nearly all requests are served.
     """
-    allowed = 1.0 - search.question.attainment
+    allowed = 1.0 - search.request.attainment
     near = [workers]
     for step in (-1, 1):
         n = workers + step
@@ -240,8 +240,8 @@ def headroom(search: Search, fleet: Fleet) -> TrafficHeadroom | None:
     """
     if search.workload.prefixes is not None:
         return None
-    numbers = search.hardest.first(range(1, replicates_for(search.question.confidence) + 1))
-    may_fail = max(len(numbers) - rank(len(numbers), search.question.confidence), 0)
+    numbers = search.hardest.first(range(1, replicates_for(search.request.confidence) + 1))
+    may_fail = max(len(numbers) - rank(len(numbers), search.request.confidence), 0)
     allowed = search.may_miss
 
     def met(growth: float, replicate: int) -> bool:
@@ -249,9 +249,9 @@ def headroom(search: Search, fleet: Fleet) -> TrafficHeadroom | None:
 
     def holds(step: int) -> bool:
         failed = 0
-        for first in range(0, len(numbers), search.pool.count):
-            some = numbers[first : first + search.pool.count]
-            held = search.pool.map(lambda i: met(GROWTHS[step], i), some)
+        for first in range(0, len(numbers), search.threads.count):
+            some = numbers[first : first + search.threads.count]
+            held = search.threads.map(lambda i: met(GROWTHS[step], i), some)
             lost = [i for i, is_held in zip(some, held, strict=True) if not is_held]
             failed += len(lost)
             numbers[:] = lost + [i for i in numbers if i not in lost]

@@ -74,11 +74,11 @@ class Fleet:
         ]
 
 
-def is_allowed(usd_per_h: float | None, gpus: int, question: PlanRequest) -> bool:
-    """Whether the limits of a question allow a fleet; an unknown price is within no budget."""
-    if question.max_gpus is not None and gpus > question.max_gpus:
+def is_allowed(usd_per_h: float | None, gpus: int, request: PlanRequest) -> bool:
+    """Whether the limits of a request allow a fleet; an unknown price is within no budget."""
+    if request.max_gpus is not None and gpus > request.max_gpus:
         return False
-    budget = question.budget_usd_per_h
+    budget = request.budget_usd_per_h
     return budget is None or (usd_per_h is not None and usd_per_h <= budget * (1.0 + 1e-9))
 
 

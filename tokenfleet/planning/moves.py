@@ -80,11 +80,11 @@ def unmovable(fleet: Fleet, workload: Workload) -> str:
 
 def refuse_unmovable(search: Search) -> None:
     """Raise BadInput where moves were asked for by name and a kind of worker takes none."""
-    if search.question.policy is None or not search.question.moves:
+    if search.request.policy is None or not search.request.moves:
         return
     first = search.workload.take(slice(0, 1))
     for kind in search.types:
-        prepare(first, of_one_kind(kind, 2, 0.5).specs(), search.terms.slos, search.question.policy)
+        prepare(first, of_one_kind(kind, 2, 0.5).specs(), search.terms.slos, search.request.policy)
 
 
 def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *, is_judged: bool) -> Settled:
@@ -92,7 +92,7 @@ def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *,
 
     Where it is not judged with moves, it has them on the strength of holding without.
     """
-    if not search.question.moves:
+    if not search.request.moves:
         return Settled(search, fleet, estimate)
     if why_not := unmovable(fleet, search.workload):
         return Settled(search, fleet, estimate, MovesWorth(False, fleet, why_not=why_not))
@@ -120,7 +120,7 @@ def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *,
     if smallest[0] is fleet:
         return Settled(moving, fleet, smallest[1], MovesWorth(True, fleet, on, off))
     seen = look(search, smallest[0], range(1, trial.numbers[-1] + 1))
-    alone = verdict_on(seen, search.question, search.terms.asked)
+    alone = verdict_on(seen, search.request, search.terms.asked)
     worth = MovesWorth(True, fleet, _replayed(moving, *smallest), _replayed(search, smallest[0], alone))
     return Settled(moving, *smallest, worth)
 

@@ -61,9 +61,9 @@ STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say wha
 def make_plan(
     workload: Workload,
     worker_types: Sequence[WorkerType],
-    question: PlanRequest,
+    request: PlanRequest,
     inputs: Inputs,
-    pool: Threads,
+    threads: Threads,
     watch: Watch | None = None,
     *,
     explained: bool = True,
@@ -75,42 +75,42 @@ def make_plan(
 
     The fleet is the same then; worker types that cannot be cheaper are sized on the trace alone. `scheduled`:
     the schedule is made even so. `replayer` remembers replays; what-ifs of a family share it. `parts`: the
-    known fleets of the classes by themselves. An infeasible question is a plan with a reason. Raises
+    known fleets of the classes by themselves. An infeasible request is a plan with a reason. Raises
     BadInput on an empty workload or no worker type.
     """
     if len(workload) == 0:
         raise BadInput(f"{inputs.trace}: no requests to plan for")
     if not worker_types:
         raise BadInput("plan: no kind of worker to plan with")
-    parts = parts or Parts(worker_types, pool)
-    question = strictest(question, inputs.classes)
+    parts = parts or Parts(worker_types, threads)
+    request = strictest(request, inputs.classes)
     replayer = replayer or Replayer(draws=False)
 
     def serving(request: PlanRequest) -> Plan:
-        search = Search.of(request, workload, worker_types, pool, watch, inputs.classes, replayer)
+        search = Search.of(request, workload, worker_types, threads, watch, inputs.classes, replayer)
         refuse_unmovable(search)
         levels = None if inputs.assumed is None else inputs.assumed.levels
         search = replace(search, traffic=replace(search.traffic, sampler=_sampler(search), levels=levels))
         return _serving(Plan(request, inputs, search.types, None), search, explained, scheduled)
 
-    plan = serving(question)
-    if question.reclaims_per_h is not None and plan.best is not None:
-        spared = with_spares(plan, question, workload)
+    plan = serving(request)
+    if request.reclaims_per_h is not None and plan.best is not None:
+        spared = with_spares(plan, request, workload)
         if spared is None:
-            harder = serving(stricter(question))
-            spared = with_spares(harder, question, workload) if harder.best else None
-        plan = spared or no_spares_do(plan, question)
-    if plan.schedule is not None and question.cold_start_s is not None:
-        plan = replace(plan, paid=paid(plan.schedule.stretches, question.cold_start_s))
+            harder = serving(stricter(request))
+            spared = with_spares(harder, request, workload) if harder.best else None
+        plan = spared or no_spares_do(plan, request)
+    if plan.schedule is not None and request.cold_start_s is not None:
+        plan = replace(plan, paid=paid(plan.schedule.stretches, request.cold_start_s))
     return replace(plan, classes=_classes(plan, workload, parts)) if explained else plan
 
 
-def strictest(question: PlanRequest, classes: Sequence[SloClass]) -> PlanRequest:
-    """The question with the tightest class's targets, and the strictest one's attainment."""
+def strictest(request: PlanRequest, classes: Sequence[SloClass]) -> PlanRequest:
+    """The request with the tightest class's targets, and the strictest one's attainment."""
     if not classes:
-        return question
+        return request
     tightest = min(classes, key=lambda one: one.slo.ttft_s)
-    return replace(question, slo=tightest.slo, attainment=max(one.attainment for one in classes))
+    return replace(request, slo=tightest.slo, attainment=max(one.attainment for one in classes))
 
 
 def _sampler(search: Search) -> Sampler | None:
@@ -129,19 +129,21 @@ def _sampler(search: Search) -> Sampler | None:
 class Parts:
     """The cheapest fleets of parts of the classes by themselves, each planned once."""
 
-    def __init__(self, worker_types: Sequence[WorkerType], pool: Threads) -> None:
-        self._worker_types, self._pool = worker_types, pool
+    def __init__(self, worker_types: Sequence[WorkerType], threads: Threads) -> None:
+        self._worker_types, self._threads = worker_types, threads
         self._known: dict[tuple[frozenset[str], float | None], Fleet | None] = {}
 
     def fleet(
-        self, workload: Workload, inputs: Inputs, question: PlanRequest, kept: Sequence[int]
+        self, workload: Workload, inputs: Inputs, request: PlanRequest, kept: Sequence[int]
     ) -> Fleet | None:
         """That of the classes `kept`, by their place; None where no fleet serves them."""
         classes = tuple(inputs.classes[c] for c in kept)
-        key = frozenset(one.name for one in classes), question.reclaims_per_h
+        key = frozenset(one.name for one in classes), request.reclaims_per_h
         if key not in self._known:
             some, of = part(workload, kept), replace(inputs, classes=classes)
-            plan = make_plan(some, self._worker_types, question, of, self._pool, explained=False, parts=self)
+            plan = make_plan(
+                some, self._worker_types, request, of, self._threads, explained=False, parts=self
+            )
             self._known[key] = None if plan.best is None else plan.best.fleet
         return self._known[key]
 
@@ -158,8 +160,8 @@ def _classes(plan: Plan, workload: Workload, parts: Parts) -> tuple[ClassOfPlan,
             inputs.classes[c],
             *best.classes[c],
             best.estimate.classes[c],
-            without=parts.fleet(workload, inputs, plan.question, [i for i in everyone if i != c]),
-            alone=parts.fleet(workload, inputs, plan.question, [c]),
+            without=parts.fleet(workload, inputs, plan.request, [i for i in everyone if i != c]),
+            alone=parts.fleet(workload, inputs, plan.request, [c]),
             binds=inputs.classes[c].name == binds,
             runs_on=best.runs_on[c],
         )
@@ -234,7 +236,7 @@ def _proven(plan: Plan, search: Search, winner: Sizing) -> Plan:
     """The plan with its fleet replayed on the whole of a long trace, and enough workers for that."""
     assert plan.best is not None
     best, sampled = verified(search, winner, plan.best)
-    if sampled.whole is not None and sampled.whole < search.question.attainment:
+    if sampled.whole is not None and sampled.whole < search.request.attainment:
         reason = f"{best.fleet.label} met the target in samples; replayed whole, {sampled.whole:.4f} do"
         return replace(plan, best=None, reason=reason, sampled=sampled)
     if sampled.added:
@@ -294,12 +296,12 @@ def _explained(plan: Plan, still: Search, answer: Settled, winner: Sizing) -> Pl
             search.watch.stage(text, 0.5 + 0.5 * next(begun) / _REASONS)
             return explains()
 
-        return search.pool.begin(told)
+        return search.threads.begin(told)
 
     def around() -> dict[int, float]:
         counts = [n for n in counts_around(winner) if n not in winner.on_trace]
         hopeless = None if search.traffic.sampler is None else HOPELESS  # a long trace's take longest
-        seen = search.pool.map(lambda n: search.replay(winner.fleet(n), most_missed=hopeless), counts)
+        seen = search.threads.map(lambda n: search.replay(winner.fleet(n), most_missed=hopeless), counts)
         return winner.on_trace | {n: o.attainment for n, o in zip(counts, seen, strict=True) if o.complete}
 
     def one_more() -> dict[int, Estimate]:
@@ -362,12 +364,12 @@ def _one_fewer(search: Search, winner: Sizing) -> SmallerFleet:
     verdict = winner.sure.get(count)
     if verdict is None:
         verdict = winner.sure[count] = _verdict(search, fleet)
-    if on_trace < search.question.attainment:
+    if on_trace < search.request.attainment:
         fails = "attainment on the recorded trace is below the target"
-    elif verdict.expected < search.question.attainment:
+    elif verdict.expected < search.request.attainment:
         fails = "averaged over resampled traces, attainment is below the target"
-    elif verdict.low < search.question.attainment:
-        fails = f"its lower bound at confidence {search.question.confidence:g} is below the target"
+    elif verdict.low < search.request.attainment:
+        fails = f"its lower bound at confidence {search.request.confidence:g} is below the target"
     else:
         fails = "it holds too; the mix was chosen for its price, not its size"
     return SmallerFleet(count, on_trace, verdict, fails)
@@ -393,7 +395,7 @@ def _doubt(search: Search, fleet: Fleet) -> Doubt:
         def one(replicate: int) -> float:
             return search.replay(fleet, replicate, doubted=frozenset((source,))).attainment
 
-        return stdev(search.pool.map(one, range(1, DOUBT_REPLICATES + 1)))
+        return stdev(search.threads.map(one, range(1, DOUBT_REPLICATES + 1)))
 
     drift = search.traffic.drift
     from_drift = scatter("drift") if drift.told != "steady" else 0.0
@@ -411,7 +413,7 @@ def _others(search: Search, possible: Sequence[Sizing], winner: Sizing | None) -
         note = sizing.reason or ("" if sizing.confirmed else "sized on the recorded trace alone")
         return _candidate(search, fleet, sure, note)
 
-    return tuple(sorted(search.pool.map(one, rest), key=lambda c: (c.estimate is None, c.fleet.cost)))
+    return tuple(sorted(search.threads.map(one, rest), key=lambda c: (c.estimate is None, c.fleet.cost)))
 
 
 def _candidate(search: Search, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:
@@ -452,7 +454,7 @@ def _runs_on(fleet: Fleet, outcome: Outcome) -> tuple[tuple[tuple[str, float], .
 
 def _verdict(search: Search, fleet: Fleet) -> Estimate:
     seen = look(search, fleet, range(1, DOUBT_REPLICATES + 1))
-    return verdict_on(seen, search.question, search.terms.asked)
+    return verdict_on(seen, search.request, search.terms.asked)
 
 
 def _infeasible(plan: Plan, search: Search, sizings: Sequence[Sizing]) -> Plan:
@@ -460,21 +462,19 @@ def _infeasible(plan: Plan, search: Search, sizings: Sequence[Sizing]) -> Plan:
     search.watch.stage("looking for the nearest feasible target", 0.5)
     near = nearest_feasible(search, sizings)
     best = max(sizings, key=lambda s: (s.ceiling, max(s.on_trace.values(), default=0.0)))
-    reason = (
-        plan.reason or no_worker_fits(plan.question, sizings) or f"{best.worker_type.name}: {best.reason}"
-    )
+    reason = plan.reason or no_worker_fits(plan.request, sizings) or f"{best.worker_type.name}: {best.reason}"
     search.watch.stage("done", 1.0)
     return replace(plan, reason=reason, nearest=near)
 
 
-def no_worker_fits(question: PlanRequest, sizings: Sequence[Sizing]) -> str | None:
+def no_worker_fits(request: PlanRequest, sizings: Sequence[Sizing]) -> str | None:
     """That the limits allow too few workers, with the flag to raise; None where they allow enough."""
     for sizing in sizings:
-        limit = question.most_workers(sizing.worker_type)
+        limit = request.most_workers(sizing.worker_type)
         if limit is None or limit >= max(sizing.fluid, sizing.fewest):
             return None
     fewest = [of_one_kind(s.worker_type, max(s.fluid, s.fewest), 0.5) for s in sizings]
-    flag = question.limit_text(sizings[0].worker_type)
+    flag = request.limit_text(sizings[0].worker_type)
     by_gpus = flag.startswith("--max-gpus")
     least_fleet = min(fewest, key=lambda fleet: fleet.cost[1:] if by_gpus else fleet.cost[:2])
     types = [sizing.worker_type for sizing in sizings]
@@ -487,7 +487,7 @@ def no_worker_fits(question: PlanRequest, sizings: Sequence[Sizing]) -> str | No
     )
     needs = f"{least_fleet.gpus} GPU{'s' * (least_fleet.gpus > 1)}" if by_gpus else f"${cents / 100:,.2f}/h"
     least = f"{least_fleet.gpus}" if by_gpus else f"{cents / 100:g}"
-    some = any(question.most_workers(kind) for kind in types)
+    some = any(request.most_workers(kind) for kind in types)
     return (
         f"{flag} allows {'too few workers' if some else 'no worker'}. The smallest that holds this model is"
         f" {least_type.name} ({size}). The load needs at least {needs}: set {flag.split()[0]} {least} or more"

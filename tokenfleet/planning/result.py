@@ -166,9 +166,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer to a question; `best` is None when it is infeasible, and `reason` says why."""
+    """The answer to a plan request; `best` is None when it is infeasible, and `reason` says why."""
 
-    question: PlanRequest
+    request: PlanRequest
     inputs: Inputs
     worker_types: tuple[WorkerType, ...]
     best: Candidate | None
@@ -203,17 +203,17 @@ class Plan:
 
     @property
     def slo(self) -> Slo:
-        return self.question.slo
+        return self.request.slo
 
     @property
     def policy(self) -> str:
         """The placement policy by name, with moves where the plan has them."""
-        moves = self.question.moves and (self.moves is None or self.moves.kept)
-        return self.question.placement + (MIGRATE if moves else "")
+        moves = self.request.moves and (self.moves is None or self.moves.kept)
+        return self.request.placement + (MIGRATE if moves else "")
 
     @property
     def prefix_cache(self) -> bool | None:
         """Whether engines keep prefixes; None where the trace does not say what is shared."""
-        if self.question.no_prefix_cache:
+        if self.request.no_prefix_cache:
             return False
         return None if self.inputs.ideal_hit_rate is None else True

@@ -97,7 +97,7 @@ def reuse_of(search: Search, fleet: Fleet, hit_rates: Sequence[float]) -> Prefix
         float(workload.ideal_hits.sum() / workload.prompt_tokens.sum()),
         working_set_tokens(outcome),
         sum(g.workers * g.worker_type.profile.kv.capacity_tokens for g in fleet.groups),
-        cliff_of(search.roughly(), fleet, search.question.attainment),
+        cliff_of(search.roughly(), fleet, search.request.attainment),
         session_cost(outcome, fleet, search.terms.agents),
     )
 
@@ -112,7 +112,7 @@ def cliff_of(search: Search, fleet: Fleet, target: float) -> SessionLimit:
 
     def try_all(scales: Sequence[float]) -> list[GrownSessions]:
         new = [scale for scale in scales if scale not in tried]
-        tried.update(zip(new, search.pool.map(one, new), strict=True))
+        tried.update(zip(new, search.threads.map(one, new), strict=True))
         return [tried[scale] for scale in sorted(tried)]
 
     kept = LOST * try_all((1.0, *GROWTHS))[0].hit_rate

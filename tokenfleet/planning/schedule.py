@@ -186,7 +186,7 @@ def make_schedule(
     schedule = _by_windows(level, sizing, full, changes_s)
     for _ in range(TRIES):
         attained = followed(search, sizing, schedule.stretches)
-        if attained >= search.question.attainment:
+        if attained >= search.request.attainment:
             return replace(schedule, attainment=attained)
         more = [min(s.workers + 1, full.workers) for s in schedule.stretches]
         schedule = _scheduled([(s.start_s, s.end_s) for s in schedule.stretches], more, full, 0.0)
@@ -269,9 +269,9 @@ def _by_windows(
     edges = window_edges(search.workload, changes_s, clock)
     cells = _cells(edges, clock)
     spans = list(pairwise(edges.tolist()))
-    windows = search.pool.map(
+    windows = search.threads.map(
         lambda cell: _Window(
-            search, sizing, [spans[i] for i in np.flatnonzero(cells == cell)], search.question.confidence
+            search, sizing, [spans[i] for i in np.flatnonzero(cells == cell)], search.request.confidence
         ),
         np.unique(cells).tolist(),
     )
@@ -280,14 +280,18 @@ def _by_windows(
 
     def fewest(window: _Window) -> int:
         share = window.requests / window.seconds / busiest
-        return window.fewest(search.question.attainment, low, max(round(most * share), low), most)
+        return window.fewest(search.request.attainment, low, max(round(most * share), low), most)
 
-    workers = search.pool.map(fewest, windows)
-    misses = search.pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
-    _give_back(windows, workers, misses, most, (1.0 - search.question.attainment) * len(search.workload))
+    workers = search.threads.map(fewest, windows)
+    misses = search.threads.map(
+        lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True))
+    )
+    _give_back(windows, workers, misses, most, (1.0 - search.request.attainment) * len(search.workload))
     margin = full.workers / most
     workers = [min(math.ceil(n * margin - 1e-9), full.workers) for n in workers]
-    misses = search.pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
+    misses = search.threads.map(
+        lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True))
+    )
     attained = 1.0 - sum(misses) / max(len(search.workload), 1)
     of_cell = dict(zip(np.unique(cells).tolist(), workers, strict=True))
     schedule = _scheduled(spans, [of_cell[cell] for cell in cells.tolist()], full, attained)

@@ -1,4 +1,4 @@
-"""The search for a fleet: the question, its traffic and terms, and the replays that answer it.
+"""The search for a fleet: the request, its traffic and terms, and the replays that answer it.
 
 **A replay is a function** of requests, workers, terms, seed and draw, so its outcome is remembered. A plan
 remembers its replays of the recorded trace, which several of its parts ask for. A family of what-ifs
@@ -75,7 +75,7 @@ class Replayer:
     ) -> Outcome:
         """The outcome of `key`, stopped past `most`, a share of misses; `simulate` makes it where it is new.
 
-        A run that went to its end answers every question that would not have stopped it. `own`: the workload
+        A run that went to its end answers every request that would not have stopped it. `own`: the workload
         that counts as no memory of an outcome.
         """
         whole = (*key, None)
@@ -130,15 +130,15 @@ class ServingTerms:
     settings: PlacementSettings
 
     @classmethod
-    def of(cls, question: PlanRequest, classes: Sequence[SloClass] = ()) -> ServingTerms:
-        """The terms of a question about a workload with these classes."""
+    def of(cls, request: PlanRequest, classes: Sequence[SloClass] = ()) -> ServingTerms:
+        """The terms of a request about a workload with these classes."""
         return cls(
-            question.slo,
+            request.slo,
             tuple(classes) if len(classes) > 1 else (),
-            question.session_s,
-            question.agents,
-            question.placement,
-            placement_settings(question),
+            request.session_s,
+            request.agents,
+            request.placement,
+            placement_settings(request),
         )
 
     @property
@@ -196,13 +196,13 @@ class Hardest:
 
 @dataclass(frozen=True)
 class Search:
-    """One question about one traffic; plans, sizings and explanations search for fleets with it."""
+    """One request about one traffic; plans, sizings and explanations search for fleets with it."""
 
-    question: PlanRequest
+    request: PlanRequest
     terms: ServingTerms
     traffic: ResampledTraffic
     types: tuple[WorkerType, ...]
-    pool: Threads
+    threads: Threads
     watch: Watch
     replayer: Replayer
     predictor: LengthTable
@@ -211,19 +211,19 @@ class Search:
     @classmethod
     def of(
         cls,
-        question: PlanRequest,
+        request: PlanRequest,
         workload: Workload,
         types: Sequence[WorkerType],
-        pool: Threads,
+        threads: Threads,
         watch: Watch | None = None,
         classes: Sequence[SloClass] = (),
         replayer: Replayer | None = None,
     ) -> Search:
-        """The search that a question opens; the predictor learns from the workload."""
-        traffic, terms = ResampledTraffic(workload, question.seed), ServingTerms.of(question, classes)
+        """The search that a request opens; the predictor learns from the workload."""
+        traffic, terms = ResampledTraffic(workload, request.seed), ServingTerms.of(request, classes)
         outline, replayer = traffic.outline, replayer or Replayer(draws=False)
         predictor = LengthTable.from_history(outline.prompt_tokens, outline.output_tokens)
-        return cls(question, terms, traffic, tuple(types), pool, watch or Watch(), replayer, predictor)
+        return cls(request, terms, traffic, tuple(types), threads, watch or Watch(), replayer, predictor)
 
     @property
     def workload(self) -> Workload:
@@ -261,12 +261,12 @@ class Search:
     def may_miss(self) -> float:
         """The largest share of requests that may miss; with several classes, the sum of what each may."""
         if not self.terms.classes:
-            return 1.0 - self.question.attainment
+            return 1.0 - self.request.attainment
         return float((np.array(self.counts) * (1.0 - np.array(self.terms.asked))).sum() / len(self.workload))
 
     def meets(self, outcome: Outcome) -> bool:
         """Whether a replay ran to its end and attained what is asked."""
-        return outcome.complete and outcome.attainment >= self.question.attainment
+        return outcome.complete and outcome.attainment >= self.request.attainment
 
     def replay(
         self,

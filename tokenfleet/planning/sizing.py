@@ -45,7 +45,7 @@ _STOP_SOON = 2.0  # or at this many, where replays take long: those of overloade
 
 @dataclass
 class Sizing:
-    """The sizing of one worker type for one question.
+    """The sizing of one worker type for one request.
 
     `on_trace` maps a worker count to attainment on the recorded trace; `sure` maps it to the estimate.
     `workers` is the smallest count that meets the target on the trace. `confirmed` is the smallest that does
@@ -145,14 +145,14 @@ def size_on_trace(search: Search, worker_type: WorkerType) -> Sizing:
     """The smallest count that meets the target on the recorded trace, or the reason why there is none."""
     workload, profile = search.workload, worker_type.profile
     sizing = Sizing(worker_type, ceiling=ceiling(profile, search.outline, search))
-    if sizing.ceiling < search.question.attainment:
+    if sizing.ceiling < search.request.attainment:
         sizing.reason = _alone_text(search, profile)
         return sizing
     sizing.fluid = fluid_workers(search, worker_type)
     fewest = sizing.fewest
     if worker_type.is_split:
         sizing.prefill_share = prefill_share(worker_type, search)
-    limit = search.question.most_workers(worker_type)
+    limit = search.request.most_workers(worker_type)
     far = past_hope(sizing, workload)
     cap = far if limit is None else min(limit, far)
     low = max(sizing.fluid, fewest)
@@ -167,7 +167,7 @@ def size_on_trace(search: Search, worker_type: WorkerType) -> Sizing:
             sizing.reason = f"even {cap} workers {found}"
         else:
             found = f", which {found}" if limit >= low else f"; the load alone needs {low}"
-            sizing.reason = f"{search.question.limit_text(worker_type)} allows {limit} workers{found}"
+            sizing.reason = f"{search.request.limit_text(worker_type)} allows {limit} workers{found}"
     return sizing
 
 
@@ -176,15 +176,15 @@ def size_all(search: Search) -> list[Sizing]:
 
     The types with the lowest floor (the fluid bound, in dollars or GPUs) come first.
     """
-    worker_types, pool = search.types, search.pool
-    floors = pool.map(lambda worker_type: floor(search, worker_type), worker_types)
+    worker_types, threads = search.types, search.threads
+    floors = threads.map(lambda worker_type: floor(search, worker_type), worker_types)
     ranked = sorted(range(len(worker_types)), key=lambda i: (floors[i].cost, i))
     first, rest = ranked[:FIRST_KINDS], ranked[FIRST_KINDS:]
-    sizings = pool.map(lambda i: size_on_trace(search, worker_types[i]), first)
+    sizings = threads.map(lambda i: size_on_trace(search, worker_types[i]), first)
     costs = [s.fleet(s.workers).cost for s in sizings if s.workers is not None]
     cheapest = min(costs, default=None)
     near = [i for i in rest if cheapest is None or not far_above(floors[i], cheapest)]
-    sizings += pool.map(lambda i: size_on_trace(search, worker_types[i]), near)
+    sizings += threads.map(lambda i: size_on_trace(search, worker_types[i]), near)
     for i in rest:
         if i not in near:
             reason = f"the load alone needs {floors[i].label}, over {PAST_HOPE:g} times the cheapest found"
@@ -196,7 +196,7 @@ def floor(search: Search, worker_type: WorkerType) -> Fleet:
     """The smallest fleet of a worker type that the fluid bound allows."""
     fewest = 2 if worker_type.is_split else 1
     most = ceiling(worker_type.profile, search.outline, search)
-    if most < search.question.attainment:
+    if most < search.request.attainment:
         return of_one_kind(worker_type, fewest, 0.5)
     bound = fluid_workers(search, worker_type)
     return of_one_kind(worker_type, max(bound, fewest), 0.5)
@@ -209,12 +209,12 @@ def fluid_workers(search: Search, worker_type: WorkerType) -> int:
     profile, workload = worker_type.profile, search.outline
     if search.terms.classes:
         return fluid_workers_of_classes(workload, profile, search.terms.slos, search.terms.asked)
-    return fluid_workers_of(workload, profile, search.terms.slo, search.question.attainment)
+    return fluid_workers_of(workload, profile, search.terms.slo, search.request.attainment)
 
 
 def _alone_text(search: Search, profile: Profile) -> str:
     """How many requests, or else sessions, break their target with workers to themselves."""
-    target = search.question.attainment
+    target = search.request.attainment
     told, requests = _alone_missed(search, profile)
     if requests >= target and (asked_s := search.terms.session_s) is not None:
         took_s = alone_session_s(profile, search.outline)
@@ -275,7 +275,7 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
     `most`, past which the worker type would be no bargain.
     """
     assert sizing.workers is not None
-    limits = (search.question.most_workers(sizing.worker_type), most, past_hope(sizing, search.workload))
+    limits = (search.request.most_workers(sizing.worker_type), most, past_hope(sizing, search.workload))
     cap = min(limit for limit in limits if limit is not None)
     near = min(2 * sizing.workers + 2, cap)
 
@@ -308,11 +308,11 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
         if not sizing.sure:
             last = max(trials)
             seen = look(search, sizing.fleet(last), trials[last].numbers)
-            sizing.sure[last] = verdict_on(seen, search.question, search.terms.asked)
+            sizing.sure[last] = verdict_on(seen, search.request, search.terms.asked)
         last = max(sizing.sure)
         sizing.reason = (
             f"{last} workers meet the target with a lower bound of {sizing.sure[last].low:.4f} only,"
-            f" at confidence {search.question.confidence:g}"
+            f" at confidence {search.request.confidence:g}"
         )
 
 
@@ -323,7 +323,7 @@ def fraction_needed(sizing: Sizing, search: Search) -> float:
     failed = sizing.on_trace.get(sizing.workers - 1)
     if failed is None:
         return float(sizing.workers)
-    few, many, target = (math.log(1.0 - a + 1e-6) for a in (failed, passed, search.question.attainment))
+    few, many, target = (math.log(1.0 - a + 1e-6) for a in (failed, passed, search.request.attainment))
     share = (few - target) / (few - many) if few > many else 1.0
     return sizing.workers - 1 + min(max(share, 0.05), 1.0)
 
@@ -351,7 +351,7 @@ def most_agents(search: Search, fleet: Fleet, tell: Callable[[str], None] = lamb
         raise Infeasible(few.reason)
     known = search.workload.sessions
     sessions = 0 if known is None else len(np.unique(known.session[known.session >= 0]))
-    target, trials = search.question.attainment, dict[int, Trial]()
+    target, trials = search.request.attainment, dict[int, Trial]()
 
     def fails_on_trace(agents: int) -> bool:
         tell(f"{agents:,} agents on the recorded trace")
@@ -373,7 +373,7 @@ def most_agents(search: Search, fleet: Fleet, tell: Callable[[str], None] = lamb
         raise Infeasible(f"one agent alone attains {attained:.4f} on this fleet, below {target:g}")
     agents = most(fails, round(on_trace / MORE_FOR_SESSIONS), on_trace)
     if agents == 0:
-        confidence = search.question.confidence
+        confidence = search.request.confidence
         raise Infeasible(
             f"one agent alone attains {target:g} on the trace, and not at confidence {confidence:g}"
         )
@@ -382,15 +382,15 @@ def most_agents(search: Search, fleet: Fleet, tell: Callable[[str], None] = lamb
 
 def workers_could_hold(search: Search, worker_type: WorkerType) -> bool:
     """Whether endless workers meet the target in as many resampled traces as must hold."""
-    last = replicates_for(search.question.confidence)
+    last = replicates_for(search.request.confidence)
 
     def reaches(replicate: int) -> bool:
         requests = search.traffic.requests(replicate, search.workload)
         profile = search.traffic.profile(replicate, worker_type.profile)
         most = ceiling(profile, requests, search)
-        return most >= search.question.attainment
+        return most >= search.request.attainment
 
-    return sum(map(reaches, range(1, last + 1))) >= min(rank(last, search.question.confidence), last)
+    return sum(map(reaches, range(1, last + 1))) >= min(rank(last, search.request.confidence), last)
 
 
 def past_hope(sizing: Sizing, workload: Workload) -> int:
@@ -493,7 +493,7 @@ def nearest_session_s(search: Search, profile: Profile) -> float | None:
         return None
     return max(
         search.terms.session_s,
-        _quantile(alone_session_s(profile, search.workload), search.question.attainment),
+        _quantile(alone_session_s(profile, search.workload), search.request.attainment),
     )
 
 

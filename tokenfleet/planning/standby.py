@@ -16,23 +16,23 @@ from tokenfleet.planning.schedule import Schedule, ScheduleInterval
 LEFT_TO_RECLAIMS = 0.5  # of the allowed misses, where the cheapest fleet leaves too few
 
 
-def with_spares(plan: Plan, question: PlanRequest, workload: Workload) -> Plan | None:
-    """`plan`, of `question` or a stricter one, with standby workers; None where none allowed suffice."""
+def with_spares(plan: Plan, request: PlanRequest, workload: Workload) -> Plan | None:
+    """`plan`, of `request` or a stricter one, with standby workers; None where none allowed suffice."""
     best = plan.best
     assert best is not None
     assert best.estimate is not None
-    assert question.reclaims_per_h is not None
-    assert question.cold_start_s is not None
+    assert request.reclaims_per_h is not None
+    assert request.cold_start_s is not None
     decodes_s = best.tpot.mean * float(workload.output_tokens.mean()) if len(best.tpot.sorted_s) else 0.0
     spares = spares_for(
         best.fleet,
         best.estimate.low,
-        question.attainment,
-        question.reclaims_per_h,
-        question.cold_start_s,
+        request.attainment,
+        request.reclaims_per_h,
+        request.cold_start_s,
         best.ttft.mean + decodes_s,
     )
-    if spares is None or not is_allowed(spares.bought.usd_per_hour, spares.bought.gpus, question):
+    if spares is None or not is_allowed(spares.bought.usd_per_hour, spares.bought.gpus, request):
         return None
     share = spares.survives
     estimate = replace(
@@ -42,7 +42,7 @@ def with_spares(plan: Plan, question: PlanRequest, workload: Workload) -> Plan |
     )
     return replace(
         plan,
-        question=question,
+        request=request,
         best=replace(best, fleet=spares.bought, estimate=estimate),
         alternatives=tuple(replace(c, note=_noted(c.note)) for c in plan.alternatives),
         spares=spares,
@@ -51,20 +51,20 @@ def with_spares(plan: Plan, question: PlanRequest, workload: Workload) -> Plan |
     )
 
 
-def stricter(question: PlanRequest) -> PlanRequest:
-    """The question with half of its allowed misses left to reclaims, and without their rate."""
-    target = 1.0 - (1.0 - question.attainment) * LEFT_TO_RECLAIMS
-    return replace(question, attainment=target, reclaims_per_h=None)
+def stricter(request: PlanRequest) -> PlanRequest:
+    """The request with half of its allowed misses left to reclaims, and without their rate."""
+    target = 1.0 - (1.0 - request.attainment) * LEFT_TO_RECLAIMS
+    return replace(request, attainment=target, reclaims_per_h=None)
 
 
-def no_spares_do(plan: Plan, question: PlanRequest) -> Plan:
+def no_spares_do(plan: Plan, request: PlanRequest) -> Plan:
     """`plan` as infeasible: reclaims cost more than any number of standby workers mends or limits allow."""
     without = plan.best.fleet.label if plan.best else "-"
     reason = (
-        f"on spot workers reclaimed {question.reclaims_per_h:g} times an hour no number of standby workers"
-        f" within the limits keeps {question.attainment:g} (without reclaims: {without})"
+        f"on spot workers reclaimed {request.reclaims_per_h:g} times an hour no number of standby workers"
+        f" within the limits keeps {request.attainment:g} (without reclaims: {without})"
     )
-    return replace(plan, question=question, best=None, reason=reason, schedule=None, one_fewer=None)
+    return replace(plan, request=request, best=None, reason=reason, schedule=None, one_fewer=None)
 
 
 def _noted(note: str) -> str:

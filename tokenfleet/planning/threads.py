@@ -17,14 +17,14 @@ R = TypeVar("R")
 
 
 class Threads:
-    """A pool for tasks that run in parallel, which may themselves run tasks in parallel.
+    """Threads for tasks that run in parallel, which may themselves run tasks in parallel.
 
-    A thread of the pool that needs an answer runs the task itself where no other thread has begun it. So
+    A thread that needs an answer runs the task itself where no other thread has begun it. So
     none waits for itself.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, count: int) -> None:
-        self._pool, self.count = pool, count
+    def __init__(self, executor: ThreadPoolExecutor, count: int) -> None:
+        self._executor, self.count = executor, count
         self._inside = threading.local()
 
     def begin(self, does: Callable[[], R]) -> Callable[[], R]:
@@ -34,7 +34,7 @@ class Threads:
             self._inside.yes = True
             return does()
 
-        future = self._pool.submit(inside)
+        future = self._executor.submit(inside)
 
         def result() -> R:
             if self._is_inside and future.cancel():
@@ -57,14 +57,14 @@ class Threads:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[Threads]:
-    """A pool of `count` threads; on any exception what has not begun is dropped."""
+def open_threads(count: int) -> Iterator[Threads]:
+    """`count` threads; on any exception what has not begun is dropped."""
     count = max(count, 1)
-    pool = ThreadPoolExecutor(count, thread_name_prefix="simulate")
+    executor = ThreadPoolExecutor(count, thread_name_prefix="simulate")
     try:
-        yield Threads(pool, count)
+        yield Threads(executor, count)
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        executor.shutdown(wait=True, cancel_futures=True)
 
 
 class Watch:

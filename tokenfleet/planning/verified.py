@@ -82,7 +82,7 @@ def verified(search: Search, winner: Sizing, best: Candidate) -> tuple[Candidate
     assert winner.confirmed is not None
     sample = search.traffic.sampler.as_it_is
     outcome = search.replay(best.fleet)
-    reach = sample.reach(outcome.met, search.question.confidence)
+    reach = sample.reach(outcome.met, search.request.confidence)
     binding = int((sample.stratum == 0).sum())
     told = Sampled(
         requests=int((sample.window >= 0).sum()),
@@ -94,7 +94,7 @@ def verified(search: Search, winner: Sizing, best: Candidate) -> tuple[Candidate
     )
     if not can_stream(search.workload, search.terms.policy):
         return best, told
-    limit = search.question.most_workers(winner.worker_type)
+    limit = search.request.most_workers(winner.worker_type)
     for more in range(MOST_MORE + 1):
         count = winner.confirmed + more
         if more and winner.mix is None and limit is not None and count > limit:
@@ -102,7 +102,7 @@ def verified(search: Search, winner: Sizing, best: Candidate) -> tuple[Candidate
         fleet = best.fleet if more == 0 else winner.fleet(count)
         whole = full_replay(search, fleet)
         told = replace(told, whole=whole.attainment, added=more)
-        if whole.attainment >= search.question.attainment:
+        if whole.attainment >= search.request.attainment:
             winner.confirmed = count
             winner.on_trace[count] = whole.attainment
             return replace(

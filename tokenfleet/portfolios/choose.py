@@ -94,7 +94,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Question:
+class Market:
     """Offers for each model, the windows' lengths in hours [windows], and the limits."""
 
     offers: tuple[Offer, ...]
@@ -134,78 +134,78 @@ class Question:
         return float(sum(limit.used(offer) for offer in bought).max())  # type: ignore[union-attr]
 
 
-def choose(question: Question) -> Choice:
+def choose(market: Market) -> Choice:
     """The cheapest choice. Raises Infeasible where none keeps to the limits."""
-    return _Program(question).cheapest()
+    return _Program(market).cheapest()
 
 
-def least_excess(question: Question, which: int, below_usd_per_h: float | None = None) -> float | None:
+def least_excess(market: Market, which: int, below_usd_per_h: float | None = None) -> float | None:
     """By how much limit number `which` must grow, the others held, for an answer to exist.
 
     With `below_usd_per_h` for one that costs a cent less than this. None where no growth is enough.
     """
-    limit = question.limits[which]
+    limit = market.limits[which]
     try:
         if limit.of == "spot":
-            return max(0.0, _least_share(question, which, below_usd_per_h) - limit.most)
-        program = _Program(question, frozenset({which}))
+            return max(0.0, _least_share(market, which, below_usd_per_h) - limit.most)
+        program = _Program(market, frozenset({which}))
         return program.least_excess({which: 1.0}, below_usd_per_h)[which]
     except Infeasible:
         return None
 
 
-def _least_share(question: Question, which: int, below_usd_per_h: float | None) -> float:
+def _least_share(market: Market, which: int, below_usd_per_h: float | None) -> float:
     """The least share on spot of any choice that keeps to the other limits."""
     share = 1.0
     while True:
-        program = _Program(raised(question, which, share - question.limits[which].most), frozenset({which}))
+        program = _Program(raised(market, which, share - market.limits[which].most), frozenset({which}))
         excess = program.least_excess({which: 1.0}, below_usd_per_h)[which]
-        less = question.peak(question.limits[which], program.chosen())
+        less = market.peak(market.limits[which], program.chosen())
         if excess > -HAIR or less >= share:
             return share
         share = less
 
 
-def cheapest_relaxation(question: Question, prices: Sequence[float]) -> dict[int, float]:
+def cheapest_relaxation(market: Market, prices: Sequence[float]) -> dict[int, float]:
     """The cheapest growth of limits that leaves a choice, by limit number; `prices`: of each one's growth."""
-    every = range(len(question.limits))
-    program = _Program(question, frozenset(every))
+    every = range(len(market.limits))
+    program = _Program(market, frozenset(every))
     excess = program.least_excess(dict(zip(every, prices, strict=True)))
-    for number, limit in enumerate(question.limits):
+    for number, limit in enumerate(market.limits):
         if limit.of == "spot":  # in GPUs until here
-            excess[number] = max(0.0, question.peak(limit, program.chosen()) - limit.most)
+            excess[number] = max(0.0, market.peak(limit, program.chosen()) - limit.most)
     return {limit: more for limit, more in excess.items() if more > HAIR}
 
 
-def raised(question: Question, which: int, more: float) -> Question:
-    """The question with one limit larger."""
-    limits = list(question.limits)
+def raised(market: Market, which: int, more: float) -> Market:
+    """The market with one limit larger."""
+    limits = list(market.limits)
     limits[which] = replace(limits[which], most=limits[which].most + more)
-    return replace(question, limits=tuple(limits))
+    return replace(market, limits=tuple(limits))
 
 
 class _Program:
     """The integer program; limits in `elastic` may be exceeded."""
 
-    def __init__(self, question: Question, elastic: frozenset[int] = frozenset()) -> None:
-        self._question = question
+    def __init__(self, market: Market, elastic: frozenset[int] = frozenset()) -> None:
+        self._market = market
         self._problem = pulp.LpProblem("portfolio", pulp.LpMinimize)
-        self._x = [self._problem.add_variable(f"x{o}", cat="Binary") for o in range(len(question.offers))]
-        for model in sorted({offer.model for offer in question.offers}):
-            of_model = [x for x, offer in zip(self._x, question.offers, strict=True) if offer.model == model]
+        self._x = [self._problem.add_variable(f"x{o}", cat="Binary") for o in range(len(market.offers))]
+        for model in sorted({offer.model for offer in market.offers}):
+            of_model = [x for x, offer in zip(self._x, market.offers, strict=True) if offer.model == model]
             self._problem += pulp.lpSum(of_model) == 1
         self._buy()
         self._excess: dict[int, Any] = {}
-        for number, limit in enumerate(question.limits):
+        for number, limit in enumerate(market.limits):
             self._limit(number, limit, number in elastic, len(elastic) == 1)
         self._price()
 
     def _buy(self) -> None:
         """What is bought: GPUs of an offer's own, the same in all windows, and those of a group in some."""
-        every = np.ones(len(self._question.hours))
+        every = np.ones(len(self._market.hours))
         self._bought: list[tuple[Offer, NDArray[np.float64], Any]] = []
         groups: set[Group] = set()
-        for offer, x in zip(self._question.offers, self._x, strict=True):
+        for offer, x in zip(self._market.offers, self._x, strict=True):
             if offer.shared is None:
                 self._bought.append((offer, every, x))
             else:
@@ -217,10 +217,10 @@ class _Program:
 
     def _price(self) -> None:
         """The dollars an hour, and the rank of an answer."""
-        hours = self._question.hours / self._question.hours.sum()
+        hours = self._market.hours / self._market.hours.sum()
         usd = [float((hours * when * offer.usd_per_h).sum()) * x for offer, when, x in self._bought]
         gpus = [float((when * offer.gpus.sum(axis=1)).mean()) * x for offer, when, x in self._bought]
-        parted = [x for x, offer in zip(self._x, self._question.offers, strict=True) if offer.shared]
+        parted = [x for x, offer in zip(self._x, self._market.offers, strict=True) if offer.shared]
         self._usd = pulp.lpSum(usd)
         self._ranked = self._usd + _TIE * pulp.lpSum([*gpus, *parted])
 
@@ -228,15 +228,15 @@ class _Program:
         """Allow one way in which GPUs of the pool are cut."""
         taken = [self._problem.add_variable(f"cut{pool}_{n}", cat="Binary") for n in ways]
         self._problem += pulp.lpSum(taken) <= 1
-        for x, offer in zip(self._x, self._question.offers, strict=True):
+        for x, offer in zip(self._x, self._market.offers, strict=True):
             if offer.shared is not None and offer.shared.pool == pool:
                 self._problem += x <= taken[ways.index(offer.shared.workers_per_gpu)]
 
     def _share(self, group: Group) -> None:
         """Whole GPUs for the offers that share those of a group, in each window."""
-        offers = self._question.offers
+        offers = self._market.offers
         parts = np.stack([o.gpus[:, group.pool] * (o.shared == group) for o in offers], axis=1)
-        one = self._question.one_gpu(group)
+        one = self._market.one_gpu(group)
         for when, whole in whole_gpus(self._problem, parts, self._x, len(self._bought)):
             self._bought.append((one, when, whole))
 
@@ -256,7 +256,7 @@ class _Program:
         self._problem += self._ranked
         self._solve()
         chosen = self.chosen()
-        return Choice(chosen, sum(map(self._question.usd_per_h, self._question.bought(chosen))))
+        return Choice(chosen, sum(map(self._market.usd_per_h, self._market.bought(chosen))))
 
     def chosen(self) -> tuple[int, ...]:
         """The offers of the last solve."""
@@ -272,7 +272,7 @@ class _Program:
         self._solve()
         found = {number: float(pulp.value(more) or 0.0) for number, more in self._excess.items()}
         return {
-            number: more if self._question.limits[number].of in ("usd", "spot") else float(round(more))
+            number: more if self._market.limits[number].of in ("usd", "spot") else float(round(more))
             for number, more in found.items()
         }
 

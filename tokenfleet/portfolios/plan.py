@@ -20,8 +20,8 @@ from tokenfleet.portfolios.choose import (
     Choice,
     Group,
     Limit,
+    Market,
     Offer,
-    Question,
     cheapest_relaxation,
     choose,
     least_excess,
@@ -146,24 +146,24 @@ def cheapest(
     edges_s = _edges_s(made, starts_s)
     offers = tuple(_offer(one, starts_s[one.model], edges_s, pools) for one in made)
     named = _limits(portfolio, pools)
-    question = Question(offers, np.diff(edges_s) / 3600.0, tuple(limit for _, limit in named))
+    market = Market(offers, np.diff(edges_s) / 3600.0, tuple(limit for _, limit in named))
     try:
-        choice = choose(question)
+        choice = choose(market)
     except Infeasible:
-        raise Infeasible(_what_gives(question, named)) from None
-    free = choose(replace(question, limits=()))
-    constant = replace(question, offers=tuple(_at_most(offer) for offer in offers))
+        raise Infeasible(_what_gives(market, named)) from None
+    free = choose(replace(market, limits=()))
+    constant = replace(market, offers=tuple(_at_most(offer) for offer in offers))
     try:
         fixed = choose(constant).usd_per_h
     except Infeasible:
         fixed = None
     names = [model.name for model in portfolio.models]
     in_order = sorted(choice.offers, key=lambda taken: made[taken].model)
-    rows = [_row(names, made, taken, choice, question, without) for taken in in_order]
-    taken = np.sum([offer.gpus for offer in question.bought(choice.offers)], axis=0)
+    rows = [_row(names, made, taken, choice, market, without) for taken in in_order]
+    taken = np.sum([offer.gpus for offer in market.bought(choice.offers)], axis=0)
     return PortfolioPlan(
         tuple(rows),
-        tuple(_use(question, number, name, choice) for number, (name, _) in enumerate(named)),
+        tuple(_use(market, number, name, choice) for number, (name, _) in enumerate(named)),
         choice.usd_per_h,
         free.usd_per_h,
         fixed,
@@ -180,10 +180,10 @@ def _row(
     made: Sequence[Made],
     taken: int,
     choice: Choice,
-    question: Question,
+    market: Market,
     without: Without,
 ) -> Row:
-    one, usd = made[taken], [question.usd_per_h(offer) for offer in question.offers]
+    one, usd = made[taken], [market.usd_per_h(offer) for offer in market.offers]
     others: dict[GpuPurchase, float | str] = {
         kind: why for (n, kind), why in without.items() if n == one.model
     }
@@ -192,9 +192,9 @@ def _row(
         for o, other in enumerate(made)
         if other.model == one.model and other.kind != one.kind and not other.kind.on_demand
     }
-    group = question.offers[taken].shared
+    group = market.offers[taken].shared
     beside = [
-        o for o in choice.offers if o != taken and group is not None and question.offers[o].shared == group
+        o for o in choice.offers if o != taken and group is not None and market.offers[o].shared == group
     ]
     return Row(
         names[one.model],
@@ -269,22 +269,22 @@ def _limits(portfolio: Portfolio, pools: Sequence[tuple[str, str | None]]) -> li
     return limits
 
 
-def _use(question: Question, number: int, name: str, choice: Choice) -> Use:
-    limit = question.limits[number]
-    more = least_excess(question, number, choice.usd_per_h)
-    saves = None if more is None else choice.usd_per_h - choose(raised(question, number, more)).usd_per_h
-    return Use(name, limit.most, question.peak(limit, choice.offers), more, saves)
+def _use(market: Market, number: int, name: str, choice: Choice) -> Use:
+    limit = market.limits[number]
+    more = least_excess(market, number, choice.usd_per_h)
+    saves = None if more is None else choice.usd_per_h - choose(raised(market, number, more)).usd_per_h
+    return Use(name, limit.most, market.peak(limit, choice.offers), more, saves)
 
 
-def _what_gives(question: Question, named: Sequence[tuple[str, Limit]]) -> str:
+def _what_gives(market: Market, named: Sequence[tuple[str, Limit]]) -> str:
     """Why no choice keeps to the limits: what of all to raise, at least cost, and of each by itself."""
-    price = float(np.mean([o.usd_per_h.sum() / max(o.gpus.sum(), 1) for o in question.offers]))
+    price = float(np.mean([o.usd_per_h.sum() / max(o.gpus.sum(), 1) for o in market.offers]))
     prices = [1.0 if limit.of == "usd" else price for _, limit in named]
-    raise_these = cheapest_relaxation(question, prices)
+    raise_these = cheapest_relaxation(market, prices)
     least = ", ".join(_raised_text(named[number], more) for number, more in raise_these.items())
     alone = []
     for number, one in enumerate(named):
-        more = least_excess(question, number)
+        more = least_excess(market, number)
         alone.append(f"{one[0]} alone: " + ("no rise is enough" if more is None else _raised_text(one, more)))
     return f"the limits leave no choice of fleets; the cheapest way out: {least} ({'; '.join(alone)})"
 

@@ -52,7 +52,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def _numbers(plan: Plan) -> dict[str, Any]:
     best = plan.best
-    question = plan.question
+    request = plan.request
     engine = plan.worker_types[0].profile.engine.mode if plan.worker_types else None
     return {
         "schema": SCHEMA,
@@ -60,15 +60,15 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "reason": plan.reason or None,
         **(fleet_json(best.fleet) if best else fleet_json(Fleet(()))),
         "policy": plan.policy,
-        "priority_headroom": question.priority_headroom,
-        **({"strictness": str(question.strictness)} if question.strictness else {}),
+        "priority_headroom": request.priority_headroom,
+        **({"strictness": str(request.strictness)} if request.strictness else {}),
         "engine_mode": str(engine) if engine else None,
-        "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
+        "slo": {"ttft_s": request.slo.ttft_s, "tpot_s": request.slo.tpot_s},
         **({"classes": _classes(plan)} if plan.inputs.classes else {}),
         **({"separate_usd_per_hour": separate_usd(plan.classes)} if plan.classes else {}),
-        "session_s": question.session_s,
-        "agents": question.agents,
-        **_predicted(best, question.attainment),
+        "session_s": request.session_s,
+        "agents": request.agents,
+        **_predicted(best, request.attainment),
         **_binding(plan.binding),
         "moves": _told(_moves, plan.moves),
         "headroom": _told(asdict, plan.headroom),
@@ -83,7 +83,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "schedule": _schedule(plan),
         "schedule_detail": _schedule_detail(plan),
         "spares": _told(_spares, plan.spares),
-        "alternatives": [candidate_json(c, question.attainment) for c in plan.alternatives],
+        "alternatives": [candidate_json(c, request.attainment) for c in plan.alternatives],
         "passed_over": [{**_kind(p.worker_type), "reason": p.reason} for p in plan.passed_over],
         "baselines": _baselines(plan),
         "affinity": _affinity(plan),
@@ -417,12 +417,12 @@ def _baselines(plan: Plan) -> list[dict[str, Any]]:
 def _affinity(plan: Plan) -> dict[str, Any] | None:
     """What the policy saves against the best that looks at no caches, both on the recorded trace."""
     others = [b for b in plan.baselines if b.fleet is not None]
-    own = [n for n, share in plan.on_trace.items() if share >= plan.question.attainment]
+    own = [n for n, share in plan.on_trace.items() if share >= plan.request.attainment]
     if plan.reuse is None or not others or not own or plan.best is None:
         return None
     best = min(others, key=lambda b: b.fleet.cost if b.fleet else (math.inf, 0, 0))
     assert best.fleet is not None
-    if plan.question.placement.startswith(others[0].policy):
+    if plan.request.placement.startswith(others[0].policy):
         return None
     mine, other = apportioned(plan.best.fleet, min(own)), best.fleet
     priced = mine.usd_per_hour is not None and other.usd_per_hour is not None
@@ -513,10 +513,10 @@ def _inputs(plan: Plan) -> dict[str, Any]:
         "warnings": list(inputs.warnings),
         "ages": list(inputs.ages),
         **({} if inputs.assumed is None else {"assumed": [list(row) for row in inputs.assumed.rows]}),
-        "confidence": plan.question.confidence,
-        "max_gpus": plan.question.max_gpus,
-        "budget_usd_per_h": plan.question.budget_usd_per_h,
-        "seed": plan.question.seed,
+        "confidence": plan.request.confidence,
+        "max_gpus": plan.request.max_gpus,
+        "budget_usd_per_h": plan.request.budget_usd_per_h,
+        "seed": plan.request.seed,
     }
 
 

@@ -27,7 +27,7 @@ from dataplane.startup import use_kernel_cache
 from tokenfleet.files import write_files
 from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.threads import Watch, threads
+from tokenfleet.planning.threads import Watch, open_threads
 from tokenfleet.portfolios.offers import tasks_of
 from tokenfleet.portfolios.plan import plan_portfolio
 from tokenfleet.portfolios.view import portfolio_json
@@ -87,9 +87,9 @@ def answer(job: dict[str, Any], watch: Watch) -> dict[str, Any]:
             gathered = gather(trace, request, bias, date.today())
         except ControlPlaneError as refusal:
             raise type(refusal)(order.in_field_names(str(refusal), Path(scratch))) from None
-    with threads(job["threads"]) as pool:
+    with open_threads(job["threads"]) as threads:
         return plan_json(
-            make_plan(gathered.workload, gathered.worker_types, request, gathered.inputs, pool, watch)
+            make_plan(gathered.workload, gathered.worker_types, request, gathered.inputs, threads, watch)
         )
 
 

@@ -159,7 +159,7 @@ class Task:
     number: int
     workload: Workload
     worker_types: tuple[WorkerType, ...]
-    question: PlanRequest
+    request: PlanRequest
     inputs: Inputs
     scheduled: bool
 

@@ -1,6 +1,6 @@
 """The cache of planned scenarios: one file each, named by a digest of everything that its plan depends on.
 
-That is the requests, the workers and prices on offer, the question with its seed, and the planner's own
+That is the requests, the workers and prices on offer, the request with its seed, and the planner's own
 source. A file is there whole or not at all, so an interrupted grid continues where it was.
 """
 
@@ -47,7 +47,7 @@ def key_of(task: Task) -> str:
         code_digest(),
         workload_digest(task.workload),
         repr(task.worker_types),
-        repr(task.question),
+        repr(task.request),
         repr(replace(inputs, warnings=(), ages=())),
         repr(task.scheduled),
     )

@@ -17,7 +17,7 @@ from controlplane.errors import ControlPlaneError
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import placement_settings
 from tokenfleet.planning.search import Replayer, workload_digest
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.whatifs.axes import Task
 
@@ -36,15 +36,15 @@ def families(tasks: Sequence[Task]) -> list[Family]:
     """Tasks by what their replays depend on; those that simulate longest first, so that none is left last."""
     groups: dict[object, list[Task]] = {}
     for task in tasks:
-        question = task.question
+        request = task.request
         modes = tuple(sorted({str(t.profile.engine.mode) for t in task.worker_types}))
         key = (
             workload_digest(task.workload),
-            question.slo,
+            request.slo,
             task.inputs.classes,
-            question.policy,
-            placement_settings(question),
-            question.seed,
+            request.policy,
+            placement_settings(request),
+            request.seed,
             modes,
         )
         groups.setdefault(key, []).append(task)
@@ -57,15 +57,15 @@ def families(tasks: Sequence[Task]) -> list[Family]:
 def solve(family: Family) -> Iterator[tuple[int, Result]]:
     """The number and the result of each task, as soon as ready. A task without a plan has its reason."""
     replayer = Replayer()
-    with threads(family.threads) as pool:
+    with open_threads(family.threads) as threads:
         for task in family.tasks:
             try:
                 plan = make_plan(
                     task.workload,
                     task.worker_types,
-                    task.question,
+                    task.request,
                     task.inputs,
-                    pool,
+                    threads,
                     explained=False,
                     scheduled=task.scheduled,
                     replayer=replayer,

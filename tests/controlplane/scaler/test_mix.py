@@ -141,7 +141,7 @@ def test_two_spot_types_survive_together():
     types = made_type("s", reclaims_per_h=3.0), made_type("t", reclaims_per_h=3.0)
     one = ask(1, types[:1], (1.0,), cold_start_s=120.0)
     both = ask(1, types, (1.0, 1.0), cold_start_s=120.0)
-    alone, together = ([question.standing(types[0], n) for n in range(30)] for question in (one, both))
+    alone, together = ([need.standing(types[0], n) for n in range(30)] for need in (one, both))
     assert all(b <= a for a, b in zip(alone, together, strict=True))
     assert alone != together
     assert one.standing(made_type("a"), 7) == 7
@@ -177,7 +177,7 @@ def test_alone_each_type_would_need_so_many():
     }
 
 
-# --- a planner's question: nothing there yet, no changes to pay for ------------------------------------
+# --- a planner's need: nothing there yet, no changes to pay for ------------------------------------
 
 
 def test_one_big_worker_beats_three_small_ones():
@@ -230,10 +230,10 @@ def test_the_cheapest_mix_costs_what_the_best_of_all_costs(drawn, demand, max_gp
         made_type(f"g{i}", float(usd), tp_degree=tp, limit=limit)
         for i, (tp, usd, _, limit) in enumerate(drawn)
     ]
-    question = ask(demand, types, [float(c) for _, _, c, _ in drawn], settings=MixSettings(max_gpus=max_gpus))
-    able = [one for one in every(question) if question.is_enough(one)]
+    need = ask(demand, types, [float(c) for _, _, c, _ in drawn], settings=MixSettings(max_gpus=max_gpus))
+    able = [one for one in every(need) if need.is_enough(one)]
     if not able:
         with pytest.raises(Infeasible):
-            cheapest(question)
+            cheapest(need)
         return
-    assert cost(question, cheapest(question)) == pytest.approx(min(cost(question, one) for one in able))
+    assert cost(need, cheapest(need)) == pytest.approx(min(cost(need, one) for one in able))

@@ -8,7 +8,7 @@ from made_types import BIG, SMALL, made_type, profile_of, seen
 
 from controlplane.errors import BadInput
 from controlplane.scaler.line import capacity_rps
-from controlplane.scaler.mix import MixQuestion, MixSettings
+from controlplane.scaler.mix import MixNeed, MixSettings
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.scaler.traffic import Traffic
@@ -75,8 +75,8 @@ def test_types_that_cannot_be_are_refused(make):
 def test_what_is_counted_on_is_what_stands():
     types = made_type("a"), made_type("s", reclaims_per_h=6.0)
     weights = Weights("a TP1", {"a TP1": 1.0, "s TP1": 2.0})
-    question = MixQuestion(types, weights, 1.0, cold_start_s=600.0)
-    sums = [question.carries({"a TP1": 2, "s TP1": n}) for n in range(12)]
+    need = MixNeed(types, weights, 1.0, cold_start_s=600.0)
+    sums = [need.carries({"a TP1": 2, "s TP1": n}) for n in range(12)]
     assert sums[0] == 2.0
     assert np.all(np.diff(sums) >= 0)
     assert sums[-1] < 2.0 + 22.0

@@ -10,7 +10,7 @@ from made_profiles import made_profile
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.constraints import AS_REPORTED, USE_B, USE_C, USE_D, USE_E
+from controlplane.placement.constraints import USE_B, USE_C, USE_D, USE_E
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings, Policy
 from controlplane.prefixes import Prefixes
@@ -287,40 +287,6 @@ def test_a_fleet_that_cannot_run_is_refused(workers, policy, says):
 def test_a_workload_with_more_classes_than_targets_is_refused():
     with pytest.raises(BadInput, match="has 2 classes"):
         simulate(replace(load(1.0, 2), slo_class=np.array([0, 1])), [WorkerSpec(profile())], SLO)
-
-
-class AsReported(PlacementSettings):
-    def row(self):
-        row = super().row()
-        row[AS_REPORTED] = True
-        return row
-
-
-def test_a_dispatcher_that_hears_once_a_step_herds_until_the_step_ends():
-    # A prefill of 0.2 s on an idle fleet, six arrivals during it, four after it.
-    arrival_s = np.concatenate([[0.0], np.linspace(0.01, 0.15, 6), np.linspace(0.25, 0.26, 4)])
-    prompts = np.array([2000] + [10] * 10)
-    workload = Workload(arrival_s, prompts, np.full(11, 50))
-    fleet = [WorkerSpec(profile())] * 2
-    counted = simulate(workload, fleet, SLO, "freeness")
-    heard = simulate(workload, fleet, SLO, "freeness", settings=AsReported())
-    assert sorted(np.bincount(counted.worker[:7], minlength=2)) == [3, 4]
-    # Idle is what worker 0 was when it was last heard of.
-    assert set(heard.worker[:7]) == {0}
-    assert set(heard.worker[7:]) == {1}
-    assert heard.complete
-
-
-def test_a_step_reports_the_load_it_began_with():
-    # Worker 0 notes one request as it begins, worker 1 two small ones a little later. What comes during those
-    # steps is in no report until the next step of the worker that got it ends.
-    arrival_s = np.array([0.0, 0.001, 0.002, 0.21, 0.211, 0.212, 0.213])
-    prompts = np.array([2000, 10, 1900, 2000, 10, 10, 10])
-    workload = Workload(arrival_s, prompts, np.full(7, 50))
-    fleet = [WorkerSpec(profile())] * 2
-    heard = simulate(workload, fleet, SLO, "freeness", settings=AsReported())
-    assert heard.worker[0] == 0
-    assert len(set(heard.worker[3:])) == 1, "the second long prefill is not heard of while it runs"
 
 
 @pytest.mark.parametrize("caching", [False, True])

@@ -24,7 +24,7 @@ from tokenfleet.planning.plan_file import parse_plan
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest, command_line, read_targets
 from tokenfleet.planning.result import Plan
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.profiles.form import profile_text
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.texts import due, parse_slo_class
@@ -57,8 +57,8 @@ def planned(
     numbered, classes = present(trace.workload, request, "made")
     inputs = replace(described("made", numbered, ()), classes=classes)
     kinds = [worker_type(worker(f"gpu-{i}", slower=1.0 + i * slower), usd) for i, usd in enumerate(types)]
-    with threads(2) as pool:
-        return make_plan(numbered, kinds, request, inputs, pool, explained=explained)
+    with open_threads(2) as threads:
+        return make_plan(numbered, kinds, request, inputs, threads, explained=explained)
 
 
 def test_one_named_class_is_the_plain_plan_exactly() -> None:
@@ -88,7 +88,7 @@ def two() -> Plan:
 def test_each_class_has_its_own_target_at_once_in_as_many_worlds_as_the_confidence_asks(two: Plan) -> None:
     assert two.best is not None
     assert two.best.estimate is not None
-    assert two.best.estimate.low >= two.question.attainment
+    assert two.best.estimate.low >= two.request.attainment
     for one in two.classes:
         assert one.estimate is not None
         assert min(one.on_trace, one.estimate.low) >= one.of.attainment - 1e-12
@@ -405,7 +405,7 @@ def test_a_schedule_holds_work_that_can_wait_back_for_the_valley_and_every_class
     plan = planned(load, asked(CHAT, "batch:deadline=45m,attainment=0.9"), explained=True)
     assert plan.schedule is not None
     assert plan.best is not None
-    assert plan.schedule.attainment >= plan.question.attainment
+    assert plan.schedule.attainment >= plan.request.attainment
     assert plan.schedule.saved_share > 0.2
     counts = [s.workers for s in plan.schedule.stretches]
     assert counts[0] == max(counts) == plan.best.fleet.workers

@@ -24,7 +24,7 @@ from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.sizing import Sizing, confirm, past_hope
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.report.page import plan_report
 from tokenfleet.report.plan_json import plan_json
 
@@ -115,9 +115,9 @@ def test_the_search_goes_on_past_twice_the_count_only_where_workers_could_hold(
     monkeypatch.setattr("tokenfleet.planning.sizing.workers_could_hold", lambda *_: endless_hold)
     sizing = Sizing(worker_type(), fluid=2, workers=3)
     workload = poisson()
-    question = PlanRequest(SLO, attainment=0.95, confidence=0.9)
-    with threads(1) as pool:
-        confirm(replace(search_of(workload, question), pool=pool), sizing)
+    request = PlanRequest(SLO, attainment=0.95, confidence=0.9)
+    with open_threads(1) as threads:
+        confirm(replace(search_of(workload, request), threads=threads), sizing)
     assert sizing.confirmed == (40 if endless_hold else None)
     assert max(sizing.sure) <= (47 if endless_hold else 8)
 

@@ -19,7 +19,7 @@ from tokenfleet.planning.mixes.bounds import MixBounds
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.search import Search
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 
 TIGHT = Slo(0.15, 0.04)
 # The slow kind breaks the TTFT target with the longer prompts, 43 % of all that there are.
@@ -45,8 +45,8 @@ def cheaper_ones(plan: Plan, load: Workload, kinds: list[WorkerType]) -> list[Fl
     cost = plan.best.fleet.cost
     most = [range(int(cost[0] / (kind.usd_per_h or 1.0)) + 1) for kind in kinds]
     fleets = [of(kinds, counts) for counts in product(*most) if any(counts)]
-    with threads(1) as pool:
-        search = Search.of(plan.question, load, kinds, pool)
+    with open_threads(1) as threads:
+        search = Search.of(plan.request, load, kinds, threads)
         return [
             fleet
             for fleet in fleets
@@ -113,6 +113,6 @@ def test_no_mix_that_meets_its_target_is_ruled_out(seed: int, fast: int, slow: i
     attained = search.replay(of(kinds, (fast, slow))).attainment
     if attained <= 0.0:
         return
-    asked = replace(search.question, attainment=min(max(attained - 1e-9, 1e-6), 0.999))
-    bounds = MixBounds(replace(search, question=asked), tuple(kinds))
+    asked = replace(search.request, attainment=min(max(attained - 1e-9, 1e-6), 0.999))
+    bounds = MixBounds(replace(search, request=asked), tuple(kinds))
     assert bounds.possible(np.array([[fast, slow]]))[0]

@@ -29,8 +29,8 @@ def memory_bound(rate_rps: float, output: int, requests: int = 400) -> Workload:
 def with_moves(workload: Workload, kv: int, slo: Slo, attainment: float, **asked: object) -> Plan:
     """The plan of the default policy, at even odds."""
     kinds = [worker_type(worker(kv=kv))]
-    question = {"policy": None, "confidence": 0.5, "explained": True} | asked
-    return planned(workload, kinds, slo=slo, attainment=attainment, **question)  # type: ignore[arg-type]
+    request = {"policy": None, "confidence": 0.5, "explained": True} | asked
+    return planned(workload, kinds, slo=slo, attainment=attainment, **request)  # type: ignore[arg-type]
 
 
 def ranked(profile: Profile) -> Profile:

@@ -25,7 +25,7 @@ from tokenfleet.planning.reuse import LOST, MOST_GROWTH, WITHIN, cliff_of, sessi
 from tokenfleet.planning.schedule import followed
 from tokenfleet.planning.search import Replayer, Search, workload_digest
 from tokenfleet.planning.sizing import Sizing, most_agents, size_on_trace
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.planning.traffic import replicates as rough
 from tokenfleet.planning.traffic.draws import in_sessions, units_of
 from tokenfleet.report.page import plan_figures
@@ -179,8 +179,8 @@ def test_the_cliff_is_where_a_sweep_finds_it(waits: bool) -> None:
     fleet = of_one_kind(worker_type(worker(kv=KV)), 1)
     search = search_in_turn(workload)
     target = 0.9 * search.replay(fleet).attainment
-    with threads(2) as pool:
-        cliff = cliff_of(replace(search, pool=pool), fleet, target)
+    with open_threads(2) as threads:
+        cliff = cliff_of(replace(search, threads=threads), fleet, target)
     sweep = np.arange(1.0, MOST_GROWTH + 0.01, 0.1)
     outcomes = [search.replay(fleet, workload=search.traffic.units.busier(s)) for s in sweep]
     late = [s for s, o in zip(sweep, outcomes, strict=True) if o.attainment < target]
@@ -194,8 +194,8 @@ def test_the_cliff_is_where_a_sweep_finds_it(waits: bool) -> None:
     assert late, "a load on which nothing is lost shows nothing"
 
 
-def search_in_turn(workload: Workload, question: PlanRequest | None = None) -> Search:
-    return search_of(workload, question, policy="round-robin")
+def search_in_turn(workload: Workload, request: PlanRequest | None = None) -> Search:
+    return search_of(workload, request, policy="round-robin")
 
 
 def test_the_working_set_counts_what_is_shared_once() -> None:
@@ -272,17 +272,17 @@ def crowd(sessions: int) -> Workload:
 def test_a_fleet_is_judged_by_its_hardest_replicates_as_by_all() -> None:
     """A trial that breaks off what is lost comes to the verdict of one that replays everything."""
     workload = crowd(150)
-    question = PlanRequest(SLO, attainment=0.9, confidence=0.8)
+    request = PlanRequest(SLO, attainment=0.9, confidence=0.8)
     verdicts = set()
-    with threads(2) as pool:
-        search = replace(search_in_turn(workload, question), pool=pool)
+    with open_threads(2) as threads:
+        search = replace(search_in_turn(workload, request), threads=threads)
         for workers in (6, 1, 3, 2, 5):
             fleet = of_one_kind(worker_type(worker(kv=KV)), workers)
             trial = Trial(search, fleet)
             may = trial.holds(screening=True)
             held = trial.holds()
-            whole = verdict_on(look(search, fleet, trial.numbers), question)
-            assert held == (whole.low >= question.attainment)
+            whole = verdict_on(look(search, fleet, trial.numbers), request)
+            assert held == (whole.low >= request.attainment)
             assert may or not held
             if held:
                 assert trial.verdict() == whole
@@ -358,12 +358,12 @@ def test_more_agents_need_more_workers_and_none_knows_a_time_of_day() -> None:
 
 
 def test_the_most_agents_hold_in_traffic_that_was_not_seen_where_some_more_do_not() -> None:
-    fleet, question = of_one_kind(worker_type(worker(kv=KV, doubt=0.1)), 2), PlanRequest(SLO, attainment=0.9)
-    search = search_of(busy_talks(waits=True), question)
-    with threads(2) as pool:
-        most = most_agents(replace(search, pool=pool), fleet)
+    fleet, request = of_one_kind(worker_type(worker(kv=KV, doubt=0.1)), 2), PlanRequest(SLO, attainment=0.9)
+    search = search_of(busy_talks(waits=True), request)
+    with open_threads(2) as threads:
+        most = most_agents(replace(search, threads=threads), fleet)
     assert most.agents < most.on_trace < most.sessions
-    assert most.estimate.low >= question.attainment
+    assert most.estimate.low >= request.attainment
 
     def held(agents: int) -> int:
         """Of ten draws from other seeds."""
@@ -371,7 +371,7 @@ def test_the_most_agents_hold_in_traffic_that_was_not_seen_where_some_more_do_no
             replace(search.on(agents=agents), traffic=replace(search.traffic, seed=1000 + i))
             for i in range(10)
         ]
-        return sum(other.replay(fleet, 1).attainment >= question.attainment for other in others)
+        return sum(other.replay(fleet, 1).attainment >= request.attainment for other in others)
 
     assert held(most.agents) >= 9
     assert held(most.on_trace) < 9

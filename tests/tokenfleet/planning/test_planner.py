@@ -33,8 +33,8 @@ def workers(plan: Plan) -> int:
 def test_the_answer_meets_the_target_on_the_trace_and_at_the_asked_confidence(busy: Plan) -> None:
     assert busy.best is not None
     assert busy.best.estimate is not None
-    assert busy.best.on_trace >= busy.question.attainment
-    assert busy.best.estimate.low >= busy.question.attainment
+    assert busy.best.on_trace >= busy.request.attainment
+    assert busy.best.estimate.low >= busy.request.attainment
 
 
 def test_one_worker_fewer_fails_and_the_plan_says_which_test(busy: Plan) -> None:
@@ -42,7 +42,7 @@ def test_one_worker_fewer_fails_and_the_plan_says_which_test(busy: Plan) -> None
     assert fewer is not None
     assert fewer.estimate is not None
     assert fewer.workers == workers(busy) - 1
-    assert min(fewer.on_trace, fewer.estimate.low) < busy.question.attainment
+    assert min(fewer.on_trace, fewer.estimate.low) < busy.request.attainment
     assert "below the target" in fewer.fails
 
 
@@ -105,7 +105,7 @@ def test_a_mix_is_taken_where_it_is_cheaper_and_holds() -> None:
     plan = planned(poisson(rate_rps=30.0, requests=1500), [big, small], explained=True)
     assert plan.best is not None
     assert plan.best.estimate is not None
-    assert plan.best.estimate.low >= plan.question.attainment
+    assert plan.best.estimate.low >= plan.request.attainment
     single = min(c.fleet.usd_per_hour or 0.0 for c in plan.alternatives)
     assert (plan.best.fleet.usd_per_hour or 0.0) < single
     assert len(plan.best.fleet.groups) == 2
@@ -200,7 +200,7 @@ def test_the_window_that_binds_is_the_busy_one() -> None:
     assert plan.schedule is not None
     assert len(plan.schedule.stretches) > 1
     assert plan.schedule.saved_share > 0.0
-    assert plan.schedule.attainment >= plan.question.attainment
+    assert plan.schedule.attainment >= plan.request.attainment
     busiest = max(plan.schedule.stretches, key=lambda s: s.workers)
     assert busiest.start_s <= 150.0 <= busiest.end_s
 
@@ -220,7 +220,7 @@ def test_the_worker_line_fits_and_agrees_with_the_answer(busy: Plan) -> None:
     assert line is not None
     assert line.r2 > 0.95
     assert line.slope > 0
-    on_trace = min(n for n, share in busy.on_trace.items() if share >= busy.question.attainment)
+    on_trace = min(n for n, share in busy.on_trace.items() if share >= busy.request.attainment)
     assert abs(math.ceil(line.slope * busy.inputs.rate_rps + line.intercept) - on_trace) <= 1
 
 

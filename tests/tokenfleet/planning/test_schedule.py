@@ -34,7 +34,7 @@ from tokenfleet.planning.schedule import (
     window_edges,
 )
 from tokenfleet.planning.sizing import Sizing
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.report.plan_json import week_rows
 from tokenfleet.traces.phases import phases_of
@@ -144,7 +144,7 @@ def test_a_spot_plan_buys_spares_and_says_what_they_leave() -> None:
     assert found.best.fleet.workers == found.spares.serving.workers + found.spares.workers
     assert found.best.estimate is not None
     assert found.best.estimate.low >= 0.95
-    assert found.question.reclaims_per_h == 0.5
+    assert found.request.reclaims_per_h == 0.5
 
 
 def test_where_reclaims_leave_no_fleet_the_plan_says_so() -> None:
@@ -206,11 +206,11 @@ def scheduled(monkeypatch: pytest.MonkeyPatch, days: float, start_s: float | Non
         return 0 if workers >= (5 if works else 2) else window.requests
 
     monkeypatch.setattr(_Window, "misses", misses)
-    question = PlanRequest(Slo(1.0, 0.1), attainment=0.9)
+    request = PlanRequest(Slo(1.0, 0.1), attainment=0.9)
     sizing = Sizing(worker_type(), workers=5, confirmed=5)
-    with threads(1) as pool:
+    with open_threads(1) as threads:
         return make_schedule(
-            replace(search_of(workload, question), pool=pool),
+            replace(search_of(workload, request), threads=threads),
             sizing,
             sizing.fleet(5),
             TraceClock.of(start_s, faster),
@@ -242,8 +242,8 @@ def test_windows_begin_where_the_rate_changes() -> None:
     search, sizing = search_of(workload, PlanRequest(Slo(0.5, 0.03), attainment=0.95)), Sizing(worker_type())
     most = next(n for n in range(1, 20) if search.replay(sizing.fleet(n)).attainment >= 0.95)
     sizing = replace(sizing, workers=most, confirmed=most)
-    with threads(1) as pool:
-        found = make_schedule(replace(search, pool=pool), sizing, sizing.fleet(most))
+    with open_threads(1) as threads:
+        found = make_schedule(replace(search, threads=threads), sizing, sizing.fleet(most))
     assert found is not None
     assert found.attainment >= 0.95
     counts = [s.workers for s in found.stretches]

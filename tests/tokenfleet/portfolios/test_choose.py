@@ -11,8 +11,8 @@ from controlplane.errors import Infeasible
 from tokenfleet.portfolios.choose import (
     Group,
     Limit,
+    Market,
     Offer,
-    Question,
     cheapest_relaxation,
     choose,
     least_excess,
@@ -56,14 +56,14 @@ def questions(draw):
         Limit("gpus", draw(most)),
         Limit("usd", 3.0 * draw(most)),
     ]
-    return Question(tuple(offers), hours, tuple(draw(st.permutations(limits))[: draw(st.integers(0, 5))]))
+    return Market(tuple(offers), hours, tuple(draw(st.permutations(limits))[: draw(st.integers(0, 5))]))
 
 
-def taken(question, chosen):
+def taken(market, chosen):
     """What offers take, counted by hand: GPUs [windows, pools], those on spot, dollars an hour [windows]."""
     gpus, spot, usd = np.zeros((WINDOWS, POOLS)), np.zeros(WINDOWS), np.zeros(WINDOWS)
     parts = {}
-    for offer in (question.offers[o] for o in chosen):
+    for offer in (market.offers[o] for o in chosen):
         if offer.shared is None:
             gpus, usd = gpus + offer.gpus, usd + offer.usd_per_h
             spot = spot + offer.on_spot
@@ -83,74 +83,74 @@ def holds(limit, gpus, spot, usd):
     return (used <= limit.most + 1e-6).all()
 
 
-def every_choice(question):
+def every_choice(market):
     """All combinations that keep to the limits: dollars an hour, and the offers."""
-    models = sorted({offer.model for offer in question.offers})
-    of_model = [[o for o, offer in enumerate(question.offers) if offer.model == m] for m in models]
+    models = sorted({offer.model for offer in market.offers})
+    of_model = [[o for o, offer in enumerate(market.offers) if offer.model == m] for m in models]
     for chosen in itertools.product(*of_model):
-        found = taken(question, chosen)
-        cut = {g for o in chosen if (g := question.offers[o].shared) is not None}
+        found = taken(market, chosen)
+        cut = {g for o in chosen if (g := market.offers[o].shared) is not None}
         is_alike = len({g[:2] for g in cut}) == len({g.pool for g in cut})
-        if is_alike and all(holds(limit, *found) for limit in question.limits):
-            yield float((found[2] * question.hours).sum() / question.hours.sum()), chosen
+        if is_alike and all(holds(limit, *found) for limit in market.limits):
+            yield float((found[2] * market.hours).sum() / market.hours.sum()), chosen
 
 
 @given(questions())
-def test_no_combination_within_the_limits_is_cheaper(question):
-    found = sorted(every_choice(question))
+def test_no_combination_within_the_limits_is_cheaper(market):
+    found = sorted(every_choice(market))
     if not found:
         with pytest.raises(Infeasible):
-            choose(question)
+            choose(market)
         return
-    choice = choose(question)
+    choice = choose(market)
     assert choice.usd_per_h == pytest.approx(found[0][0], abs=1e-4)
     assert choice.offers in [chosen for _, chosen in found]
 
 
 @given(questions(), st.integers(0, 4))
-def test_the_least_growth_of_a_limit_is_enough_and_one_gpu_less_is_not(question, which):
-    if not question.limits:
+def test_the_least_growth_of_a_limit_is_enough_and_one_gpu_less_is_not(market, which):
+    if not market.limits:
         return
-    which %= len(question.limits)
+    which %= len(market.limits)
     try:
-        below = choose(question).usd_per_h
+        below = choose(market).usd_per_h
     except Infeasible:
         below = None
 
     def is_enough(more):
-        found = [usd for usd, _ in every_choice(raised(question, which, more))]
+        found = [usd for usd, _ in every_choice(raised(market, which, more))]
         return bool(found) and (below is None or min(found) <= below - 0.01 + 1e-6)
 
-    more = least_excess(question, which, below)
+    more = least_excess(market, which, below)
     if more is None:
         assert not is_enough(1000)
     else:
         assert is_enough(more + 1e-6)
-        less = {"usd": 0.05, "spot": 1e-4}.get(question.limits[which].of, 1)
+        less = {"usd": 0.05, "spot": 1e-4}.get(market.limits[which].of, 1)
         assert more == 0 or not is_enough(more - less)
 
 
 @given(questions())
-def test_the_cheapest_relaxation_leaves_a_choice(question):
-    if not question.limits:
+def test_the_cheapest_relaxation_leaves_a_choice(market):
+    if not market.limits:
         return
-    relaxed = question
-    for which, more in cheapest_relaxation(question, [1.0] * len(question.limits)).items():
+    relaxed = market
+    for which, more in cheapest_relaxation(market, [1.0] * len(market.limits)).items():
         relaxed = raised(relaxed, which, more + 1e-6)
     assert list(every_choice(relaxed))
 
 
 def test_a_half_whose_other_half_stays_free_is_no_cheaper_than_a_whole_gpu():
-    def question(models):
+    def market(models):
         whole = [Offer(m, np.ones((1, 1)), np.array([2.0])) for m in range(models)]
         half = [
             Offer(m, np.full((1, 1), 0.5), np.array([1.0]), shared=Group(0, 2, 2.0)) for m in range(models)
         ]
-        return Question((*whole, *half), np.ones(1), (Limit("gpus", 2),))
+        return Market((*whole, *half), np.ones(1), (Limit("gpus", 2),))
 
-    assert choose(question(1)).offers == (0,)  # and of equally dear answers the one with no neighbour
-    assert choose(question(2)).usd_per_h == pytest.approx(2.0)
-    three = choose(question(3))
+    assert choose(market(1)).offers == (0,)  # and of equally dear answers the one with no neighbour
+    assert choose(market(2)).usd_per_h == pytest.approx(2.0)
+    three = choose(market(3))
     assert three.usd_per_h == pytest.approx(4.0)
-    assert question(3).peak(Limit("gpus", 2), three.offers) == 2
-    assert least_excess(question(5), 0) == 1
+    assert market(3).peak(Limit("gpus", 2), three.offers) == 2
+    assert least_excess(market(5), 0) == 1

@@ -95,7 +95,7 @@ def test_the_headroom_is_where_replays_stop_meeting_the_target() -> None:
     assert room is not None
     assert room.misses is not None
     assert 1.0 <= room.meets < room.misses
-    search = search_of(WORKLOAD, busy().question)
+    search = search_of(WORKLOAD, busy().request)
 
     def held(growth: float) -> int:
         return sum(search.replay(best.fleet, i, growth=growth).attainment >= 0.95 for i in range(1, 20))

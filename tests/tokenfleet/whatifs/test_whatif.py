@@ -172,19 +172,19 @@ def test_remembered_replays_change_nothing(again: dict[str, object]) -> None:
     """A question answered after others, from what they left behind, is answered as if it were the first."""
     from tokenfleet.planning.inputs import described
     from tokenfleet.planning.planner import make_plan
-    from tokenfleet.planning.threads import threads
+    from tokenfleet.planning.threads import open_threads
 
     workload, memory = poisson(), Replayer()
     worker_types = [worker_type(), worker_type(worker(gpu="slow-gpu", slower=1.4), 1.0)]
-    with threads(2) as pool:
+    with open_threads(2) as threads:
         for changes in ({}, again):
-            question = replace(PlanRequest(SLO, attainment=0.95, confidence=0.9), **changes)  # type: ignore[arg-type]
+            request = replace(PlanRequest(SLO, attainment=0.95, confidence=0.9), **changes)  # type: ignore[arg-type]
             found = make_plan(
                 workload,
                 worker_types,
-                question,
+                request,
                 described("made", workload, ()),
-                pool,
+                threads,
                 replayer=memory,
             )
     asked_again = {"policy": None} | again
@@ -205,21 +205,21 @@ def test_replays_of_other_samples_are_not_taken_for_each_other() -> None:
 
 def test_other_prices_need_no_new_simulation(folder: Path) -> None:
     from tokenfleet.planning.planner import make_plan
-    from tokenfleet.planning.threads import threads
+    from tokenfleet.planning.threads import open_threads
 
     memory, counts = Replayer(), []
     cells = [{"price": "1"}, {"price": "3"}, {"confidence": "0.9"}]
     tasks = [
         prepared(i, trace(folder), changed(asked(folder), c), False, None, None) for i, c in enumerate(cells)
     ]
-    with threads(1) as pool:
+    with open_threads(1) as threads:
         for task in tasks:
             make_plan(
                 task.workload,
                 task.worker_types,
-                task.question,
+                task.request,
                 task.inputs,
-                pool,
+                threads,
                 explained=False,
                 replayer=memory,
             )
@@ -233,15 +233,15 @@ def test_memory_is_bounded_and_forgetting_changes_nothing(folder: Path) -> None:
     small = Replayer(most_bytes=1)
     plain = planned()
     from tokenfleet.planning.planner import make_plan
-    from tokenfleet.planning.threads import threads
+    from tokenfleet.planning.threads import open_threads
 
-    with threads(1) as pool:
+    with open_threads(1) as threads:
         found = make_plan(
             poisson(),
             [worker_type()],
-            plain.question,
+            plain.request,
             plain.inputs,
-            pool,
+            threads,
             explained=False,
             replayer=small,
         )

@@ -77,7 +77,7 @@ class MixBounds:
     def reaches(self, used: Sequence[bool]) -> bool:
         """Whether the types that are used meet enough requests, each alone on a worker."""
         met = np.any(self.met[list(used)], axis=0)
-        return self.search.terms.attained(met, self.search.outline) >= self.search.question.attainment
+        return self.search.terms.attained(met, self.search.outline) >= self.search.request.attainment
 
     def possible(self, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which mixes [mixes, types] neither bound rules out."""

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import Infeasible
-from controlplane.scaler.mix import MixQuestion, MixSettings, cheapest
+from controlplane.scaler.mix import MixNeed, MixSettings, cheapest
 from controlplane.scaler.weights import Weights
 from controlplane.worker_type import WorkerGroup
 from tokenfleet.planning.estimate import Estimate, Trial
@@ -132,7 +132,7 @@ class _Mixes:
         demand = 1.0
         for _ in range(GUIDED):
             try:
-                counts = cheapest(MixQuestion(self._types, weights, demand, self._limits))
+                counts = cheapest(MixNeed(self._types, weights, demand, self._limits))
             except Infeasible:
                 return
             picked = np.array([counts.get(name, 0) for name in names], np.int64)
@@ -145,10 +145,10 @@ class _Mixes:
 
     @property
     def _limits(self) -> MixSettings:
-        question = self._search.question
+        request = self._search.request
         is_priced = all(t.usd_per_h is not None for t in self._types)
         return MixSettings(
-            max_gpus=question.max_gpus, budget_usd_per_h=question.budget_usd_per_h if is_priced else None
+            max_gpus=request.max_gpus, budget_usd_per_h=request.budget_usd_per_h if is_priced else None
         )
 
     def search_the_rest(self) -> MixSearch | None:
@@ -172,9 +172,9 @@ class _Mixes:
         """What a mix may cost: as much as the best fleet, or as the limits allow."""
         if self._best is not None:
             return float(self._counts(self._best) @ self._prices) if self.found else self._cost(self._best)
-        question, prices = self._search.question, self._prices
-        budget = question.budget_usd_per_h
-        gpus = question.max_gpus
+        request, prices = self._search.request, self._prices
+        budget = request.budget_usd_per_h
+        gpus = request.max_gpus
         by_gpus = math.inf if gpus is None else gpus * float((prices / self._gpus).max())
         return min(math.inf if budget is None else budget * (1.0 + CRUMB), by_gpus)
 
@@ -199,7 +199,7 @@ class _Mixes:
         while listed is None:
             step *= 2
             listed = self._affordable(every, step)
-        is_whole = bool(every.all()) and (step == 1 or self._search.question.max_gpus is None)
+        is_whole = bool(every.all()) and (step == 1 or self._search.request.max_gpus is None)
         return self._cheaper(listed), step, is_whole
 
     def _affordable(self, used: NDArray[np.bool_], step: int) -> Counts | None:
@@ -242,7 +242,7 @@ class _Mixes:
         counts = counts[order]
         counts = counts[self._bounds.possible(counts)] if len(counts) else counts
         fleets = [self._fleet(row) for row in counts]
-        allowed = [is_allowed(f.usd_per_hour, f.gpus, self._search.question) for f in fleets]
+        allowed = [is_allowed(f.usd_per_hour, f.gpus, self._search.request) for f in fleets]
         return counts[np.array(allowed, bool)] if len(counts) else counts
 
     def _searched(self, left: Counts) -> Counts:

@@ -11,7 +11,7 @@ from tokenfleet.planning import planner, schedule
 from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.threads import threads
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.planning.traffic.draws import next_like, units_of
 from tokenfleet.planning.traffic.sample import Sample, Sampler
 from tokenfleet.planning.verified import full_replay
@@ -135,18 +135,18 @@ def test_the_full_replay_of_a_long_trace_is_that_of_a_run_of_all_its_requests() 
 
 
 def test_a_trial_by_samples_stops_once_lost_and_comes_to_the_verdict_of_one_that_goes_on() -> None:
-    workload, question = days(), PlanRequest(SLO, attainment=0.95, confidence=0.9)
+    workload, request = days(), PlanRequest(SLO, attainment=0.95, confidence=0.9)
     verdicts = {}
-    with threads(1) as pool:
-        of = replace(search_of(workload, question), pool=pool)
+    with open_threads(1) as threads:
+        of = replace(search_of(workload, request), threads=threads)
         traffic = replace(of.traffic, sampler=sampler(workload, requests=10_000))
         of = replace(of, traffic=traffic)
         for workers in (1, 2, 3):
             fleet = of_one_kind(worker_type(), workers)
             trial = Trial(of, fleet)
             verdicts[workers] = trial.holds()
-            whole = verdict_on(look(of, fleet, trial.numbers), question)
-            assert verdicts[workers] == (whole.low >= question.attainment)
+            whole = verdict_on(look(of, fleet, trial.numbers), request)
+            assert verdicts[workers] == (whole.low >= request.attainment)
             one = of.replay(fleet, 1, most_missed=0.05)
             told = of.replay(fleet, 1)
             assert one.complete == (told.misses <= 0.05 * told.workload.requests)
