@@ -244,6 +244,39 @@ def layers_of(config, layout, kind, dtype, kernel_block_tokens=64):
     return cache, views
 
 
+def test_a_rank_tells_the_gpu_s_own_times_of_a_step_that_has_ended(model):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from dataplane.live.kv.connector import MigrationConnector, StepMarks, StepMetadata, StepStats
+
+    made = []
+
+    class Event:
+        has_come = True
+
+        def record(self):
+            made.append(self)
+
+        def query(self):
+            return self.has_come
+
+        def elapsed_time(self, end):
+            return 10.0 * (made.index(end) - made.index(self))
+
+    config = config_of(model)
+    cache, _ = layers_of(config, "LBNHC", "full", torch.bfloat16)
+    rank = MigrationConnector(config, KVConnectorRole.WORKER, cache)
+    assert rank.get_kv_connector_stats() is None
+    rank._marks = StepMarks(Event)
+    for has_come in (True, False):
+        Event.has_come = has_come
+        rank.bind_connector_metadata(StepMetadata())
+        told = rank.get_kv_connector_stats().aggregate(StepStats(data={"answers": {}})).to_dict()
+        times = {"since_last_s": 0.02, "gpu_s": 0.01} if has_come else {}
+        assert told == {"answers": {}, "fetched": {}} | times
+        rank.clear_connector_metadata()
+
+
 def registered(config, cache, views):
     """The memory that a rank's connector makes of these caches."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole

@@ -75,6 +75,30 @@ class Launched:
 
 
 @dataclass
+class Event:
+    """A mark on the GPU's stream: it comes once the steps launched before it have run."""
+
+    engine: Engine
+    recorded_s: float = 0.0
+    after: Launched | None = None
+
+    def record(self) -> None:
+        self.recorded_s = self.engine.now_s
+        self.after = self.engine.newest
+
+    @property
+    def _at_s(self) -> float:
+        return max(self.recorded_s, self.after.ready_s if self.after else 0.0)
+
+    def query(self) -> bool:
+        return self.engine.now_s >= self._at_s
+
+    def elapsed_time(self, end: Event) -> float:
+        """In milliseconds, as CUDA's."""
+        return 1e3 * (end._at_s - self._at_s)
+
+
+@dataclass
 class Read:
     """A copy of a segment's blocks under way in another engine."""
 
@@ -106,13 +130,15 @@ class Engine:
         self.clients: dict[str, Client] = {}
         self.answers: dict[str, str] = {}
         self.aborts: list[str] = []  # that come while a step runs
-        self.steps: list[tuple[dict[str, Any], float, float, int]] = []  # load, began, ended, running
+        self.steps: list[tuple[dict[str, Any], float, int]] = []  # what is told of each, ended, running
         self.mistakes: list[str] = []
         # The GPU
         self.cells: dict[int, int] = {}
         self._slots: dict[str, Slot] = {}
         self._launched: list[Launched] = []
+        self.newest: Launched | None = None
         self._ready_s = 0.0
+        self._marks = connector_module.StepMarks(lambda: Event(self))
         # The rank
         self.tables = BlockTables()
         self._safe = 0  # so many launched steps are before the event of the last step's begin
@@ -204,7 +230,7 @@ class Engine:
                 load = told["load"]
                 if load["prefill_tokens"] + load["sequences"] != expected:
                     self.mistakes.append(f"statistics {load} of a step of {expected} tokens")
-                self.steps.append((load, told["began_s"], self.now_s, stats.num_running_reqs))
+                self.steps.append((told, self.now_s, stats.num_running_reqs))
                 for name, (answer, _) in told["answers"].items():
                     if name in self.answers:
                         self.mistakes.append(f"{name} was answered twice")
@@ -238,6 +264,7 @@ class Engine:
             begins[name] = begin
             if blocks is not None:
                 self._slots[name].blocks += blocks[0]
+        self._marks.begin()
         orders, invalid = output.kv_connector_metadata.orders, set()
         self._safe = len(self._launched)
         self.tables.update(orders.offered, orders.withdrawn)
@@ -247,6 +274,7 @@ class Engine:
         step = Launched(rows, ready_s=max(self._ready_s, self.now_s) + STEP_S * bool(rows))
         self._ready_s = step.ready_s
         self._launched.append(step)
+        self.newest = step
         if not output.has_sync_kv_loads:
             invalid = self._begin_loads(orders)
         moved = KVConnectorOutput(
@@ -254,6 +282,7 @@ class Engine:
             finished_recving=self._received or None,
             failed_recving=self._failed,
             invalid_block_ids=invalid,
+            kv_connector_stats=connector_module.StepStats(data={"marks": self._marks.end()}),
         )
         self._freed, self._received, self._failed = set(), set(), set()
         return moved, step

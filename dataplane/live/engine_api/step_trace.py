@@ -4,7 +4,8 @@ Rows are those of `tokenfleet fit` (prefill_tokens, sequences, context_tokens, s
 prefill_sequences). A step's time runs from the end of the previous step to its own end if work was left in
 between. So it holds everything that a client waits for: scheduling, the model, sampling and output. The first
 step after a pause runs from its own begin. With asynchronous scheduling the engine begins a step while the
-last one still runs, so that begin counts only if it is later than the last end.
+last one still runs, so that begin counts only if it is later than the last end. Both are the GPU's own where
+it tells them (kv/connector.py): the engine may see an end late.
 """
 
 from __future__ import annotations
@@ -91,11 +92,13 @@ class StepTrace:
         running: int,
         waiting: int,
         kv_usage: float,
+        since_last_s: float | None = None,
     ) -> bool:
         """Take in a step that ended at `ended_s` and left `running` and `waiting` requests.
 
         `load` is `step_load`'s, `engine_s` the time since the engine began it, `kv_usage` in
-        [0, 1]. Return whether anything was computed, or anything changed.
+        [0, 1], `since_last_s` the GPU's own time since the last step's end. Return whether anything was
+        computed, or anything changed.
         """
         state = (running, waiting, round(kv_usage * self._kv_total_blocks))
         changed = state != (self._running, self._waiting, self._used_blocks)
@@ -103,7 +106,8 @@ class StepTrace:
         self._preemptions += load.get("preemptions", 0)
         computed = bool(load.get("prefill_tokens", 0) or load.get("sequences", 0))
         if computed:
-            since_last_s = ended_s - self._ended_s
+            if since_last_s is None:
+                since_last_s = ended_s - self._ended_s
             step_s = since_last_s if self._left_work else min(engine_s, since_last_s)
             self._count += 1
             self._longest_s = max(self._longest_s, step_s)

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +73,47 @@ class StepStats(KVConnectorStats):  # type: ignore[misc]
     def is_empty(self) -> bool:
         return not self.data
 
+    def to_dict(self) -> dict[str, Any]:
+        marks = self.data.pop("marks", None)
+        return {**self.data, **(gpu_times(*marks) if marks else {})}
+
+
+class StepMarks:
+    """Marks on a GPU's stream at the begin and end of each step that a rank launches.
+
+    The engine launches a step before it waits for the last one's end. Where launching takes longer, it sees
+    that end late. The GPU does not.
+    """
+
+    def __init__(self, make_event: Callable[[], Any]) -> None:
+        self._make_event = make_event
+        self._ended = self.mark()
+        self._begun = self._ended
+
+    def mark(self) -> Any:
+        """An event that happens once the GPU has done all that is launched."""
+        event = self._make_event()
+        event.record()
+        return event
+
+    def begin(self) -> None:
+        self._begun = self.mark()
+
+    def end(self) -> tuple[Any, Any, Any]:
+        """The last step's end, and this step's begin and end."""
+        last, self._ended = self._ended, self.mark()
+        return last, self._begun, self._ended
+
+
+def gpu_times(last: Any, begun: Any, ended: Any) -> dict[str, float]:
+    """Seconds by the GPU's clock from the last step's end, and from this one's begin, to its end.
+
+    Nothing where the end has not come, as with drafts made after a step's outputs: nobody waits for it.
+    """
+    if not ended.query():
+        return {}
+    return {"since_last_s": last.elapsed_time(ended) / 1e3, "gpu_s": begun.elapsed_time(ended) / 1e3}
+
 
 class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Live migration of running requests. Settings in `kv_connector_extra_config`:
@@ -109,6 +152,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._rank = vllm_config.parallel_config.rank
             self._block_errors: set[int] = set()
             self._loads: KvLoads | None = None
+            self._is_alone = vllm_config.parallel_config.world_size == 1
+            self._marks: StepMarks | None = None
 
     # In the scheduler
 
@@ -224,6 +269,9 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # A rank whose first step decodes one token would use the CPU's tiles before asking the kernel
             # for them, and die of SIGILL.
             torch.cpu._init_amx()
+        is_on_gpu = any(tensor.is_cuda for tensor in kv_caches.values())
+        if is_on_gpu and self._is_alone:  # ranks in processes of their own tell of an end when it comes
+            self._marks = StepMarks(partial(torch.cuda.Event, enable_timing=True))
         if self._why_fixed:
             return
         blocks = self._kv_cache_config.num_blocks
@@ -242,6 +290,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
+        if self._marks is not None:
+            self._marks.begin()
         # Here and not in start_load_kv, which vLLM may call after the step's writes.
         if self._loads is not None:
             self._loads.take_orders(connector_metadata.orders)
@@ -281,7 +331,10 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         if self._role != KVConnectorRole.SCHEDULER:
             fetched = self._loads.fetched() if self._loads is not None else {}
-            return StepStats(data={"fetched": fetched}) if fetched else None
+            told: dict[str, Any] = {"fetched": fetched} if fetched else {}
+            if self._marks is not None:
+                told["marks"] = self._marks.end()
+            return StepStats(data=told) if told else None
         # What the pool has told since the last step: vLLM publishes and forgets it right after this.
         events = [] if self._kv_cache_manager is None else self._kv_cache_manager.block_pool.kv_event_queue
         if not self._begun:

@@ -295,11 +295,12 @@ class Worker:
         self._trace.loaded(connector_stats.get("host_loads", {}))
         changed = self._trace.add(
             connector_stats.get("load", {}),
-            ended_s - connector_stats.get("began_s", ended_s),
+            connector_stats.get("gpu_s", ended_s - connector_stats.get("began_s", ended_s)),
             ended_s,
             stats.num_running_reqs,
             stats.num_waiting_reqs + stats.num_skipped_waiting_reqs - connector_stats.get("loaders", 0),
             stats.kv_cache_usage,
+            connector_stats.get("since_last_s"),
         )
         fell_idle = changed and stats.num_running_reqs == 0
         if fell_idle or ended_s - self._told_s > TELEMETRY_EVERY_S:

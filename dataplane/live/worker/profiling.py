@@ -158,7 +158,10 @@ class ProfiledEngine:
             self._ended_s = batch.timestamp
         step_s = spent_s
         if self._clock == "wall":
-            step_s = batch.timestamp - (connector_stats.get("began_s", 0.0) if began_s is None else began_s)
+            if began_s is None:
+                step_s = connector_stats.get("gpu_s", batch.timestamp - connector_stats.get("began_s", 0.0))
+            else:
+                step_s = connector_stats.get("since_last_s", batch.timestamp - began_s)
         if step_s <= 0:
             return None  # the first step of all has no beginning on the CPU's clock
         return Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"})
