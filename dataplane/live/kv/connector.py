@@ -108,7 +108,7 @@ class StepMarks:
 def gpu_times(last: Any, begun: Any, ended: Any) -> dict[str, float]:
     """Seconds by the GPU's clock from the last step's end, and from this one's begin, to its end.
 
-    Nothing where the end has not come, as with drafts made after a step's outputs: nobody waits for it.
+    Empty where that end has not come yet. Drafts are made after a step's outputs are read.
     """
     if not ended.query():
         return {}
