@@ -1,12 +1,14 @@
 """The axes and scenarios of a what-if grid: `--vary rate=0.5,1,2 --vary slo.ttft=400ms,800ms` makes six.
 
 An axis is a *promise* (to clients), a *choice* (how to keep it) or a *circumstance* (not ours to choose).
-Scenarios compete only in the same circumstances.
+Scenarios compete only in the same circumstances. `slo.NAME.ttft`, `.tpot` and `.attainment` are those of a
+class.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -20,7 +22,7 @@ from controlplane.workload import Workload
 from tokenfleet.field_errors import nearest
 from tokenfleet.planning.inputs import Bias, gather
 from tokenfleet.planning.plan_file import PlanFile
-from tokenfleet.planning.request import Kind, Option, PlanRequest, Role, options
+from tokenfleet.planning.request import Kind, Option, PlanRequest, Role, options, read_targets
 from tokenfleet.planning.result import Inputs
 from tokenfleet.texts import Parsed, parse_duration_s
 from tokenfleet.traces import Trace
@@ -35,22 +37,23 @@ Value = float | int | str | bool
 class GridAxis:
     """One thing to vary: its role, what a person calls it, and the option or options that it sets.
 
-    `part` is the target of the SLO that it sets, where it sets one.
+    `part` is the target of the SLO that it sets, where it sets one; `of_class` the class whose it is.
     """
 
     role: Role
     name: str
     options: tuple[Option, ...]
-    part: Literal["", "ttft", "tpot"] = ""
+    part: Literal["", "ttft", "tpot", "attainment"] = ""
+    of_class: str = ""
 
     @property
     def kind(self) -> Kind:
         """How its values read."""
-        return "duration" if self.part else self.options[0].kind
+        return "duration" if self.part in ("ttft", "tpot") else self.options[0].kind
 
     def read(self, text: str, where: str) -> Any:
         """A value of its options. Raises BadInput naming where."""
-        if not self.part:
+        if self.kind != "duration" or not self.part:
             return self.options[0].read(text, where)
         seconds = parse_duration_s(text, where)
         if not seconds > 0:
@@ -59,6 +62,8 @@ class GridAxis:
 
     def fields(self, request: PlanRequest, value: Any) -> dict[str, Any]:
         """The fields of a request that a value sets."""
+        if self.of_class:
+            return _of_class(request, self.of_class, self.part, value)
         if self.part:
             return {"slo": replace(request.slo, **{f"{self.part}_s": value})}
         return {option.field: value for option in self.options}
@@ -79,9 +84,36 @@ def _axes() -> dict[str, GridAxis]:
     }
 
 
+def _of_class(request: PlanRequest, name: str, part: str, value: float) -> dict[str, Any]:
+    """The fields of a request whose class `name` has another target. Raises BadInput."""
+    names = [one.value.name for one in request.classes]
+    if name not in names:
+        known = f"one of {', '.join(names)}" if names else "--slo NAME:ttft=…,tpot=… gives one"
+        raise BadInput(f"slo.{name}.{part}: no such class{nearest(name, names)}; {known}")
+    unit = "" if part == "attainment" else "s"
+    texts = [one.text for one in request.classes]
+    _, _, targets = texts[names.index(name)].partition(":")
+    kept = [target for target in targets.split(",") if target.partition("=")[0].strip().lower() != part]
+    texts[names.index(name)] = f"{name}:{','.join([*kept, f'{part}={value!r}{unit}'])}"
+    plain = read_targets(texts)
+    return plain if request.has_only_classes else {"classes": plain["classes"]}
+
+
 AXES = _axes()
+_OF_CLASS = re.compile(r"slo\.(?P<name>.+)\.(?P<part>ttft|tpot|attainment)")
 # Axes that say the same thing twice: together it would be unclear which one holds.
 _CLASHES = (("lengths", "lengths.prompt"), ("lengths", "lengths.output"))
+
+
+def axis_of(key: str) -> GridAxis:
+    """The axis of a key. Raises BadInput, one line."""
+    if of_class := _OF_CLASS.fullmatch(key):
+        name, part = of_class.groups()
+        title = part if part == "attainment" else part.upper()
+        return GridAxis("promise", f"{title} of {name}", AXES["attainment"].options, part, name)  # type: ignore[arg-type]
+    if key not in AXES:
+        raise BadInput(f"--vary: {key}: no such thing to vary{nearest(key, AXES)}; one of {', '.join(AXES)}")
+    return AXES[key]
 
 
 def grid(varies: Sequence[str]) -> list[Changes]:
@@ -107,8 +139,7 @@ def _values(vary: str) -> tuple[str, list[str]]:
     """An axis and its values, which are all different. Raises BadInput."""
     key, equals, values = vary.partition("=")
     key = key.strip()
-    if key not in AXES:
-        raise BadInput(f"--vary: {key}: no such thing to vary{nearest(key, AXES)}; one of {', '.join(AXES)}")
+    axis_of(key)
     listed = [value.strip() for value in values.split(",") if value.strip()]
     if not equals or not listed:
         raise BadInput(f"--vary: {key}: expected {key}=VALUE,VALUE,…, got {vary!r}")
@@ -121,7 +152,7 @@ def _values(vary: str) -> tuple[str, list[str]]:
 
 def checked(key: str, value: str) -> Value:
     """The value that a word of the grid stands for. Raises BadInput naming the key."""
-    read = AXES[key].read(value, f"--vary: {key}")
+    read = axis_of(key).read(value, f"--vary: {key}")
     if isinstance(read, tuple):
         return read[0] if len(read) == 1 else "+".join(map(str, read))
     return str(read) if isinstance(read, Path | Parsed) else read
@@ -131,8 +162,8 @@ def changed(request: PlanRequest, changes: Changes) -> PlanRequest:
     """`request` with the changes of a cell. Raises BadInput where one has no meaning with the others."""
     after = request
     for key, text in changes.items():
-        axis = AXES[key]
-        if axis.part and request.has_only_classes:
+        axis = axis_of(key)
+        if axis.part and not axis.of_class and request.has_only_classes:
             raise BadInput(f"{key}: each class has targets of its own, which --slo NAME:… gives")
         after = replace(after, **axis.fields(after, axis.read(text, f"--vary: {key}")))
     if after.reclaims_per_h is not None and not after.spot:
@@ -149,7 +180,7 @@ def changed(request: PlanRequest, changes: Changes) -> PlanRequest:
 
 def is_numeric(key: str) -> bool:
     """Whether steps along an axis have a width."""
-    return AXES[key].kind in ("duration", "number", "count")
+    return axis_of(key).kind in ("duration", "number", "count")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenfleet.planning.plan_file import PlanFile, kind_of_worker
 from tokenfleet.texts import duration_text
-from tokenfleet.whatifs.axes import AXES, Scenario, checked, is_numeric
+from tokenfleet.whatifs.axes import Scenario, axis_of, checked, is_numeric
 
 # Axes that change what the schedule costs, not the fleet; only the schedule's price tells.
 _BY_SCHEDULE = ("cold-start",)
@@ -97,13 +97,14 @@ def _sentence(
     clock: TimeOfDay,
 ) -> str:
     """The step in a sentence: a tighter target, more traffic, higher prices, and what it costs."""
-    what = AXES[key].name
+    axis = axis_of(key)
+    what, of_what = axis.name, axis.part or key
     costs = _costs(usd, gpus, _fleet(first) == _fleet(second))
-    if key in ("slo.ttft", "slo.tpot", "session-time"):
+    if of_what in ("ttft", "tpot", "session-time"):
         # Towards the tighter target, since that is what is bought.
         costs = _costs(None if usd is None else -usd, -gpus, _fleet(first) == _fleet(second))
         return f"Tightening {what} from {duration_text(x1)} to {duration_text(x0)} {costs}"
-    if key in ("attainment", "confidence"):
+    if of_what in ("attainment", "confidence"):
         return f"Raising {what} from {x0 * 100:g} % to {x1 * 100:g} % {costs}"
     if key == "cold-start":
         before = duration_text(x0) if x0 else "none"

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 
 from tokenfleet.report.figures import TONES, Axis, Figure, Kind, Series
 from tokenfleet.report.tables import fleet_text, usd_text
-from tokenfleet.whatifs.axes import AXES, Scenario, checked
+from tokenfleet.whatifs.axes import Scenario, axis_of, checked
 
-_PLOTTED = ("slo.ttft", "slo.tpot", "attainment", "confidence")  # the first that varies is the x-axis
+_PLOTTED = ("ttft", "tpot", "attainment", "confidence")  # the first that varies is the x-axis
 
 
 def unbeaten(scenarios: Sequence[Scenario]) -> list[bool]:
@@ -45,7 +46,7 @@ def cost(one: Scenario, priced: bool) -> float:
 
 
 def _circumstances(one: Scenario) -> list[tuple[str, object]]:
-    return [(k, checked(k, v)) for k, v in one.changes.items() if AXES[k].role == "circumstance"]
+    return [(k, checked(k, v)) for k, v in one.changes.items() if axis_of(k).role == "circumstance"]
 
 
 def _beats(first: Scenario, second: Scenario, priced: bool) -> bool:
@@ -61,12 +62,15 @@ def _promise(one: Scenario) -> tuple[float, ...]:
     assert one.plan is not None
     slo, attained = one.plan.slo, one.plan.attainment
     session_s = inf if one.plan.session_s is None else one.plan.session_s
-    return (-slo.ttft_s, -slo.tpot_s, -session_s, attained.target, attained.confidence or 0.0)
+    plain = (-slo.ttft_s, -slo.tpot_s, -session_s, attained.target, attained.confidence or 0.0)
+    classes = ((-c.slo.ttft_s, -c.slo.tpot_s, c.attainment) for c in one.plan.slo_classes)
+    return plain + tuple(chain.from_iterable(classes))
 
 
 def cost_figure(scenarios: Sequence[Scenario]) -> Figure:
     """Cost against the first promise that varies, or each scenario's cost as a bar where none does."""
-    varied = [key for key in _PLOTTED if scenarios and key in scenarios[0].changes]
+    changes = scenarios[0].changes if scenarios else {}
+    varied = [key for what in _PLOTTED for key in changes if (axis_of(key).part or key) == what]
     return _against(scenarios, varied[0]) if varied else _bars(scenarios)
 
 
@@ -77,7 +81,7 @@ def _against(scenarios: Sequence[Scenario], key: str) -> Figure:
     for one in scenarios:
         if one.feasible:
             # A line joins what competes: choices are points on it, everything else is a line of its own.
-            rest = [f"{k} {v}" for k, v in one.changes.items() if k != key and AXES[k].role != "choice"]
+            rest = [f"{k} {v}" for k, v in one.changes.items() if k != key and axis_of(k).role != "choice"]
             series.setdefault(", ".join(rest) or "cheapest", []).append(one)
     stars = {id(one) for one, is_best in zip(scenarios, best, strict=True) if is_best}
     drawn: list[Series] = []
@@ -92,7 +96,7 @@ def _against(scenarios: Sequence[Scenario], key: str) -> Figure:
     )
     columns = (*(scenarios[0].changes if scenarios else ()), "fleet", "cost", "Pareto-optimal")
     rows = _rows(scenarios, best)
-    x = Axis(f"{AXES[key].name} ({_scale(key)[1]})")
+    x = Axis(f"{axis_of(key).name} ({_scale(key)[1]})")
     y = Axis(_unit(is_priced(scenarios)), 0.0)
     return Figure("cost", "Cost against the target", caption, x, y, drawn, columns, rows, True)
 
@@ -137,7 +141,7 @@ class _Points:
 
 
 def _scale(key: str) -> tuple[float, str]:
-    return (1e3, "ms") if key.startswith("slo.") else (100.0, "%")
+    return (1e3, "ms") if axis_of(key).part in ("ttft", "tpot") else (100.0, "%")
 
 
 def _promised(one: Scenario, key: str) -> float:

@@ -13,6 +13,7 @@ import pytest
 from planning_builders import SLO, planned, poisson, save, search_of, worker, worker_type
 
 from controlplane.errors import BadInput
+from controlplane.types import Slo
 from tokenfleet.cli.main import main
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.request import PlanRequest
@@ -20,6 +21,7 @@ from tokenfleet.planning.search import Replayer
 from tokenfleet.planning.traffic.sample import Sampler
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.report.plan_json import plan_json
+from tokenfleet.texts import parse_slo
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.whatifs import run
 from tokenfleet.whatifs.axes import Scenario, changed, grid, prepared
@@ -89,6 +91,9 @@ def test_the_grid_is_every_combination_in_the_order_given() -> None:
         (["spot=maybe"], "expected yes or no"),
         (["policy=bestfit"], "best-fit"),
         (["engine=v1"], "one of chunked"),
+        (["slo.chat.ttft=30"], "no unit"),
+        (["slo.chat.attainment=99"], "must be above 0 and below 1"),
+        (["slo.chat.deadline=1h"], "no such thing to vary"),
         (["lengths=1,2", "lengths.output=1,2"], "exclude each other"),
         (["rate=" + ",".join(map(str, range(1, 21))), "tp=" + ",".join(map(str, range(1, 21)))], "at most"),
     ],
@@ -105,6 +110,52 @@ def test_a_change_without_meaning_is_refused_not_ignored(folder: Path) -> None:
         changed(asked(folder), {"spot": "yes"})
     with pytest.raises(BadInput, match="needs --cold-start"):
         whatif(folder, "spot=yes", "reclaims=0.1")
+
+
+CLASSES = ("chat:ttft=300ms,tpot=30ms", "batch:ttft=10s,tpot=200ms,attainment=0.9")
+
+
+def test_a_class_s_targets_are_axes_and_the_others_stay(folder: Path) -> None:
+    only_classes = asked(folder, slo=parse_slo("ttft=300ms,tpot=30ms"), classes=CLASSES)
+    cell = {"slo.chat.ttft": "1s", "slo.chat.tpot": "45ms", "slo.batch.attainment": "0.8"}
+    chat, batch = changed(only_classes, cell).slo_classes
+    assert (chat.slo, chat.attainment) == (Slo(1.0, 0.045), 0.95)
+    assert (batch.slo, batch.attainment) == (Slo(10.0, 0.2), 0.8)
+    assert changed(only_classes, cell).slo == chat.slo  # the tightest class's
+    assert changed(asked(folder, classes=CLASSES), cell).slo == SLO  # plain targets, for who has no class
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        ({"slo.caht.ttft": "1s"}, "slo.caht.ttft: no such class .did you mean chat"),
+        ({"slo.night.ttft": "1s"}, "--slo: night: a deadline stands alone"),
+    ],
+)
+def test_a_class_that_is_none_is_refused(folder: Path, cell: dict[str, str], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        changed(asked(folder, classes=(*CLASSES, "night:deadline=6h")), cell)
+    with pytest.raises(BadInput, match="--slo NAME:"):
+        changed(asked(folder), cell)
+
+
+def test_a_class_s_targets_are_planned_and_priced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the requests are chat's, whose target decides the number of workers; batch's does not."""
+    header, *rows = (folder / "trace.csv").read_text().splitlines()
+    classed = [f"{row},{('chat', 'batch')[n % 2]}" for n, row in enumerate(rows)]
+    (folder / "trace.csv").write_text("\n".join([f"{header},slo_class", *classed]))
+    words = ["whatif", "--trace", f"{folder}/trace.csv", "--no-cache", "--profile", f"{folder}/worker.yaml"]
+    words += ["--slo", CLASSES[0], "--slo", CLASSES[1], "--prices", f"{folder}/prices.yaml"]
+    words += ["--vary", "slo.chat.ttft=150ms,2s", "--vary", "slo.batch.attainment=0.5,0.9"]
+    assert main([*words, "--format", "json"]) == 0
+    rows_of = json.loads(capsys.readouterr().out)["scenarios"]
+    usd = [one["plan"]["usd_per_hour"] for one in rows_of]
+    assert min(usd[:2]) > max(usd[2:])
+    # At the same dollars the scenario that promises batch more beats the other.
+    assert [one["unbeaten"] for one in rows_of] == [False, True, False, True]
+    for one in rows_of:
+        assert main([*shlex.split(one["command"])[1:], "--format", "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["usd_per_hour"] == one["plan"]["usd_per_hour"]
 
 
 def test_one_process_two_processes_and_the_cache_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
