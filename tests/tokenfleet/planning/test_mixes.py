@@ -64,6 +64,14 @@ def test_a_kind_that_fails_alone_takes_part_in_the_cheapest_mix() -> None:
     assert plan.mixes.may_save(plan.best.fleet) == 0.0
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_gpus": 4}])
+def test_targets_that_no_mix_meets_are_infeasible(limits: dict[str, int]) -> None:
+    """The longer prompts break this TTFT target on an idle worker of either kind."""
+    plan = planned(load(), [FAST, SLOW], slo=Slo(0.03, 0.04), **limits)
+    assert plan.best is None
+    assert len(plan.passed_over) == 2
+
+
 @pytest.mark.parametrize(("rate_rps", "kinds"), [(40.0, [FAST, SLOW]), (32.0, [FAST, MIDDLE, SLOW])])
 def test_no_cheaper_mix_holds_by_trying_every_count(rate_rps: float, kinds: list[WorkerType]) -> None:
     plan = mixed(load(rate_rps), kinds)

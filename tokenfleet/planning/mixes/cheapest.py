@@ -126,7 +126,7 @@ class _Mixes:
     def ask_the_program(self) -> None:
         """Replay what the integer program picks, until a pick holds or is no longer cheaper."""
         names = [t.name for t in self._types]
-        if len(set(names)) < len(names):
+        if len(set(names)) < len(names) or not math.isfinite(self._bounds.demand):
             return
         weights = Weights(names[0], dict(zip(names, self._guide.tolist(), strict=True)))
         demand = 1.0
