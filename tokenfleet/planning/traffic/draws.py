@@ -6,13 +6,13 @@ them. Each copy of a unit is a session of its own. Copies share what several uni
 system prompt), and nothing that one unit alone has.
 
 **Redrawing** (`drawn_anew`) is a local block bootstrap of the units' starts. The time of the starts is cut
-into blocks. Each is replaced by one that begins nearby, gaps untouched. Blocks keep what makes a fleet miss
-(bursts, runs of long prompts) whole. Drawing them nearby keeps the shape of the hour or the day (Dowla,
-Paparoditis and Politis, 2003). Sessions that begin in the first tenth are drawn one by one in one another's
-places, since many of them had begun before the trace. Drawn as blocks, a crowd at the edge would come twice
-or not at all. Future traffic differs from the trace twice: the trace is itself a draw from its traffic, and
-so is the next one. One draw makes up for the second alone. A plan for other traffic than the trace needs
-both.
+into blocks. Each is replaced by one that begins nearby, gaps untouched, also across a change point
+(docs/figures/cheapest.md has why). Blocks keep what makes a fleet miss (bursts, runs of long prompts) whole.
+Drawing them nearby keeps the shape of the day (Dowla, Paparoditis and Politis, 2003). Sessions that begin in
+the first tenth are drawn one by one in one another's places, since many of them had begun before the trace.
+Drawn as blocks, a crowd at the edge would come twice or not at all. Future traffic differs from the trace
+twice: the trace is itself a draw from its traffic, and so is the next one. One draw makes up for the second
+alone. A plan for other traffic than the trace needs both.
 
 **Busier** traffic has more sessions, not faster ones. For x times as much, each session comes as often as
 the whole part of x. A share of them, even over short and long ones, comes once more. What x draws, a larger x
