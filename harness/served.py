@@ -197,7 +197,7 @@ async def stream(
                 return got
             async for line in reply.content:
                 _take(got, line)
-    except (aiohttp.ClientError, ConnectionError) as error:
+    except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
         got.error = got.error or repr(error)
     return got
 

@@ -57,7 +57,7 @@ from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.other_engines import times
 from experiments.lib.public_data import SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
-from harness.served import Server, fleet, session, stream, tiny_model
+from harness.served import Server, Stream, fleet, session, stream, tiny_model
 from tokenfleet.advise.hindsight import WINDOW_S, Schedule
 from tokenfleet.profiles.library import library_folder
 
@@ -153,15 +153,19 @@ def judged(arrival_s: NDArray[np.float64], met: NDArray[np.bool_]) -> dict[str, 
     return {"attainment": float(met[arrival_s >= SETTLED_S].mean()), "late": late}
 
 
-async def played(server: Server, load: Workload, minutes: float) -> list[tuple[float, int]]:
-    """Send the load; when the number of workers changed, and to how many."""
-    changes: list[tuple[float, int]] = []
+Changes = list[tuple[float, tuple[str, ...]]]
+
+
+async def played(server: Server, load: Workload) -> tuple[Changes, list[Stream]]:
+    """Send the load; when the workers changed, and of which kinds they then are; and the streams."""
+    changes: Changes = []
     loop = asyncio.get_running_loop()
     began_s = loop.time()
 
     async def watch() -> None:
         while True:
-            there = len((await asyncio.to_thread(server.ask, "GET", "/v1/fleet"))["workers"])
+            view = await asyncio.to_thread(server.ask, "GET", "/v1/fleet")
+            there = tuple(sorted(worker["kind"] for worker in view["workers"]))
             if not changes or changes[-1][1] != there:
                 changes.append((loop.time() - began_s, there))
             await asyncio.sleep(2.0)
@@ -169,15 +173,15 @@ async def played(server: Server, load: Workload, minutes: float) -> list[tuple[f
     watching = asyncio.create_task(watch())
     async with session() as http:
 
-        async def one(i: int) -> None:
+        async def one(i: int) -> Stream:
             await asyncio.sleep(max(float(load.arrival_s[i]) - (loop.time() - began_s), 0.0))
             prompt = [3 + (i + k) % 200 for k in range(int(load.prompt_tokens[i]))]
             body = {"prompt": prompt, "max_tokens": int(load.output_tokens[i])}
-            await stream(http, server.gateway, body)
+            return await stream(http, server.gateway, body)
 
-        await asyncio.gather(*(one(i) for i in range(len(load))))
+        streams = await asyncio.gather(*(one(i) for i in range(len(load))))
     watching.cancel()
-    return [(0.0, changes[0][1]), *changes[1:]]
+    return [(0.0, changes[0][1]), *changes[1:]], streams
 
 
 def live(asked: argparse.Namespace, lengths: Lengths, slower: float) -> dict[str, Any]:
@@ -199,7 +203,7 @@ def live(asked: argparse.Namespace, lengths: Lengths, slower: float) -> dict[str
         )  # fmt: skip
         program = ("-m", "experiments.lib.other_engines", str(slower))
         with fleet(model, *server_flags, program=program) as server:
-            changes = asyncio.run(played(server, load, asked.minutes))
+            there, _ = asyncio.run(played(server, load))
             view = server.ask("GET", "/v1/fleet")
         rows = read_history(data / "history", 0.0, math.inf)
     began_s = float(rows["arrival_s"].min())  # type: ignore[arg-type]
@@ -207,6 +211,7 @@ def live(asked: argparse.Namespace, lengths: Lengths, slower: float) -> dict[str
     met = (rows["ttft_s"] <= rows["ttft_target_s"]) & (rows["tpot_s"].fill_null(0) <= rows["tpot_target_s"])
     told = judged(arrival_s, met.fill_null(False).to_numpy())
     least_s = fewest * (end_s - SETTLED_S)
+    changes = [(at_s, len(kinds)) for at_s, kinds in there]
     return told | {
         "paid_s": paid_s(changes, SETTLED_S, end_s),
         "least_s": least_s,
