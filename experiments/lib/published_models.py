@@ -100,8 +100,6 @@ GRID_NAMES = {
     "llama-3.1-8b": "llama3.1-8b",
     "llama-3.1-70b": "llama3.1-70b",
     "qwen3-32b": "qwen3-32b",
-    "llama-2-7b": "llama2-7b",
-    "llama-2-13b": "llama2-13b",
     "llama-2-70b": "llama2-70b",
 }
 GRID_ENGINE = {"a100-sxm": "0.14.0", "h100-sxm": "0.24.0", "h200-sxm": "0.24.0"}

@@ -85,6 +85,8 @@ PREDICTED: dict[tuple[str, str | None], tuple[int, ...]] = {
     ("Qwen/Qwen3-32B", None): (1, 2, 4),
     ("Qwen/Qwen3-8B", None): (1, 2),
     (str(CONFIGS / "qwen3-14b"), None): (1, 2, 4),
+    (str(CONFIGS / "llama-2-7b"), None): (1, 2, 4, 8),
+    (str(CONFIGS / "llama-2-13b"), None): (1, 2, 4, 8),
     ("meta-llama/Meta-Llama-3.1-8B", None): (1, 2),
     ("meta-llama/Meta-Llama-3.1-8B", "fp8"): (1,),
     ("meta-llama/Meta-Llama-3.1-70B", None): (1, 2, 4, 8),
@@ -108,6 +110,10 @@ PREDICTED: dict[tuple[str, str | None], tuple[int, ...]] = {
 EXPERT_PARALLEL = {("MiniMaxAI/MiniMax-M2.5", 8), ("Qwen/Qwen3-235B-A22B", 8)}
 # Gemma 3 27B's windows are counted from attention to all tokens: too far from tables of windows on this GPU.
 LEFT_OUT = {(str(CONFIGS / "gemma-3-27b"), "l40s")}
+# Llama 2 is on the GPUs of the grids alone.
+LEFT_OUT |= {
+    (str(CONFIGS / f"llama-2-{b}"), gpu) for b in ("7b", "13b") for gpu in ("b200-sxm", "gb200", "l40s")
+}
 PREDICTED_GPUS = ("a100-sxm", "h100-sxm", "h200-sxm", "b200-sxm", "gb200", "l40s")
 ON_GRIDS = {canonical_model(name) for name in GRID_NAMES}  # in 16 bits, on the GPUs that have grids
 

@@ -30,6 +30,17 @@ class Windows(NamedTuple):
     tokens: int
 
 
+class SplitHeads(NamedTuple):
+    """Tables of a part of a GPU's KV heads, and the number of parts.
+
+    Tables have at most 8 KV heads. The package lets time grow in proportion to more, launch included.
+    A kernel of decode deals out (sequence, KV head), so b sequences are parts·b of a part's.
+    """
+
+    engine: Any
+    parts: int
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The tables' seconds of a rank's steps: `ranks` share experts, a stage is `uneven` times the mean."""
@@ -38,6 +49,7 @@ class Kernels:
     ranks: int
     uneven: float
     windows: Windows | None = None
+    heads: SplitHeads | None = None
 
     def prefill_s(self, prompts: int, length: int) -> float:
         """The time of a rank's prefill step, while the other ranks prefill nothing."""
@@ -45,7 +57,7 @@ class Kernels:
         if self.windows is not None and length > self.windows.tokens:
             # A token of a window attends to the window's tokens. The time is proportional to pairs of tokens.
             seen = self.windows.tokens * (length - self.windows.tokens / 2) / (length**2 / 2)
-            alone_ms -= self.windows.share * self._attention_ms(0, prompts, length) * (1 - seen)
+            alone_ms -= self.windows.share * _attention_ms(self.engine, 0, prompts, length) * (1 - seen)
         if self.ranks > 1:
             alone_ms -= self.experts_s(prompts, length) * 1e3 * (self.ranks - 1)
         return float(alone_ms / 1e3 * self.uneven)
@@ -68,16 +80,20 @@ class Kernels:
         return float((alone_ms - self._beyond_ms(batch, 2 * length)) / 1e3 * self.uneven)
 
     def _beyond_ms(self, batch: int, context: int) -> float:
-        """Of a decode, the attention of windows to what is beyond them."""
+        """Of a decode, what is counted too much: windows beyond their tokens, and more than 8 KV heads."""
+        if self.heads is not None:
+            parts = _attention_ms(self.heads.engine, 1, self.heads.parts * batch, context)
+            return _attention_ms(self.engine, 1, batch, context) - parts
         if self.windows is None or context <= self.windows.tokens:
             return 0.0
-        whole, within = (self._attention_ms(1, batch, n) for n in (context, self.windows.tokens))
+        whole, within = (_attention_ms(self.engine, 1, batch, n) for n in (context, self.windows.tokens))
         return self.windows.share * (whole - within)
 
-    def _attention_ms(self, phase: int, batch: int, length: int) -> float:
-        """Of all layers, in prefill (0) or in decode (1)."""
-        operations = self.engine.run_static_per_op(batch_size=batch, isl=length, osl=2)[phase]
-        return float(sum(ms for name, ms, *_ in operations if name.endswith("_attention")))
+
+def _attention_ms(engine: Any, phase: int, batch: int, length: int) -> float:
+    """Of all layers, in prefill (0) or in decode (1)."""
+    operations = engine.run_static_per_op(batch_size=batch, isl=length, osl=2)[phase]
+    return float(sum(ms for name, ms, *_ in operations if name.endswith("_attention")))
 
 
 def uneven_stages(config: Mapping[str, Any], stages: int) -> float:

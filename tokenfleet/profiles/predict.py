@@ -45,6 +45,7 @@ from tokenfleet.profiles.kernels import (
     UNSEEN,
     UNSEEN_MIXTURE,
     Kernels,
+    SplitHeads,
     Windows,
     grid_samples,
     mixed_error,
@@ -120,7 +121,8 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         limits = _limits(engine_version, budget, target)
         kv = kv_memory(known, system, modes, limits, config)
         capacity = kv.capacity_tokens // stages
-        kernels = Kernels(engine, data, uneven_stages(config, stages), windows)
+        heads = _split_heads(model, config, system, modes)
+        kernels = Kernels(engine, data, uneven_stages(config, stages), windows, heads)
         samples = grid_samples(kernels, budget, target.max_seqs, longest, capacity, target.host_s)
         samples = replace(samples, experts=experts / data)
         step, prefill = fit_step(samples), fit_prefill(samples)
@@ -267,19 +269,42 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
 @contextmanager
 def _known_form(model: str, config: Mapping[str, Any]) -> Iterator[str]:
     """The model as the package knows it: Gemma 3 as a dense Gemma 4, which has layers of the same kinds."""
-    import json
-
     if config.get("model_type") not in GEMMA_3_TYPES:
         yield model
         return
     dense = {"num_experts": None, "enable_moe_block": False, "model_type": "gemma4_text"}
     text = dict(config) | dense | {"layer_types": _layer_kinds(config)}
     form = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
+    with _folder(Path(model).name, form) as place:
+        yield place
+
+
+@contextmanager
+def _folder(name: str, form: Mapping[str, Any]) -> Iterator[str]:
+    """A folder of that name with a configuration, while it is needed."""
+    import json
+
     with TemporaryDirectory() as folder:
-        place = Path(folder) / Path(model).name
+        place = Path(folder) / name
         place.mkdir()
         (place / "config.json").write_text(json.dumps(form), encoding="utf-8")
         yield str(place)
+
+
+def _split_heads(
+    model: str, config: Mapping[str, Any], system: str, modes: Mapping[str, Any]
+) -> SplitHeads | None:
+    """Tables of a part of a GPU's KV heads, where no tables have as many; None where they do."""
+    asked, kv = config["num_attention_heads"], config.get("num_key_value_heads")
+    heads = -(-(kv or asked) // modes["tp_size"])
+    parts = heads // math.gcd(heads, 8)
+    is_other = config.get("model_type") in GEMMA_3_TYPES or "kv_lora_rank" in config
+    if parts == 1 or is_other or "architectures" not in config:
+        return None
+    head_dim = config.get("head_dim") or config["hidden_size"] // asked
+    fewer = {"num_attention_heads": asked // parts, "num_key_value_heads": (kv or asked) // parts}
+    with _folder(Path(model).name, {**config, **fewer, "head_dim": head_dim}) as place:
+        return SplitHeads(_engine(place, system, modes)[0], parts)
 
 
 def experts_scale(config: Mapping[str, Any]) -> float:

@@ -13,8 +13,6 @@ from controlplane.perfmodel.physics import BANDWIDTH, broken_rule, weight_bytes
 from controlplane.perfmodel.profile import Profile
 from tokenfleet.profiles.library import find_profiles, library, read_profile, write_profile
 
-# Grids of attention without grouped heads are fitted badly: a part of what context takes is in their base.
-KNOWN = ("llama-2-7b", "llama-2-13b")
 ALIKE = 1.05  # weights are known to half a GiB a GPU, so the larger may seem the smaller
 
 
@@ -43,16 +41,21 @@ def test_weights_are_what_a_model_of_that_size_has() -> None:
 
 
 def test_a_model_with_more_to_read_takes_no_less_time_alone() -> None:
+    bytes_of: dict[str, float] = {}  # by the H100s of fewest GPUs: of many, half a GiB each is a large part
+    for profile in sorted(dense(), key=lambda profile: (profile.gpu != "h100-sxm", profile.gpus)):
+        bytes_of.setdefault(profile.model, profile.gpus * weight_bytes(profile))
     wrong = []
     for one, other in combinations(dense(), 2):
         if (one.gpu, one.tp_degree) != (other.gpu, other.tp_degree):
             continue
         if one.model.endswith("fp8") != other.model.endswith("fp8"):
             continue  # other kernels
-        less, more = sorted((one, other), key=weight_bytes)
-        if weight_bytes(more) > ALIKE * weight_bytes(less) and more.alone_tpot_s(0) < less.alone_tpot_s(0):
+        less, more = sorted((one, other), key=lambda profile: bytes_of[profile.model])
+        is_more = bytes_of[more.model] > ALIKE * bytes_of[less.model]
+        if is_more and more.alone_tpot_s(0) < less.alone_tpot_s(0):
             wrong.append((less.model, more.label))
-    assert {less for less, _ in wrong} == set(KNOWN), wrong
+    assert len(bytes_of) > 10
+    assert not wrong
 
 
 @pytest.mark.parametrize(
