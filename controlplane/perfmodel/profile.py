@@ -146,14 +146,16 @@ class HostKv:
 class Frontend:
     """Seconds of a request's first token outside steps: HTTP, tokenisation, the way to the engine.
 
-    It delays all of a request's tokens alike and keeps no engine busy.
+    It delays all of a request's tokens alike and keeps no engine busy. `doubt_s`: standard deviation of
+    `per_request_s`, which no engine's measurement shows.
     """
 
     per_request_s: float = 0.0
     per_prompt_token_s: float = 0.0
+    doubt_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("per_request_s", "per_prompt_token_s"):
+        for name in ("per_request_s", "per_prompt_token_s", "doubt_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise BadInput(f"frontend: {name}: must be a number of at least 0, got {getattr(self, name)}")
 
@@ -449,10 +451,14 @@ def draw_profile(profile: Profile, rng: np.random.Generator) -> Profile:
     """A profile as it might really be: decode and prefill each faster or slower by one log-normal factor.
 
     Their spread is the residuals'. One factor per phase rather than per coefficient: errors of neighbouring
-    batches go together, and coefficients fitted jointly trade off against each other.
+    batches go together, and coefficients fitted jointly trade off against each other. What a first token
+    takes outside steps is drawn apart.
     """
     decode, prefill = (float(x) for x in np.exp(profile.residuals.spread * rng.standard_normal(2)))
-    return with_times(profile, decode, prefill)
+    front = profile.frontend
+    rest_s = max(front.per_request_s + front.doubt_s * float(rng.standard_normal()), 0.0)
+    drawn = with_times(profile, decode, prefill)
+    return replace(drawn, frontend=replace(front, per_request_s=rest_s))
 
 
 def with_times(profile: Profile, decode: float, prefill: float) -> Profile:

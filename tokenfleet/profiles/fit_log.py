@@ -175,7 +175,8 @@ def calibrated(
     fit = goodness_of(log, replay(log, profile, workers, prefix_caching, policy), measured)
     doubt = float(np.hypot(max(float(error[:2].max()), CALIBRATION_NOISE), fit.doubt))
     residuals = replace(profile.residuals, unseen_relative=doubt)
-    return replace(profile, residuals=residuals), corrections, fit
+    front = replace(profile.frontend, doubt_s=CALIBRATION_DOUBT[2] * float(error[2]))
+    return replace(profile, residuals=residuals, frontend=front), corrections, fit
 
 
 def _moments(ttft_s: Columns, tpot_s: Columns, e2e_s: Columns) -> Columns:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import with_times
+from controlplane.perfmodel.profile import draw_profile, with_times
 from tokenfleet.profiles.fit_log import calibrated, replay
 from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles
@@ -55,3 +55,29 @@ def test_small_engines_get_smaller_requests():
     assert 1 < batch <= 4 < BATCH
     with pytest.raises(BadInput, match="a request of 128 tokens does not fit"):
         probes(replace(KNOWN, context_limit_tokens=100))
+
+
+def test_a_gateway_is_learned_and_what_it_is_uncertain_by_is_drawn():
+    """A gateway takes 5 to 17 ms, another time for each request; another day's mean is within the draws."""
+    workload, judged = probes(KNOWN)
+    bare = replace(KNOWN, frontend=replace(KNOWN.frontend, per_request_s=0.0))
+    seen = replay(RequestLog(workload, np.zeros(0), np.zeros(0)), bare)
+    covered, without = 0, 0
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        rest_s = rng.uniform(0.005, 0.017, len(workload))
+        log = RequestLog(workload, seen.arrival_s + seen.ttft_s + rest_s, seen.finish_s + rest_s)
+        made, _, fit = calibrated(log, KNOWN, judged)
+        assert not fit.is_refused
+        assert made.frontend.per_request_s == pytest.approx(0.011, abs=2 * made.frontend.doubt_s)
+        assert parse_profile(profile_text(made), "made") == made
+        later_s = 0.011 + bare.alone_ttft_s(128)
+        spread = [
+            [draw_profile(one, np.random.default_rng(k)).alone_ttft_s(128) for k in range(200)]
+            for one in (made, replace(made, frontend=replace(made.frontend, doubt_s=0.0)))
+        ]
+        low_high = np.quantile(spread, (0.05, 0.95), axis=1).T
+        covered += low_high[0][0] <= later_s <= low_high[0][1]
+        without += low_high[1][0] <= later_s <= low_high[1][1]
+    assert covered == 6
+    assert without == 0  # the third number takes a part of prefill's
