@@ -215,6 +215,11 @@ class _Fields(AttributeTemplate):  # type: ignore[misc]
 def _read(context: Any, builder: Any, reference: Reference, pointer: Any, field: str) -> Any:
     at = reference.at[field]
     value = builder.load(cgutils.gep_inbounds(builder, pointer, 0, at))
+    if isinstance(reference.fields[at][1], types.Array):
+        # Python holds the arrays while a kernel runs. Without an owner, uses of them are not counted: atomic
+        # counts were a third of a simulation.
+        owner = value.type.elements[0]
+        return builder.insert_value(value, ir.Constant(owner, None), 0)
     return imputils.impl_ret_borrowed(context, builder, reference.fields[at][1], value)
 
 
