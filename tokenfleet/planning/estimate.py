@@ -177,8 +177,10 @@ class Trial:
         seen = look(self._search, self.fleet, numbers, allowed)
         self.replays += len(seen)
         self._seen.update(zip(numbers, seen, strict=True))
+        # A search among mixes counts its replays, and one whose replays take long tells what it has seen.
+        is_told_by_order = self._at_once is not None or self._search.is_slow
         for i, one in zip(numbers, seen, strict=True):
-            self._search.hardest.note(i, one.missed / one.requests)
+            self._search.hardest.note(i, one.missed / one.requests, most=not is_told_by_order)
 
     @property
     def is_told(self) -> bool:

@@ -178,7 +178,7 @@ class ServingTerms:
 
 
 class Hardest:
-    """The share missed in each resampled trace by the last fleet replayed on it."""
+    """The share missed in each resampled trace: by the last fleet replayed on it, or the most by any."""
 
     def __init__(self, missed: Mapping[int, float] = MappingProxyType({})) -> None:
         self._missed = dict(missed)
@@ -186,8 +186,9 @@ class Hardest:
     def __bool__(self) -> bool:
         return bool(self._missed)
 
-    def note(self, replicate: int, share: float) -> None:
-        self._missed[replicate] = share
+    def note(self, replicate: int, share: float, *, most: bool = False) -> None:
+        """A fleet missed this share; `most`: a fleet that missed more is still what counts."""
+        self._missed[replicate] = max(share, self._missed.get(replicate, 0.0)) if most else share
 
     def first(self, numbers: Sequence[int]) -> list[int]:
         """The numbers of these resampled traces, the hardest first."""
