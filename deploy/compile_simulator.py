@@ -1,8 +1,7 @@
 """Compiles the simulator before all packages are there: it needs Numba, SciPy and the solvers alone.
 
 `make` starts it beside the rest of an installation. A process that needs the simulator meanwhile waits for it
-(controlplane/compiled.py). Two requests on two workers, and the phases of a trace, compile everything that a
-plan runs.
+(controlplane/compiled.py). Two requests on two workers compile everything that a plan runs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ def main() -> int:
 
     from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
     from controlplane.perfmodel.step import StepModel
-    from controlplane.scaler.traffic import change_points
     from controlplane.types import Slo
     from controlplane.workload import Workload
     from dataplane.simulated.simulate import WorkerSpec, simulate
@@ -32,7 +30,6 @@ def main() -> int:
     profile = Profile("made", "made", 1, step, kv, EngineLimits(), Residuals(0.0, 0.0, 0.0, 0), source)
     two = Workload(np.array([0.0, 0.1]), np.array([100, 200]), np.array([3, 4]))
     simulate(two, [WorkerSpec(profile)] * 2, Slo(1.0, 0.05), "spread")
-    change_points([1] * 12)
     return 0
 
 

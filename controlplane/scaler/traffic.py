@@ -8,7 +8,7 @@ unknown, not empty: an outage of the metrics is no pause of the traffic, and no 
 
 Change points cut the history into **traffic phases** (`Regime`): within one the rate is taken as constant.
 Counts are put on a scale where Poisson noise has variance one, x = 2·sqrt(n + 3/8) (Anscombe). Burstier
-traffic is divided by its own noise. The optimal segmentation under a squared error (`segments`) pays
+traffic is divided by its own noise. The optimal segmentation under a squared error (ruptures' KernelCPD) pays
 `strictness`·log(bins) for each change. Only the bins since the last change are searched, and only when a bin
 has closed: the cost of a heartbeat does not grow with history.
 
@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.scaler.segments import cuts_of
 from controlplane.types import ClassArrivals
 
 HALF_LIFE_S = 120.0
@@ -223,8 +222,12 @@ def change_points(counts: Sequence[int], strictness: float = 4.0, least_bins: in
     """The indexes at which a new phase begins in a series of counts, rising; empty for a steady series."""
     if len(counts) < 2 * least_bins:
         return []
+    import ruptures  # 30 MB, which a fleet that does not scale needs not
+
     scaled = _anscombe(counts) / math.sqrt(noise_of(counts))
-    return cuts_of(scaled, strictness * math.log(max(len(counts), _FLOOR)), least_bins)
+    search = ruptures.KernelCPD(kernel="linear", min_size=least_bins).fit(scaled.reshape(-1, 1))
+    ends: list[int] = search.predict(pen=strictness * math.log(max(len(counts), _FLOOR)))
+    return ends[:-1]
 
 
 def noise_of(counts: Sequence[int]) -> float:
