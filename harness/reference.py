@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
@@ -22,8 +22,12 @@ from dataplane.http.server import Extension
 from dataplane.live.control.api import control_app
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.gateway.metrics import Metrics
+from tokenfleet.advise.gauges import AdviceGauges
 from tokenfleet.cli import flags
 from tokenfleet.cli.main import VERBS, command_of
+from tokenfleet.pick.gauges import PickGauges
+from tokenfleet.pick.times import DecisionTimes
+from tokenfleet.planning import plan_file
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.portfolios import request as portfolio_file
 from tokenfleet.profiles import prices
@@ -89,27 +93,108 @@ def metrics() -> str:
     nothing: Any = SimpleNamespace(_here=list, kinds={}, counts=dict)
     collected = [*StepTimes.collect(nothing), *JobCollector(nothing).collect()]
     collected += GapCollector(lambda: None).collect()
-    rows += [(f"`{one.name}`", one.type, ", ".join(getattr(one, "_labelnames", ())), one.documentation)
-             for one in collected]  # fmt: skip
+    rows += _families(collected)
     says = (
-        "The metrics of the control API's `/metrics`. Counters end in `_total`, histograms have `_bucket`,"
-        " `_sum` and `_count`. vLLM's own `vllm:` metrics pass through, with a `worker` label."
+        "Counters end in `_total`, histograms have `_bucket`, `_sum` and `_count`. At the control API's"
+        " `/metrics` vLLM's own `vllm:` metrics pass through, with a `worker` label."
     )
-    return page("Metrics", says, [("", table(("name", "type", "labels", "meaning"), sorted(rows)))])
+    parts = {
+        "A fleet and its plan service (`--control-port`)": rows,
+        "`tokenfleet advise --listen`": _families(_advice_gauges().collect()),
+        "`tokenfleet pick --metrics-listen`": _families(_pick_gauges().collect()),
+    }
+    head = "name", "type", "labels", "meaning"
+    return page("Metrics", says, [(name, table(head, sorted(of))) for name, of in parts.items()])
+
+
+def _families(collected: Iterable[Any]) -> list[tuple[str, ...]]:
+    """A row for each family that a collector yields."""
+    return [
+        (
+            f"`{one.name}`",
+            one.type,
+            ", ".join(getattr(one, "_labelnames", ())),
+            one.documentation,
+        )
+        for one in collected
+    ]
+
+
+def _advice_gauges() -> AdviceGauges:
+    """Those of an advice that knows everything."""
+    priced: Any = SimpleNamespace(worker_type=SimpleNamespace(usd_per_h=1.0))
+    gauges = AdviceGauges("", priced)
+    known: Any = SimpleNamespace(published=1, has=1, held="", arrivals=0, likely=(1, 1), wanted=1)
+    gauges.advice = known
+    return gauges
+
+
+def _pick_gauges() -> PickGauges:
+    """Those of a picker that follows KV events."""
+    fleet: Any = SimpleNamespace(
+        counts=Counter(),
+        times=DecisionTimes(),
+        lengths=SimpleNamespace(counts={}, bytes_a_token=0.0),
+        servers=(),
+        admission=(),
+    )
+    unseen: Any = SimpleNamespace(counts={})
+    return PickGauges(fleet, unseen, Counter())
 
 
 def http() -> str:
-    """The routes of the control API and of the plan service."""
+    """The routes of the control API and of the plan service, and the fields of their bodies."""
     nothing: Any = SimpleNamespace()
     apps = {
         "Control API of a fleet (`--control-port`)": control_app(nothing, KeyRing([])),
         "Plan service (`tokenfleet api`)": plan_app(KeyRing([]), [Extension(routers=[plan_router(nothing)])]),
     }
     says = (
-        "Routes and what they answer. Each server's `/openapi.json` has the bodies."
-        " The gateway's own port is vLLM's OpenAI API."
+        "Routes, what they answer, and the fields of their bodies. Each server's `/openapi.json` has the"
+        " same for programs. The gateway's own port is vLLM's OpenAI API."
     )
-    return page("HTTP", says, [(name, _routes(app.openapi())) for name, app in apps.items()])
+    schemas = {name: app.openapi() for name, app in apps.items()}
+    parts = [(name, _routes(schema)) for name, schema in schemas.items()]
+    return page("HTTP", says, [*parts, *_bodies(schemas.values())])
+
+
+def _bodies(schemas: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The fields of every body; those of plan.json have a page of their own."""
+    of_plans = {name for name, value in vars(plan_file).items() if inspect.isclass(value)}
+    bodies = {name: body for schema in schemas for name, body in schema["components"]["schemas"].items()}
+    for name, body in sorted(bodies.items()):
+        if name in of_plans or "properties" not in body:
+            continue
+        needed = body.get("required", ())
+        rows = [
+            (
+                f"`{field}`",
+                _json_type(of),
+                of.get("description", ""),
+                "" if field in needed else "may be absent",
+            )
+            for field, of in body["properties"].items()
+        ]
+        told = " ".join(body.get("description", "").split("\n\n")[0].split())
+        yield f"Body: {name}", f"{told}\n\n{table(('field', 'type', 'meaning', ''), rows)}".strip()
+
+
+def _json_type(of: dict[str, Any]) -> str:
+    """A JSON schema's type in words."""
+    if "$ref" in of:
+        return f"`{of['$ref'].rsplit('/', 1)[-1]}`"
+    if "enum" in of or "const" in of:
+        return " or ".join(str(one) for one in of.get("enum", [of.get("const")]))
+    for several in ("anyOf", "oneOf", "allOf"):
+        if several in of:
+            return " or ".join(dict.fromkeys(_json_type(one) for one in of[several]))
+    kind = of.get("type", "any")
+    if kind == "array":
+        return f"list of {_json_type(of.get('items', {}))}"
+    if kind == "object" and isinstance(of.get("additionalProperties"), dict):
+        return f"object of {_json_type(of['additionalProperties'])}"
+    names = {"string": "text", "integer": "whole number", "boolean": "true or false", "null": "null"}
+    return names.get(kind, kind)
 
 
 def _routes(schema: dict[str, Any]) -> str:

@@ -26,7 +26,8 @@ from functools import partial
 from pathlib import Path
 
 Job = Callable[[bytes], int]  # from its settings to its exit code
-SIGNS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+PASSED_ON = signal.SIGUSR1  # to the parent: the server got a SIGTERM that was meant for all
+SIGNS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, PASSED_ON)
 LOST = 70  # the exit code where the server has died and the process's own is unknown
 ORDER_S = 5.0  # an asker has written its order long before
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -85,8 +86,15 @@ def serve_forks(at: Path, jobs: Mapping[str, Job]) -> None:
     for end in (waking, woken):
         os.set_blocking(end, False)
     over: list[int] = []
+
+    def end_with_all(sign: int, _: object) -> None:
+        """A SIGTERM is meant for all: this command line is the fleet's, so `pkill` finds it first."""
+        over.append(sign)
+        if os.getppid() == parent:
+            os.kill(parent, PASSED_ON)
+
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda sign, frame: over.append(sign))
+    signal.signal(signal.SIGTERM, end_with_all)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda sign, frame: None)
     askers: dict[int, socket.socket] = {}

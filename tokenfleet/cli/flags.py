@@ -24,6 +24,7 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.field_errors import load_yaml, nearest, read_text
 from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
+from tokenfleet.profiles.library import has_model
 
 Command = Callable[..., int]
 
@@ -275,6 +276,10 @@ def _as_words(path: str, flag: str, value: Any) -> list[str]:
 
 def model_at(name: str) -> str:
     """A model folder's whole path, or a Hugging Face name unchanged. Raises BadInput for no such folder."""
+    if "/" not in name and not Path(name).is_dir() and has_model(name):
+        raise BadInput(
+            f"--model: {name} names profiles; expected a folder or a Hugging Face name, OWNER/MODEL"
+        )
     return _folder_at(name, "config.json", "a model folder")
 
 

@@ -14,6 +14,7 @@ import typer
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
+from tokenfleet.cli.advise.flags import ServerFlags
 from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, takes
 from tokenfleet.cli.terminal import warn
 from tokenfleet.profiles.library import find_profiles, read_profile
@@ -33,31 +34,14 @@ PRIOR_OUTPUT_TOKENS = 256.0
 LEAST_ROOM = 16  # servers, in the ledger
 
 
-@dataclass(frozen=True, slots=True)
-class PickFlags:
+@dataclass(frozen=True, kw_only=True)
+class PickFlags(ServerFlags):
     """What `tokenfleet pick` is asked."""
 
     slo: Annotated[
         list[str],
         typer.Option(help="targets of each request, e.g. ttft=1s,tpot=50ms; with NAME: those of a class"),
     ]
-    addresses: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[ADDRESS]...", help="servers: HOST:PORT, http://HOST:PORT, dns:NAME:PORT"),
-    ] = None
-    servers: Annotated[
-        Path | None, typer.Option(help="file with an address on each line; read again at each look")
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(help="model of the library, where the served name says another")
-    ] = None
-    gpu: Annotated[str | None, typer.Option(help="GPU of a server, e.g. h100")] = None
-    tp: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of a server, vLLM's --tensor-parallel-size (default: 1)")
-    ] = None
-    profile: Annotated[
-        Path | None, typer.Option(help="step times of a server, instead of --gpu and --tp")
-    ] = None
     tokenizer: Annotated[
         str | None,
         typer.Option(help="folder of the model's tokenizer, to count prompts and know prefixes"),

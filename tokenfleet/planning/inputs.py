@@ -229,7 +229,7 @@ def priced(profiles: Sequence[Profile], request: PlanRequest) -> tuple[list[Work
             worker_types.append(WorkerType.of(profile))
             continue
         of = f" at {request.provider}" if request.provider else ""
-        source = f"{kind.replace('_', ' ')}{of}, {price.date}, {price.source}"
+        source = f"{prices.whose}{kind.replace('_', ' ')}{of}, {price.date}, {price.source}"
         usd_per_h = price.usd * profile.gpus * scale / profile.workers_per_gpu
         host_gib = 0.0 if profile.host_kv is None else profile.host_kv.capacity_bytes / 2**30
         host_usd_per_h = host_gib * price.host_memory_gib * scale

@@ -122,6 +122,11 @@ def library() -> list[Profile]:
     return [profile for _, profile in _shelves()]
 
 
+def has_model(name: str) -> bool:
+    """Whether a profile ships for a model by any of its names."""
+    return any(profile.model == canonical_model(name) for profile in library())
+
+
 def find_profiles(model: str, gpus: Sequence[str] = (), tps: Sequence[int] = ()) -> list[Profile]:
     """Shipped profiles of a model, at most one per (GPU, TP degree), in order of GPU and degree.
 

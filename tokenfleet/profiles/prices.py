@@ -29,6 +29,7 @@ SCHEMA = "tokenfleet.prices/1"
 Kind = Literal["on_demand", "reserved", "spot"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STALE_AFTER_DAYS = 180
+OWN = "your "  # begins the origin of a price that the user gave
 MAX_FILE_BYTES = 1_000_000
 
 
@@ -79,6 +80,12 @@ class PriceList:
                 if (row, of_kind) == (name, kind) and provider in (None, of):
                     return price
         return None
+
+    @property
+    def whose(self) -> str:
+        """`your prices.yaml: ` of a list of the user's own; nothing of the shipped one."""
+        path = Path(self.where)
+        return "" if path == library_folder() / "prices.yaml" else f"{OWN}{path.name}: "
 
     @property
     def gpus(self) -> list[str]:

@@ -26,6 +26,7 @@ from tokenfleet.planning.plan_file import (
     Shown,
     TraceSample,
 )
+from tokenfleet.profiles.prices import OWN
 from tokenfleet.report.origins import origins
 from tokenfleet.report.tables import (
     asked_text,
@@ -453,7 +454,8 @@ def _ages(plan: PlanFile) -> str:
     priced = [
         match[0] for p in plan.inputs.profiles if (match := re.search(r"\d{4}-\d\d-\d\d", p.price or ""))
     ]
-    prices = f"List prices date from {_span(priced)} (--prices to change). " if priced else ""
+    whose = "Your" if any((p.price or "").startswith(OWN) for p in plan.inputs.profiles) else "List"
+    prices = f"{whose} prices date from {_span(priced)} (--prices to change). " if priced else ""
     if all(profile.usd_per_gpu_h is None for profile in plan.inputs.profiles):
         prices = "No price is known (--prices gives them). "
     return f"{prices}Profiles date from {_span([p.date for p in plan.inputs.profiles])}."

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from tokenfleet.planning.plan_file import PlanFile, PlannedProfile, Shown, kind_of_worker
+from tokenfleet.profiles.prices import OWN
 from tokenfleet.report.tables import gpu_text, kind_text
 from tokenfleet.texts import duration_text
 
@@ -74,8 +75,10 @@ def _of_profile(one: PlannedProfile, name: str) -> Iterator[list[str]]:
 def _price(gpu: str, one: PlannedProfile) -> list[str]:
     if one.usd_per_gpu_h is None:
         return [f"Price, {gpu}", "unknown", "-", "-", "--prices"]
-    dated = DATE.search(one.price or "")
+    text = one.price or ""
+    list_name, dated = text.partition(":")[0] if text.startswith(OWN) else "price list", DATE.search(text)
     return [
         *(f"Price, {gpu}", f"${one.usd_per_gpu_h:.2f} a GPU and hour"),
-        *("listed", f"price list of {dated[0]}" if dated else "your price list", "--prices"),
+        "given" if text.startswith(OWN) else "listed",
+        *(f"{list_name} of {dated[0]}" if dated else list_name, "--prices"),
     ]

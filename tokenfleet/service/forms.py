@@ -314,11 +314,12 @@ class JobList(BaseModel):
 
 
 class QuotedPrice(BaseModel):
-    """US dollars for a GPU for an hour, and where that is from."""
+    """US dollars for a GPU for an hour, where that is from, and whether a list of the user's own has it."""
 
     usd_per_gpu_h: float
     date: str
     source: str
+    is_own: bool
 
 
 class KnownGpu(BaseModel):

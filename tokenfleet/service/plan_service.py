@@ -271,6 +271,7 @@ def known_gpus() -> list[dict[str, Any]]:
         usd = prices.usd_per_gpu_h(gpu, kind)
         if usd is None:
             return None
-        return {"usd_per_gpu_h": usd.usd, "date": usd.date.isoformat(), "source": usd.source}
+        dated = {"date": usd.date.isoformat(), "source": usd.source, "is_own": bool(prices.whose)}
+        return {"usd_per_gpu_h": usd.usd, **dated}
 
     return [{"name": gpu, "on_demand": price(gpu, "on_demand"), "spot": price(gpu, "spot")} for gpu in names]

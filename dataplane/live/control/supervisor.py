@@ -35,6 +35,7 @@ import psutil
 from dataplane.live.engine_api.processes import FORKS, OWN_RAY, Pulse, cancel_all, descendants
 from dataplane.processes.fork_server import (
     LOST,
+    PASSED_ON,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
     SIGNS,
@@ -101,17 +102,23 @@ def run_supervised(jobs: Mapping[str, Job], settings: Supervised) -> None:
 
 
 class EndSignals:
-    """SIGTERM and SIGINT of this process: when it was first asked to end, and whether again."""
+    """SIGTERM, SIGINT, and the end of the terminal: when it was first asked to end, and whether again."""
 
     def __init__(self) -> None:
         self.since_s: float | None = None
         self.is_repeated = False
         self.changed = asyncio.Event()
-        for sign in (signal.SIGTERM, signal.SIGINT):
+        is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # below nohup
+        for sign in (signal.SIGTERM, signal.SIGINT, *(() if is_kept else (signal.SIGHUP,))):
             asyncio.get_running_loop().add_signal_handler(sign, self._take)
+        # A service manager may send SIGTERM to every process: what is passed on repeats no order.
+        asyncio.get_running_loop().add_signal_handler(PASSED_ON, self._take_first)
 
     def _take(self) -> None:
         self.is_repeated = self.since_s is not None
+        self._take_first()
+
+    def _take_first(self) -> None:
         self.since_s = self.since_s or time.monotonic()
         self.changed.set()
 
@@ -324,11 +331,12 @@ def main() -> int:
     finally:
         end_all(times.end_s)
         shutil.rmtree(shared, ignore_errors=True)
-    if code == INTERRUPTED:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-    elif code == 0:
-        seconds = time.time() - psutil.Process().create_time()  # as on all lines of `serve`
-        print(f"{seconds:4.0f} s  stopped", file=sys.stderr)
+    with suppress(OSError):  # the terminal is gone
+        if code == INTERRUPTED:
+            print("error: interrupted; nothing was written", file=sys.stderr)
+        elif code == 0:
+            seconds = time.time() - psutil.Process().create_time()  # as on all lines of `serve`
+            print(f"{seconds:4.0f} s  stopped", file=sys.stderr)
     return code
 
 

@@ -132,3 +132,8 @@ def test_the_list_of_verbs_loads_nothing_that_reads_flags_or_plans():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("Usage: tokenfleet VERB")
     assert not {"typer", "pydantic", "numpy", "numba", "polars"} & set(done.stdout.splitlines()[-1].split())
+
+
+def test_a_profiles_name_is_no_model_to_serve(capsys):
+    assert cli.main(["serve", "--model", "llama-3.1-8b", "--engine", "emulated"]) == 2
+    assert "expected a folder or a Hugging Face name" in capsys.readouterr().err

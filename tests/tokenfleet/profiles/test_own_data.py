@@ -16,6 +16,7 @@ from tokenfleet.profiles.library import find_profiles, library_folder
 from tokenfleet.profiles.own import own_folder
 from tokenfleet.profiles.prices import read_prices
 from tokenfleet.profiles.updates import kept, update
+from tokenfleet.service.plan_service import known_gpus
 
 TODAY = date(2026, 11, 25)
 PRICES = """schema: tokenfleet.prices/1
@@ -62,7 +63,10 @@ def test_a_profile_of_ones_own_comes_before_the_shipped_one_and_hides_no_other(t
 
 
 def test_fleets_are_priced_by_them(tmp_path: Path) -> None:
+    assert read_prices().whose == ""
     update(source(tmp_path, PRICES), TODAY)
+    assert read_prices().whose == "your prices.yaml: "
+    assert next(gpu for gpu in known_gpus() if gpu["name"] == "h100-sxm")["on_demand"]["is_own"]
     assert tf.Fleet.parse("2x h100 TP1", model="llama-3.1-8b").usd_per_hour == 2.5
 
 

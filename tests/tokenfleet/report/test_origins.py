@@ -39,6 +39,9 @@ def test_the_trace_is_recorded_and_a_price_is_listed_or_unknown():
     assert found["Traffic"][:2] == ["400 requests", "recorded"]
     (price,) = (row for name, row in found.items() if name.startswith("Price"))
     assert price[1] == "listed"
+    found = rows([WorkerType.of(worker(), 2.5, "your mine.yaml: on demand, 2026-11-01, our contract")])
+    (price,) = (row for name, row in found.items() if name.startswith("Price"))
+    assert price[1:3] == ["given", "your mine.yaml of 2026-11-01"]
     (price,) = (
         row for name, row in rows([WorkerType.of(worker(), None)]).items() if name.startswith("Price")
     )

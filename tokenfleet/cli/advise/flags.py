@@ -17,11 +17,10 @@ from tokenfleet.texts import parse_duration_s
 WATCHED_S = 10.0, 86_400.0  # the shortest and the longest watch for --plan
 
 
-@dataclass(frozen=True, slots=True)
-class AdviseFlags:
-    """What `tokenfleet advise` is asked."""
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """The servers that `advise` and `pick` watch, and what they are."""
 
-    slo: Annotated[str, typer.Option(help="targets of each request, e.g. ttft=1s,tpot=50ms")]
     addresses: Annotated[
         list[str] | None,
         typer.Argument(metavar="[ADDRESS]...", help="servers: HOST:PORT, http://HOST:PORT, dns:NAME:PORT"),
@@ -29,6 +28,23 @@ class AdviseFlags:
     servers: Annotated[
         Path | None, typer.Option(help="file with an address on each line; read again at each look")
     ] = None
+    model: Annotated[
+        str | None, typer.Option(help="model of the library, where the served name says another")
+    ] = None
+    gpu: Annotated[str | None, typer.Option(help="GPU of a server, e.g. h100")] = None
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a server, vLLM's --tensor-parallel-size (default: 1)")
+    ] = None
+    profile: Annotated[
+        Path | None, typer.Option(help="step times of a server, instead of --gpu and --tp")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviseFlags(ServerFlags):
+    """What `tokenfleet advise` is asked."""
+
+    slo: Annotated[str, typer.Option(help="targets of each request, e.g. ttft=1s,tpot=50ms")]
     prometheus: Annotated[
         str | None, typer.Option(help="URL of a Prometheus server that scrapes the servers, instead")
     ] = None
@@ -51,16 +67,6 @@ class AdviseFlags:
     token_file: Annotated[
         Path | None,
         typer.Option(help=f"bearer token that metrics or Prometheus are asked with (or ${VARIABLE})"),
-    ] = None
-    gpu: Annotated[str | None, typer.Option(help="GPU of a replica, e.g. h100")] = None
-    tp: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of a replica, vLLM's --tensor-parallel-size (default: 1)")
-    ] = None
-    profile: Annotated[
-        Path | None, typer.Option(help="step times of a replica, instead of --gpu and --tp")
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(help="model of the library, where the served name says another")
     ] = None
     attainment: Annotated[
         float, typer.Option(min=0.5, max=0.9999, help="share of requests to be within the targets")

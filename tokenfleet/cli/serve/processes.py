@@ -14,7 +14,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,11 +47,12 @@ EXPECTED = {
 
 
 def teller() -> Say:
-    """Writes a line to stderr with the seconds since now."""
+    """Writes a line to stderr with the seconds since now. A terminal that is gone stops nothing."""
     began_s = time.monotonic()
 
     def tell(line: str) -> None:
-        print(f"{time.monotonic() - began_s:4.0f} s  {line}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(f"{time.monotonic() - began_s:4.0f} s  {line}", file=sys.stderr, flush=True)
 
     return tell
 

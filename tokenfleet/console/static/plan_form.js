@@ -224,11 +224,12 @@ export class PlanForm {
   #showKinds(gpus, tps) {
     const model = this.#catalogue.models.find((m) => m.name === byId("model").value);
     const kinds = model?.kinds ?? [];
-    const price = (gpu) => this.#catalogue.gpus.find((g) => g.name === gpu)?.on_demand?.usd_per_gpu_h;
+    const price = (gpu) => this.#catalogue.gpus.find((g) => g.name === gpu)?.on_demand;
+    const origin = ({ date, is_own: isOwn }) => `${isOwn ? "your" : "list"} price of ${date}`;
     const names = [...new Set(kinds.map((k) => k.gpu))];
     const degrees = [...new Set(kinds.map((k) => k.tp_degree))].sort((a, b) => a - b);
     const says = (gpu) =>
-      price(gpu) === undefined ? `${gpu}, no price known` : `${gpu}, $${price(gpu)} an hour`;
+      price(gpu) ? `${gpu}, $${price(gpu).usd_per_gpu_h} an hour, ${origin(price(gpu))}` : `${gpu}, no price known`;
     // An address may have the short names that the command line takes: h100 for h100-sxm.
     const isAsked = (gpu) => gpus.some((asked) => gpu === asked || gpu.startsWith(`${asked}-`));
     const box = (value, label, checked) =>

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from checkout import ROOT
@@ -136,13 +137,31 @@ def test_a_core_that_has_never_served_ends_the_fleet_with_its_own_code():
     assert process.returncode == 2
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_told_to_end_it_tells_the_core(sign):
     process = play("waits")
     assert [process.stdout.readline() for _ in range(2)] == ["1 waits None\n", "ready\n"]
     process.send_signal(sign)
     assert said(process) == []
     assert process.returncode == 0
+
+
+def test_the_fork_server_passes_on_that_all_is_to_end():
+    """It has the fleet's command line, so an operator's `pkill` or `ps` finds it, too."""
+    process = play("waits")
+    assert [process.stdout.readline() for _ in range(2)] == ["1 waits None\n", "ready\n"]
+    (server,) = (int(of) for of in children_of(process.pid) if "waits" in command_of(of))
+    os.kill(server, signal.SIGTERM)
+    assert said(process) == []
+    assert process.returncode == 0
+
+
+def children_of(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def command_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def test_told_to_end_it_kills_a_core_that_does_not():

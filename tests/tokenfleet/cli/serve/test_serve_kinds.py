@@ -439,7 +439,7 @@ def test_kinds_that_cannot_be_are_refused(given, says):
 )
 def test_flags_that_contradict_a_plan_are_refused_before_anything_starts(tmp_path, capsys, words, says):
     plan_of(tmp_path, MIX)
-    model = [] if "--model" in words else ["--model", "llama-3.1-70b"]
+    model = [] if "--model" in words else ["--model", "meta-llama/Llama-3.1-70B"]
     assert main(["serve", "--plan", str(tmp_path / "plan.json"), *model, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {says}")
