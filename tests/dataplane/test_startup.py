@@ -1,14 +1,18 @@
 """Compiled kernels on disk: imports of the core touch no file, and a process that asks keeps its kernels."""
 
 import fcntl
+import gc
 import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import packages_distributions
 
 import pytest
 from checkout import ROOT
+
+from dataplane.startup import loading
 
 WATCH = """
 import importlib, os, pkgutil, sys
@@ -168,3 +172,22 @@ runpy.run_path("deploy/compile_simulator.py", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_nothing_is_collected_while_modules_load_and_all_is_as_before_once_they_have(is_on):
+    was_on = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        with suppress(ImportError), loading():
+            seen = gc.isenabled()
+            raise ImportError("a module that is not there")
+        assert (seen, gc.isenabled()) == (False, is_on)
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
+def test_what_was_loaded_is_not_looked_through_again():
+    with loading():
+        loaded = [{}]
+    assert not any(one is loaded for one in gc.get_objects())

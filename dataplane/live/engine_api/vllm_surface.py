@@ -17,11 +17,13 @@ import msgspec
 from controlplane.errors import BadInput
 from dataplane.live.engine_api import VLLM_VERSION
 from dataplane.live.engine_api.messages import SegmentOutput, StepOutputs
+from dataplane.startup import loading
 
 SUPPORTED_VERSION = VLLM_VERSION
 
 try:
-    from vllm import __version__ as vllm_version
+    with loading():
+        from vllm import __version__ as vllm_version
 except ImportError as error:
     raise BadInput(
         f"vllm: not installed; the live plane needs vllm {SUPPORTED_VERSION}"
@@ -33,43 +35,46 @@ if vllm_version.split("+")[0] != SUPPORTED_VERSION:
         f"vllm: version {vllm_version} is installed, the live plane is built on {SUPPORTED_VERSION}"
     )
 
-from vllm.config import KVEventsConfig
-from vllm.distributed import utils as _utils
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import _TransferMetricName as _Offloaded
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.lora.request import LoRARequest
-from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.usage.usage_lib import UsageContext
-from vllm.utils.ompmultiprocessing import OMPProcessManager
-from vllm.v1.engine import (
-    EngineCoreEvent,
-    EngineCoreEventType,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-)
-from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.executor import Executor
-from vllm.v1.kv_cache_interface import group_kernel_blocks
-from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
-from vllm.v1.outputs import LogprobsLists
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotLogitsProcessor
+with loading():
+    from vllm.config import KVEventsConfig
+    from vllm.distributed import utils as _utils
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        SupportsHMA,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        _TransferMetricName as _Offloaded,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+    from vllm.v1.engine import (
+        EngineCoreEvent,
+        EngineCoreEventType,
+        EngineCoreOutput,
+        EngineCoreOutputs,
+        EngineCoreRequest,
+        FinishReason,
+    )
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm.v1.executor import Executor
+    from vllm.v1.kv_cache_interface import group_kernel_blocks
+    from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+    from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotLogitsProcessor
 
 
 class VllmCodec:
