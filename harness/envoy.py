@@ -15,6 +15,7 @@ import yaml
 
 CONFIG = Path(__file__).parents[1] / "examples/envoy-pick.yaml"
 READY_S = 20.0
+Change = Callable[[dict[str, Any]], None]
 
 
 def envoy() -> Path | None:
@@ -29,15 +30,17 @@ def at(port: int) -> dict[str, Any]:
 
 
 def config(
-    port: int, admin: int, servers: Sequence[int], picker: int, change: Callable[[dict[str, Any]], None]
+    port: int, admin: int, servers: Sequence[int], pickers: Sequence[int], change: Change
 ) -> dict[str, Any]:
-    """The example's configuration for these ports, changed by `change`."""
+    """The example's configuration for these ports, changed by `change`. A second picker is the standby."""
     document: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     static = document["static_resources"]
     static["listeners"][0]["address"]["socket_address"]["port_value"] = port
     of_servers, of_picker = static["clusters"]
     of_servers["load_assignment"]["endpoints"][0]["lb_endpoints"] = [at(one) for one in servers]
-    of_picker["load_assignment"]["endpoints"][0]["lb_endpoints"] = [at(picker)]
+    of_picker["load_assignment"]["endpoints"] = [
+        {"priority": n, "lb_endpoints": [at(one)]} for n, one in enumerate(pickers)
+    ]
     document["admin"] = {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}}
     change(document)
     return document
@@ -67,14 +70,15 @@ def running(
     port: int,
     admin: int,
     servers: Sequence[int],
-    picker: int,
-    change: Callable[[dict[str, Any]], None] = lambda document: None,
+    picker: int | Sequence[int],
+    change: Change = lambda document: None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Envoy, ready, until the block ends."""
     program = envoy()
     assert program is not None
+    pickers = [picker] if isinstance(picker, int) else picker
     file = folder / f"envoy-{port}.yaml"
-    file.write_text(yaml.safe_dump(config(port, admin, servers, picker, change)), encoding="utf-8")
+    file.write_text(yaml.safe_dump(config(port, admin, servers, pickers, change)), encoding="utf-8")
     log = (folder / f"envoy-{port}.log").open("wb")
     command = [program, "-c", file, "--concurrency", "1", "--base-id", port % 30_000, "-l", "warning"]
     process = subprocess.Popen([str(one) for one in command], stdout=log, stderr=log)

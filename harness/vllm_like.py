@@ -112,9 +112,11 @@ class VllmLike:
         self.values["prompt_tokens"] += one.prompt
         try:
             return await self._stream(request, asked, one, fault)
-        except (asyncio.CancelledError, ConnectionResetError):
+        except (asyncio.CancelledError, ConnectionResetError) as left:
             self.aborted += 1
-            raise
+            if isinstance(left, asyncio.CancelledError):
+                raise
+            return web.Response()  # which nobody reads
         finally:
             for of in (self.running, self.waiting):
                 if one in of:

@@ -38,7 +38,8 @@ class Call:
 
     `allowed`: the addresses that the gateway lets it go to; None for all. `may_wait`: whether it can be held
     back. `is_streamed`: whether its tokens pass here one by one. `estimated`: bytes of a prompt whose length
-    is a guess. `is_generation`: others are placed, and leave no row. `prompt_tokens` and `output_tokens`: as
+    is a guess. `is_generation`: others are placed, and leave no row. `placed_s`: when it got its server, by
+    the picker's clock. `is_answered`: whether an answer has begun. `prompt_tokens` and `output_tokens`: as
     the server counted them, in the end.
     """
 
@@ -52,6 +53,8 @@ class Call:
     estimated: int = 0
     is_generation: bool = True
     tracked: Tracked | None = None
+    placed_s: float = 0.0
+    is_answered: bool = False
     is_over: bool = False
     prompt_tokens: int | None = None
     output_tokens: int | None = None

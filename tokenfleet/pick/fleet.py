@@ -165,8 +165,8 @@ class PickedFleet:
     def _refuse_without_servers(self, call: Call) -> None:
         call.is_over = True
         self.counts["refused", "no_server"] += 1
-        barred = "none of the servers that the gateway allows is one of this picker's"
-        why = barred if self._infos else "no server is ready"
+        why = "none of the servers that the gateway allows is one of this picker's"
+        why = why if self._infos else "no server is ready"
         call.asker.refused(503, why, "no_server", LIKELY_S)
 
     async def _begin(self, tracked: Tracked, server: WorkerId) -> None:
@@ -177,14 +177,13 @@ class PickedFleet:
 
     def _put(self, call: Call, server: WorkerId) -> None:
         assert call.tracked is not None
-        call.tracked.worker = server
-        self.placement.put(call.tracked, server, False, self._clock())
+        call.tracked.worker, call.placed_s = server, self._clock()
+        self.placement.put(call.tracked, server, False, call.placed_s)
 
     def _others(self, call: Call, server: WorkerId) -> list[WorkerId]:
         """Where a request may go instead, the least loaded first."""
-        led, rows = self.placement.ledger.workers, self.placement.worker_rows
         allowed = [s for s in self._infos if s != server and (call.allowed is None or s in call.allowed)]
-        return sorted(allowed, key=lambda s: int(led[rows[s]]["decoding"] + led[rows[s]]["queued"]))
+        return sorted(allowed, key=self.placement.load)
 
     def _turn_away(self, tracked: Tracked, why: str) -> None:
         call = self.calls[tracked.id]
@@ -199,7 +198,7 @@ class PickedFleet:
         if tracked is None or call.is_over:
             return
         now_s = self._clock()
-        tracked.last_token_s = now_s
+        tracked.last_token_s, call.is_answered = now_s, True
         if tracked.first_token_s is None:
             tracked.first_token_s = now_s
         if server is None:  # it has left
@@ -216,9 +215,7 @@ class PickedFleet:
         if not passed:
             return
         self._passed[server] = {}
-        got = [
-            (call.tracked, n) for call, n in passed.items() if call.tracked is not None and not call.is_over
-        ]
+        got = [(c.tracked, n) for c, n in passed.items() if c.tracked is not None and not c.is_over]
         self.advance(server, got)
         self.admission.look()
 
@@ -232,23 +229,27 @@ class PickedFleet:
 
     def served(self, call: Call, address: str) -> None:
         """The gateway names the server that has served it."""
-        server = WorkerId(address)
+        server, call.is_answered = WorkerId(address), True
         if call.tracked is None or server == call.worker:
             return
         self.counts["served_elsewhere", ""] += 1
         if server in self._infos:
             self._put(call, server)
         else:
-            self.placement.take(call.tracked)
-            call.tracked.worker = None
+            self.take(call)
         self.admission.look()
+
+    def take(self, call: Call) -> None:
+        """A call is not on its server. Where it is, its answer may tell."""
+        assert call.tracked is not None
+        self.placement.take(call.tracked)
+        call.tracked.worker = None
 
     def over(self, call: Call, outcome: str) -> None:
         """A call has ended; only the first end counts."""
         if call.is_over:
             return
-        call.is_over = True
-        tracked = call.tracked
+        call.is_over, tracked = True, call.tracked
         if tracked is None:
             return
         self.counts["ended", outcome] += 1
@@ -274,7 +275,6 @@ class PickedFleet:
 
     def drop(self, call: Call) -> None:
         """A call whose end was not seen is over."""
-        call.is_over = True
         self._forget(call)
 
     def _forget(self, call: Call) -> None:

@@ -37,7 +37,7 @@ class PickGauges(Collector):
         yield _counter("unseen", "requests set right by servers' counters", "how", self._unseen.counts)
         if self._events is not None:
             yield _counter("kv_event_messages", "messages of KV events", "how", self._events)
-        running: dict[str, float] = {server: len(fleet.running(server)) for server in fleet.servers}
+        running: dict[str, float] = {server: fleet.placement.load(server) for server in fleet.servers}
         yield _gauge("running", "requests that the ledger has on a server", "server", running)
         told: dict[str, float] = {
             server: int(fleet.placement.tells_cached(server)) for server in fleet.servers

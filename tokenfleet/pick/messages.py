@@ -7,7 +7,7 @@ grpc.health.v1. Fields that are not named here are skipped. A map is a repeated 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -90,19 +90,21 @@ def picked(stage: str, addresses: Sequence[str]) -> bytes:
 
 
 def body_pieces(stage: str, body: bytes, ends: bool) -> Iterator[bytes]:
-    """A body given back to Envoy, in full duplex.
-
-    Written by hand, since each piece of each answer passes here: messages within messages, each a tag, its
-    length and its content, from the streamed body out.
-    """
+    """A body given back to Envoy, in full duplex. Written by hand: each piece of each answer passes here."""
     tag = b"\x1a" if stage == "request_body" else b"\x22"
     for start in range(0, max(len(body), 1), PIECE_BYTES):
         piece = body[start : start + PIECE_BYTES]
         last = b"\x10\x01" if ends and start + PIECE_BYTES >= len(body) else b""
-        message = b"\x0a" + _varint(len(piece)) + piece + last
-        for outer in (b"\x1a", b"\x1a", b"\x0a", tag):
-            message = outer + _varint(len(message)) + message
-        yield message
+        yield _before(tag, len(piece), len(last)) + piece + last
+
+
+@lru_cache(4096)
+def _before(tag: bytes, size: int, more: int) -> bytes:
+    """What stands before a streamed body: messages within messages, each with a tag and its length."""
+    head = b"\x0a" + _varint(size)
+    for outer in (b"\x1a", b"\x1a", b"\x0a", tag):
+        head = outer + _varint(len(head) + size + more) + head
+    return head
 
 
 def _varint(number: int) -> bytes:

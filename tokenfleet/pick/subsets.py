@@ -24,6 +24,11 @@ class SubsetPlacement(Placement):
         else:
             self._allowed[request] = servers
 
+    def load(self, server: WorkerId) -> int:
+        """The requests that the ledger has on a server."""
+        row = self.ledger.workers[self.worker_rows[server]]
+        return int(row["decoding"] + row["queued"])
+
     def _barred(self, request: Tracked, exclude: Collection[WorkerId]) -> set[int]:
         barred, allowed = super()._barred(request, exclude), self._allowed.get(request.id)
         if allowed is None:

@@ -5,8 +5,9 @@ another picker has placed. Between two scrapes of a server
 
     first tokens    Δ first_tokens, less those that passed here; the earliest requests get them
     tokens          Δ gaps / running, for each that decodes
-    load            running + waiting: where the ledger has had more twice in a row, the oldest unseen ones
-                    have ended; where it has had fewer twice, others' requests of mean lengths are added
+    load            running + waiting: where the ledger has more, the oldest unseen ones have ended, and those
+                    without an answer are elsewhere; where it has fewer twice in a row, or at the first look,
+                    others' requests of mean lengths are added
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from tokenfleet.profiles.engine_metrics import EngineCounts
 
 EASY = Slo(3600.0, 3600.0)  # of others' requests, whose targets are not known
 MEAN_TOKENS = 500.0
+ARRIVES_S = 0.1  # from the choice of a server until that server counts the request
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A server's last scrape, how far the ledger was off, and first tokens that passed here since."""
+    """A server's last scrape, and the requests that the ledger lacked then (below 0: had too many)."""
 
     page: EngineCounts
-    off: int = 0
+    missing: int
 
 
 class Unseen:
@@ -51,20 +53,22 @@ class Unseen:
         self._unseen[call] = None
         self.counts["unseen"] += 1
 
-    def heard(self, server: WorkerId, page: EngineCounts) -> None:
-        """A server's counters, now."""
+    def heard(self, server: WorkerId, page: EngineCounts, asked_s: float) -> None:
+        """A server's counters, asked for at `asked_s` by the picker's clock."""
         seen = self._last.get(server)
         calls = self._fleet.running(server)
         self._unseen = {call: None for call in self._unseen if not call.is_over}
-        off = len(calls) - round(page.values.get("running", 0) + page.values.get("waiting", 0))
-        before = 0 if seen is None else seen.off
-        self._last[server] = _Seen(page, off)
+        count = round(page.values.get("running", 0) + page.values.get("waiting", 0))
+        missing = count - len(calls)
+        before = missing if seen is None else seen.missing
+        self._last[server] = _Seen(page, missing)
         if seen is not None:
             self._progress(server, calls, seen.page, page)
-        if off > 0 and before > 0:
-            self._end(server, min(off, before))
-        elif off < 0 and before < 0:
-            self._others(server, page, min(-off, -before))
+        arrived = [call for call in calls if call.placed_s <= asked_s - ARRIVES_S]
+        if len(arrived) > count:
+            self._end(arrived, len(arrived) - count)
+        elif missing > 0 and before > 0:
+            self._others(server, page, min(missing, before))
 
     def gone(self, server: WorkerId) -> None:
         """A server has left, and what ran there unseen with it."""
@@ -91,12 +95,17 @@ class Unseen:
                 got.append((one, 1))
         self._fleet.advance(server, [(one, tokens) for one, tokens in got if tokens > 0])
 
-    def _end(self, server: WorkerId, count: int) -> None:
-        there = [call for call in self._unseen if call.worker == server][:count]
-        for call in there:
+    def _end(self, arrived: list[Call], count: int) -> None:
+        """So many of these calls are not there: unseen ones have ended; others are retried elsewhere."""
+        ended = [call for call in arrived if call in self._unseen][:count]
+        for call in ended:
             self._unseen.pop(call)
             self._fleet.drop(call)
-        self.counts["ended"] += len(there)
+        lost = [one for one in arrived if not one.is_answered and not one.is_over][: count - len(ended)]
+        for call in lost:
+            self._fleet.take(call)
+        self.counts["ended"] += len(ended)
+        self.counts["lost"] += len(lost)
 
     def _others(self, server: WorkerId, page: EngineCounts, count: int) -> None:
         """Requests on a server that this picker has not placed."""
@@ -118,7 +127,7 @@ class Unseen:
             )
             ticket = Ticket(request.request_id, "", EASY, 0)
             tracked = Tracked(request, ticket, self._fleet.now_s, max(round(output), 2), [0])
-            call = Call(NoAsker(), EASY, "", "", is_streamed=False)
+            call = Call(NoAsker(), EASY, "", "", is_streamed=False, placed_s=self._fleet.now_s)
             self._unseen[call] = None
             self._fleet.add(call, tracked, server)
         self.counts["added"] += count

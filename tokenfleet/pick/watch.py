@@ -76,6 +76,7 @@ class ServerWatch:
 
     async def look(self) -> None:
         """Read the list and the metrics. Raises BadInput for a list that was never read."""
+        asked_s = self._fleet.now_s
         pages = await self._servers.pages(time.monotonic())
         names = {server: await self._address(server) for server in pages}
         for gone in set(self._fleet.servers) - set(names.values()):
@@ -87,11 +88,11 @@ class ServerWatch:
             if not isinstance(page, EngineCounts):
                 self._silent(server, name, page)
             elif not self._fleet.is_attached(name):
-                await self._meet(server, name, page)
+                await self._meet(server, name, page, asked_s)
             else:
                 if self._missed.pop(name, 0) >= SILENT_AFTER:
                     self._fleet.suspect(name, False)
-                self._unseen.heard(name, page)
+                self._unseen.heard(name, page, asked_s)
 
     async def _address(self, server: str) -> WorkerId | None:
         """A server's IP and port, as gateways know it."""
@@ -122,7 +123,7 @@ class ServerWatch:
             self._refused[server] = why
             self._tell(f"{server}: takes no requests: {why}")
 
-    async def _meet(self, server: str, name: WorkerId, page: EngineCounts) -> None:
+    async def _meet(self, server: str, name: WorkerId, page: EngineCounts, asked_s: float) -> None:
         if self.model and page.model and page.model != self.model:
             self._refuse(server, f"serves {page.model}, the fleet serves {self.model}")
             return
@@ -141,7 +142,7 @@ class ServerWatch:
             self._refuse(server, "the ledger has room for fewer servers; restart the picker")
             return
         self._refused.pop(server, None)
-        self._unseen.heard(name, page)
+        self._unseen.heard(name, page, asked_s)
         self._tell(f"{name}: takes requests: {kv_tokens:,} tokens of KV")
         for told in self.on_server:
             told(name, True)

@@ -275,14 +275,39 @@ def test_servers_counters_correct_the_ledger_within_two_looks():
     async def story(fleet):
         unseen, server = Unseen(fleet), SERVERS[0]
         for n, running in enumerate((0, 3, 3, 3, 1, 1, 1, 0, 0)):
-            unseen.heard(server, page(float(running)))
-            assert len(fleet.running(server)) == (0, 0, 3, 3, 3, 1, 1, 1, 0)[n]
+            unseen.heard(server, page(float(running)), fleet.now_s + 1.0)
+            assert len(fleet.running(server)) == (0, 0, 3, 3, 1, 1, 1, 0, 0)[n]
         assert held(fleet) == {}
-        unseen.heard(server, page(2.0))
-        unseen.heard(server, page(2.0))
+        unseen.gone(server)
+        unseen.heard(server, page(2.0), fleet.now_s)  # the first look at it: nothing was before
+        assert len(fleet.running(server)) == 2
         unseen.gone(server)
         fleet.detach(server)
         assert (held(fleet), len(unseen)) == ({}, 0)
+
+    in_a_loop(story)
+
+
+def test_a_request_that_its_server_does_not_count_is_on_none_until_its_answer_names_one():
+    def page(running):
+        return EngineCounts(0.0, {"running": running, "waiting": 0.0, "first_tokens": 0.0, "gaps": 0.0})
+
+    async def story(fleet):
+        unseen, gateway = Unseen(fleet), Gateway(fleet)
+        gateway.ask()
+        (call,) = fleet.calls.values()
+        first = call.worker
+        unseen.heard(first, page(0.0), call.placed_s)  # it may not have arrived yet
+        assert call.worker == first
+        unseen.heard(first, page(0.0), call.placed_s + 1.0)
+        assert (call.worker, held(fleet), dict(unseen.counts)) == (None, {}, {"ended": 0, "lost": 1})
+        other = next(one for one in SERVERS if one != first)
+        fleet.served(call, other)
+        assert (call.worker, fleet.placement.load(other)) == (other, 1)
+        unseen.heard(other, page(0.0), call.placed_s + 1.0)  # its answer has begun: its stream tells its end
+        assert call.worker == other
+        gateway.exchange.closed()
+        assert (held(fleet), fleet.calls) == ({}, {})
 
     in_a_loop(story)
 
