@@ -38,6 +38,13 @@ def test_every_metric_and_option_has_a_meaning():
         assert [row for row in rows if row.rstrip("| ").endswith("`")] == []
 
 
+def test_every_field_of_an_http_body_has_a_meaning():
+    rows = [line.split("|") for line in PAGES["http.md"]().splitlines() if line.startswith("| `")]
+    fields = [row for row in rows if len(row) == 6]  # name, type, meaning, whether it may be absent
+    assert len(fields) > 100
+    assert [row[1] for row in fields if not row[3].strip()] == []
+
+
 def first_cells(name):
     """What stands in code font at the beginning of a row of a page."""
     return set(re.findall(r"^\| `([^`]+)`", (FOLDER / name).read_text(encoding="utf-8"), re.MULTILINE))

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -39,14 +39,16 @@ BODY_IDLE_S = 30.0  # a body is given up if nothing more of it comes for this lo
 class ErrorBody(BaseModel):
     """One line that says what was wrong."""
 
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
+    message: str = Field(description="for people")
+    type: str = Field(description="for programs, as OpenAI's API has it")
+    param: str | None = Field(None, description="always null")
+    code: str | None = Field(None, description="as OpenAI's API has it")
 
 
 class ErrorReply(BaseModel):
-    error: ErrorBody
+    """A refusal."""
+
+    error: ErrorBody = Field(description="why")
 
 
 class UnknownName(BadInput):

@@ -21,6 +21,11 @@ OVER: tuple[State, ...] = ("done", "failed", "cancelled")
 INLINE_CHARACTERS = 4_000_000
 
 
+def means(text: str) -> Any:
+    """A field's meaning, for the reference and `/openapi.json`."""
+    return Field(description=text)
+
+
 class _Form(BaseModel):
     """From outside: unknown fields are refused, and text is not taken for a number."""
 
@@ -30,32 +35,34 @@ class _Form(BaseModel):
 class UploadedTrace(_Form):
     """A trace sent before with `POST /v1/traces`, by its id."""
 
-    upload: Annotated[str, Field(min_length=1, max_length=64)]
+    upload: Annotated[str, Field(min_length=1, max_length=64, description="its id")]
 
 
 class InlineTrace(_Form):
     """A small trace itself: `arrival_s,prompt_tokens,output_tokens` or any other known format."""
 
-    inline_csv: Annotated[str, Field(min_length=1, max_length=INLINE_CHARACTERS)]
+    inline_csv: Annotated[str, Field(min_length=1, max_length=INLINE_CHARACTERS, description="the text")]
 
 
 class SampleTrace(_Form):
     """The trace that ships with Tokenfleet."""
 
-    sample: Literal[True]
+    sample: Annotated[Literal[True], means("true")]
 
 
 class HistoryTrace(_Form):
     """The requests that this fleet served recently, such as in the last `1h` or `7d`."""
 
-    since: Annotated[str, Field(min_length=1, max_length=20, examples=["1h", "7d"])]
+    since: Annotated[
+        str, Field(min_length=1, max_length=20, examples=["1h", "7d"], description="how long ago")
+    ]
 
 
 class Targets(_Form):
     """Time to first token and time per output token, both in seconds."""
 
-    ttft_s: Annotated[float, Field(gt=0, le=3600, examples=[1.6])]
-    tpot_s: Annotated[float, Field(gt=0, le=3600, examples=[0.075])]
+    ttft_s: Annotated[float, Field(gt=0, le=3600, examples=[1.6], description="the limit of TTFT")]
+    tpot_s: Annotated[float, Field(gt=0, le=3600, examples=[0.075], description="the limit of TPOT")]
 
 
 FileText = Annotated[str, Field(min_length=1, max_length=100_000)]
@@ -89,10 +96,8 @@ Timeout = Annotated[
 class PlanOrder(_Options):  # type: ignore[misc, valid-type]
     """What `tokenfleet plan` is asked, and how long it may take."""
 
-    slo: Annotated[
-        Targets | None, Field(description="of requests without a class; needed without `classes`")
-    ] = None
-    trace: Source
+    slo: Annotated[Targets | None, means("of requests without a class; needed without `classes`")] = None
+    trace: Annotated[Source, means("the requests to plan for")]
     timeout_s: Timeout = None
 
     def request(self, folder: Path = Path()) -> PlanRequest:
@@ -134,7 +139,9 @@ class PortfolioOrder(_Form):
     """A portfolio file, and the files that it names, each by the name that stands there."""
 
     portfolio: Annotated[str, Field(min_length=1, max_length=1_000_000, description="YAML or JSON")]
-    traces: Annotated[dict[str, Source], Field(min_length=1, max_length=1000)]
+    traces: Annotated[
+        dict[str, Source], Field(min_length=1, max_length=1000, description="by the names in it")
+    ]
     files: Annotated[dict[str, FileText], Field(max_length=1000, description="profiles and prices")] = {}
     timeout_s: Timeout = None
 
@@ -197,193 +204,203 @@ def in_field_names(refusal: str) -> str:
 class TraceSummary(BaseModel):
     """A trace as the service has read it; `id` is what a plan order calls it."""
 
-    id: str
-    name: str
-    format: str
-    requests: int
-    rate_rps: float
-    duration_s: float
-    bytes: int
-    warnings: list[str] = []
+    id: Annotated[str, means("for `upload` in an order")]
+    name: Annotated[str, means("of the file")]
+    format: Annotated[str, means("as recognised, such as csv or mooncake")]
+    requests: Annotated[int, means("how many")]
+    rate_rps: Annotated[float, means("mean requests per second")]
+    duration_s: Annotated[float, means("from the first arrival to the last")]
+    bytes: Annotated[int, means("size of the file")]
+    warnings: Annotated[list[str], means("what may be wrong with the trace, a sentence each")] = []
 
 
 class _AnyJob(BaseModel):
     """What jobs of plans and of portfolios have in common. `says` is the present stage."""
 
-    id: str
-    state: State
-    progress: Annotated[float, Field(ge=0, le=1)]
-    says: str
-    question: Annotated[dict[str, Any], Field(description="the order, defaults filled in")]
-    error: str | None
-    created_s: Annotated[float, Field(description="Unix time")]
-    started_s: float | None
-    finished_s: float | None
-    attempts: Annotated[int, Field(description="how often it was begun; more than once after a crash")]
+    id: Annotated[str, means("for `GET /v1/…/{job}`")]
+    state: Annotated[State, means("done, failed and cancelled are final")]
+    progress: Annotated[float, Field(ge=0, le=1, description="0 to 1")]
+    says: Annotated[str, means("the present stage")]
+    question: Annotated[dict[str, Any], means("the order, defaults filled in")]
+    error: Annotated[str | None, means("why it failed, in a line")]
+    created_s: Annotated[float, means("Unix time")]
+    started_s: Annotated[float | None, means("Unix time")]
+    finished_s: Annotated[float | None, means("Unix time")]
+    attempts: Annotated[int, means("how often it was begun; more than once after a crash")]
 
 
 class PortfolioBrief(BaseModel):
     """The plan of a portfolio in a line: the names of its models, and what all of them cost."""
 
-    models: list[str] = []
-    usd_per_hour: float
+    models: Annotated[list[str], means("their names")] = []
+    usd_per_hour: Annotated[float, means("of all fleets together")]
 
 
 class PortfolioJobBrief(_AnyJob):
     """The job of a portfolio; `brief` stands once it is done."""
 
-    brief: PortfolioBrief | None
+    brief: Annotated[PortfolioBrief | None, means("null until it is done")]
 
 
 class PortfolioJob(PortfolioJobBrief):
     """The job of a portfolio with its answer, as `tokenfleet portfolio --format json` prints it."""
 
-    portfolio: dict[str, Any] | None
+    portfolio: Annotated[dict[str, Any] | None, means("null until it is done")]
 
 
 class PortfolioJobList(BaseModel):
     """Jobs of portfolios, newest first."""
 
-    portfolios: list[PortfolioJobBrief]
+    portfolios: Annotated[list[PortfolioJobBrief], means("newest first")]
 
 
 class JobBrief(_AnyJob):
     """A plan job; `brief` stands once it is done."""
 
-    simulations: int
-    trace: TraceSummary
+    simulations: Annotated[int, means("run so far")]
+    trace: Annotated[TraceSummary, means("that is planned for")]
     command: Annotated[
         str | None,
-        Field(description="the same on a terminal; null for an order of another version"),
+        means("the same on a terminal; null for an order of another version"),
     ]
-    brief: PlanBrief | None
+    brief: Annotated[PlanBrief | None, means("null until it is done")]
 
 
 class Compared(BaseModel):
     """A figure as planned, as predicted for the traffic that came, as observed, and observed / predicted."""
 
-    planned: float | None
-    predicted: float | None
-    observed: float | None
-    ratio: float | None
+    planned: Annotated[float | None, means("by the plan, for its trace")]
+    predicted: Annotated[float | None, means("for the traffic that came")]
+    observed: Annotated[float | None, means("of the served requests")]
+    ratio: Annotated[float | None, means("observed / predicted")]
 
 
 class ServedPeriod(BaseModel):
     """When a fleet ran under the plan; Unix time."""
 
-    started_s: float
-    ended_s: float | None
+    started_s: Annotated[float, means("Unix time")]
+    ended_s: Annotated[float | None, means("Unix time; null while it runs")]
 
 
 class Scorecard(BaseModel):
     """What a kept plan predicted, and what came of it; the figures are null until enough was served."""
 
-    schema_name: Annotated[Literal["tokenfleet.scorecard/1"], Field(alias="schema")]
-    plan: str
-    fleet: list[FleetPart]
-    slo: dict[str, float]
-    served: list[ServedPeriod]
-    requests: int
-    not_served: Annotated[int, Field(description="turned away or failed; they count as missed")]
-    workers: dict[str, int]
-    rate_rps: dict[str, float] | None
-    ttft_s: dict[str, Compared] | None
-    tpot_s: dict[str, Compared] | None
-    attainment: dict[str, float | None] | None
-    classes: list[dict[str, Any]] | None = None
-    capacity: dict[str, float | None] | None
-    bias: Annotated[
-        dict[str, Any] | None, Field(description="how many times as long steps took as the profile says")
+    schema_name: Annotated[
+        Literal["tokenfleet.scorecard/1"], Field(alias="schema", description="of this document")
     ]
-    gap: Annotated[
-        list[dict[str, Any]], Field(description="by day: what was paid over the cheapest, and its parts")
-    ] = []
-    says: list[str]
+    plan: Annotated[str, means("its id")]
+    fleet: Annotated[list[FleetPart], means("as planned")]
+    slo: Annotated[dict[str, float], means("targets in seconds")]
+    served: Annotated[list[ServedPeriod], means("when a fleet ran under it")]
+    requests: Annotated[int, means("that ended under it")]
+    not_served: Annotated[int, means("turned away or failed; they count as missed")]
+    workers: Annotated[dict[str, int], means("planned, and how many were seen")]
+    rate_rps: Annotated[dict[str, float] | None, means("requests per second, planned and observed")]
+    ttft_s: Annotated[dict[str, Compared] | None, means("its quantiles and mean")]
+    tpot_s: Annotated[dict[str, Compared] | None, means("its quantiles and mean")]
+    attainment: Annotated[
+        dict[str, float | None] | None,
+        means("share within both targets: target, planned, predicted, observed"),
+    ]
+    classes: Annotated[list[dict[str, Any]] | None, means("the same by SLO class")] = None
+    capacity: Annotated[
+        dict[str, float | None] | None,
+        means("requests per second of the busiest minute in SLO, and of the least busy one out of it"),
+    ]
+    bias: Annotated[dict[str, Any] | None, means("how many times as long steps took as the profile says")]
+    gap: Annotated[list[dict[str, Any]], means("by day: what was paid over the cheapest, and its parts")] = []
+    says: Annotated[list[str], means("the answer in sentences")]
 
 
 class Job(JobBrief):
     """A plan job with its answer."""
 
-    plan: PlanFile | None
+    plan: Annotated[PlanFile | None, means("null until it is done")]
 
 
 class JobList(BaseModel):
     """Jobs, newest first."""
 
-    plans: list[JobBrief]
+    plans: Annotated[list[JobBrief], means("newest first")]
 
 
 class QuotedPrice(BaseModel):
     """US dollars for a GPU for an hour, where that is from, and whether a list of the user's own has it."""
 
-    usd_per_gpu_h: float
-    date: str
-    source: str
-    is_own: bool
+    usd_per_gpu_h: Annotated[float, means("US dollars")]
+    date: Annotated[str, means("of the quote, ISO")]
+    source: Annotated[str, means("where it is from")]
+    is_own: Annotated[bool, means("whether a list of yours has it")]
 
 
 class KnownGpu(BaseModel):
-    name: str
-    on_demand: QuotedPrice | None
-    spot: QuotedPrice | None
+    """A GPU and its prices here."""
+
+    name: Annotated[str, means("as in `gpu`")]
+    on_demand: Annotated[QuotedPrice | None, means("null: no price is known")]
+    spot: Annotated[QuotedPrice | None, means("null: no price is known")]
 
 
 class KnownKind(BaseModel):
     """A kind of worker there is a profile of."""
 
-    gpu: str
-    tp_degree: int
-    measured: Annotated[str, Field(description="measured, composed or published")]
-    date: str
-    engine_mode: str
-    kv_tokens: int
+    gpu: Annotated[str, means("as in `gpu`")]
+    tp_degree: Annotated[int, means("GPUs of a worker")]
+    measured: Annotated[str, means("measured, composed or published")]
+    date: Annotated[str, means("of the profile, ISO")]
+    engine_mode: Annotated[str, means("how an engine schedules prefill and decode")]
+    kv_tokens: Annotated[int, means("KV cache of a worker")]
 
 
 class KnownModel(BaseModel):
-    name: str
-    context_limit_tokens: int | None
-    kinds: list[KnownKind]
+    """A model of the library."""
+
+    name: Annotated[str, means("as in `model`")]
+    context_limit_tokens: Annotated[int | None, means("of its configuration; null: not known")]
+    kinds: Annotated[list[KnownKind], means("of worker, with a profile")]
 
 
 class KnownHistory(BaseModel):
     """The history that is kept of what this fleet served; times are Unix seconds."""
 
-    requests: int
-    first_s: float | None
-    last_s: float | None
+    requests: Annotated[int, means("kept")]
+    first_s: Annotated[float | None, means("of the oldest; null without any")]
+    last_s: Annotated[float | None, means("of the newest; null without any")]
 
 
 class JobLimits(BaseModel):
-    upload_bytes: int
-    queued_jobs: int
-    job_timeout_s: float
+    """What this service takes at most."""
+
+    upload_bytes: Annotated[int, means("largest trace")]
+    queued_jobs: Annotated[int, means("most jobs that may wait")]
+    job_timeout_s: Annotated[float, means("longest run of a job")]
 
 
 class KnownOption(BaseModel):
     """An option of a plan. `name` is its field in an order, `key` its name in what-ifs and addresses."""
 
-    name: str
-    flag: str
-    key: str
-    label: str
-    help: str
-    kind: Kind
-    is_list: bool
-    default: Any
-    choices: list[str]
-    bounds: Annotated[dict[str, float], Field(description="gt, ge, lt, le; of durations in seconds")]
-    needs: Annotated[str, Field(description="the option without which it has no meaning, if there is one")]
+    name: Annotated[str, means("field of an order")]
+    flag: Annotated[str, means("of `tokenfleet plan`")]
+    key: Annotated[str, means("in what-ifs and addresses")]
+    label: Annotated[str, means("for a form")]
+    help: Annotated[str, means("as on a terminal")]
+    kind: Annotated[Kind, means("how its value reads")]
+    is_list: Annotated[bool, means("whether it takes several values")]
+    default: Annotated[Any, means("what holds without it")]
+    choices: Annotated[list[str], means("allowed values; empty: any")]
+    bounds: Annotated[dict[str, float], means("gt, ge, lt, le; of durations in seconds")]
+    needs: Annotated[str, means("the option without which it has no meaning, if there is one")]
 
 
 class Catalogue(BaseModel):
     """What a plan can be asked for here."""
 
-    version: str
-    models: list[KnownModel]
-    gpus: list[KnownGpu]
-    options: list[KnownOption]
-    policies: list[str]
-    engine_modes: list[str]
-    sample: TraceSummary | None
-    history: KnownHistory
-    limits: JobLimits
+    version: Annotated[str, means("of Tokenfleet")]
+    models: Annotated[list[KnownModel], means("in the library")]
+    gpus: Annotated[list[KnownGpu], means("with a profile or a price")]
+    options: Annotated[list[KnownOption], means("of a plan")]
+    policies: Annotated[list[str], means("of placement")]
+    engine_modes: Annotated[list[str], means("of engines")]
+    sample: Annotated[TraceSummary | None, means("the trace that ships; null: not installed")]
+    history: Annotated[KnownHistory, means("of the fleet served here")]
+    limits: Annotated[JobLimits, means("of orders")]

@@ -39,74 +39,74 @@ class _Order(BaseModel):
 class ScaleOrder(_Order):
     """A number of workers (of a `kind`, in a fleet of several), or `auto` to let the controller decide."""
 
-    workers: Workers | None = None
-    kind: str | None = Field(None, min_length=1, max_length=64)
-    auto: bool = False
+    workers: Workers | None = Field(None, description="to keep from now on")
+    kind: str | None = Field(None, min_length=1, max_length=64, description="such as h100 TP2")
+    auto: bool = Field(False, description="let the controller decide")
 
 
 class ShareOrder(_Order):
     """The most workers of one model of several."""
 
-    workers: Workers
+    workers: Workers = Field(description="at most")
 
 
 class RoleOrder(_Order):
     """What a worker is to do from now on."""
 
-    role: Role
+    role: Role = Field(description="from now on")
 
 
 class MoveOrder(_Order):
     """A running request, and the worker to move it to; without one the fleet chooses."""
 
-    request_id: str = Field(min_length=1, max_length=256)
-    target: str | None = Field(None, min_length=1, max_length=64)
+    request_id: str = Field(min_length=1, max_length=256, description="as `GET /v1/requests` has it")
+    target: str | None = Field(None, min_length=1, max_length=64, description="a worker")
 
 
 class EvacuationOrder(_Order):
     """How long until a worker, or a node's, must be gone."""
 
-    deadline_s: float = Field(gt=0, le=86_400, allow_inf_nan=False)
+    deadline_s: float = Field(gt=0, le=86_400, allow_inf_nan=False, description="from now")
 
 
 class RestartOrder(_Order):
     """How long requests that cannot be moved may go on where they are."""
 
-    finish_s: float = Field(600.0, gt=0, le=86_400, allow_inf_nan=False)
+    finish_s: float = Field(600.0, gt=0, le=86_400, allow_inf_nan=False, description="from now")
 
 
 class UpdateOrder(RestartOrder):
     """The model and the vLLM flags of all workers from now on; a field left out does not change."""
 
-    model: str | None = Field(None, min_length=1, max_length=4096)
-    flags: list[str] | None = Field(None, max_length=256)
+    model: str | None = Field(None, min_length=1, max_length=4096, description="as `serve --model`")
+    flags: list[str] | None = Field(None, max_length=256, description="of vLLM, all of them")
 
 
 class ScaleDecision(_Order):
     """The controller's: a number of workers, and `kinds` in a fleet of several. `advisory`: only recorded."""
 
-    workers: Workers
-    kinds: dict[str, int] = Field(default_factory=dict, max_length=64)
-    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict)
-    reason: str = Field(min_length=1, max_length=500)
-    advisory: bool = False
+    workers: Workers = Field(description="of all kinds together")
+    kinds: dict[str, int] = Field(default_factory=dict, max_length=64, description="workers by kind")
+    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict, description="what it rests on")
+    reason: str = Field(min_length=1, max_length=500, description="a sentence")
+    advisory: bool = Field(False, description="only record it")
 
 
 class NoteDecision(_Order):
     """The controller's: what it has to say though the number of workers stays."""
 
-    kind: Literal["correction", "limit"]
-    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict)
-    reason: str = Field(min_length=1, max_length=500)
+    kind: Literal["correction", "limit"] = Field(description="of the note")
+    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict, description="what it rests on")
+    reason: str = Field(min_length=1, max_length=500, description="a sentence")
 
 
 class MoveDecision(_Order):
     """The controller's: a request, and the worker to move it to. `advisory`: only recorded."""
 
-    request_id: str = Field(min_length=1, max_length=256)
-    target: str = Field(min_length=1, max_length=64)
-    reason: str = Field(min_length=1, max_length=500)
-    advisory: bool = False
+    request_id: str = Field(min_length=1, max_length=256, description="as `GET /v1/requests` has it")
+    target: str = Field(min_length=1, max_length=64, description="a worker")
+    reason: str = Field(min_length=1, max_length=500, description="a sentence")
+    advisory: bool = Field(False, description="only record it")
 
 
 def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Extension] = ()) -> FastAPI:
