@@ -103,14 +103,14 @@ def test_what_no_loop_can_keep_to_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], words: list[str], says: str
 ) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(made() | fields))
-    given = ["--plan", str(tmp_path / "plan.json"), "--model", MODEL, "--engine", "emulated"]
+    given = ["--plan", str(tmp_path / "plan.json"), "--model", f"meta/{MODEL}", "--engine", "emulated"]
     assert main(["serve", *given, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {says}")
 
 
 def test_fixed_without_a_plan_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--model", MODEL, "--engine", "emulated", "--fixed"]) == 2
+    assert main(["serve", "--model", f"meta/{MODEL}", "--engine", "emulated", "--fixed"]) == 2
     assert "--fixed: without a plan nothing changes the number of workers" in capsys.readouterr().err
 
 
