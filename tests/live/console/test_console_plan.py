@@ -178,7 +178,7 @@ def test_every_option_has_a_field_that_orders_it(api, visit):
 
 
 ROUND_TRIPS = """async (hostile) => {
-  const { Questions } = await import("/console/plan_request.js");
+  const { Questions } = await import("/console/plan_question.js");
   const { options } = await (await fetch("/v1/catalogue")).json();
   const questions = new Questions(options);
   const upload = { kind: "upload", id: "a1", name: hostile };
@@ -220,7 +220,7 @@ def test_a_question_survives_its_address_whatever_it_holds(api, visit):
     tab = visit(f"{api}/?{QUICK}")
     assert tab.page.evaluate(ROUND_TRIPS, HOSTILE) == []
     read = """async (text) => {
-      const { Questions } = await import("/console/plan_request.js");
+      const { Questions } = await import("/console/plan_question.js");
       return new Questions((await (await fetch("/v1/catalogue")).json()).options).fromQuery(text);
     }"""
     defaults = tab.page.evaluate(read, "")
