@@ -29,7 +29,8 @@ def no_bool(value: Any) -> Any:
 
 Model = TypeVar("Model", bound=BaseModel)
 LONGEST = 80  # characters of a value that are worth repeating
-SHORT = 10_000  # of a text that cannot nest too deep for libyaml, which reads ten times as fast
+SHORT = 10_000  # characters; the texts that libyaml reads, ten times as fast
+DEEPEST = 50  # levels; to validate or print what nests deeper may end the interpreter's stack
 
 
 def first_fault(error: ValidationError) -> tuple[str, str]:
@@ -61,11 +62,24 @@ def load_yaml(text: str, where: str) -> Any:
     """What YAML says. Raises BadInput."""
     if len(text) < SHORT and yaml.__with_libyaml__:
         with suppress(yaml.YAMLError, ValueError):  # read again below, for the message
-            return yaml.load(text, yaml.CSafeLoader)
+            content = yaml.load(text, yaml.CSafeLoader)
+            if not _is_deep(content):
+                return content
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise BadInput(f"{where}: is not YAML: {' '.join(str(error).split())[:200]}") from error
+
+
+def _is_deep(content: Any) -> bool:
+    """Whether lists and mappings nest deeper than DEEPEST. An alias within itself does."""
+    level = {0: [content]}
+    for _ in range(DEEPEST):
+        inner = (one.values() if isinstance(one, dict) else one for one in level.values())
+        level = {id(x): x for one in inner for x in one if isinstance(x, list | dict)}
+        if not level:
+            return False
+    return True
 
 
 def parse_yaml(text: str, where: str, model: type[Model], is_no: str) -> Model:

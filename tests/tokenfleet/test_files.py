@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.errors import BadInput
+from tokenfleet.field_errors import load_yaml, read_text
 from tokenfleet.files import write_files
 
 
@@ -62,3 +63,10 @@ def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="pipe: not a regular file"):
         write_files({tmp_path / "pipe": "x"})
     assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("nested", ["- " * 4500, "[" * 4500, "{a: " * 2400])
+def test_a_file_that_nests_too_deep_is_refused_in_one_line(tmp_path: Path, nested: str) -> None:
+    (tmp_path / "prices.yaml").write_text(f"schema: tokenfleet.prices/1\nprices:\n  - {nested}\n")
+    with pytest.raises(BadInput, match=r"prices.yaml: is not YAML: [^\n]*$"):
+        load_yaml(read_text(tmp_path / "prices.yaml"), str(tmp_path / "prices.yaml"))
