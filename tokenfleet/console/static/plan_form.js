@@ -225,11 +225,14 @@ export class PlanForm {
     const model = this.#catalogue.models.find((m) => m.name === byId("model").value);
     const kinds = model?.kinds ?? [];
     const price = (gpu) => this.#catalogue.gpus.find((g) => g.name === gpu)?.on_demand;
-    const origin = ({ date, is_own: isOwn }) => `${isOwn ? "your" : "list"} price of ${date}`;
     const names = [...new Set(kinds.map((k) => k.gpu))];
     const degrees = [...new Set(kinds.map((k) => k.tp_degree))].sort((a, b) => a - b);
     const says = (gpu) =>
-      price(gpu) ? `${gpu}, $${price(gpu).usd_per_gpu_h} an hour, ${origin(price(gpu))}` : `${gpu}, no price known`;
+      price(gpu)
+        ? `${gpu}, $${price(gpu).usd_per_gpu_h} an hour${price(gpu).is_own ? ", your price" : ""}`
+        : `${gpu}, no price known`;
+    const dates = names.flatMap((gpu) => price(gpu)?.date ?? []).sort();
+    byId("price-hint").textContent = dates.length ? `Prices are of ${dates[0]} to ${dates.at(-1)}.` : "";
     // An address may have the short names that the command line takes: h100 for h100-sxm.
     const isAsked = (gpu) => gpus.some((asked) => gpu === asked || gpu.startsWith(`${asked}-`));
     const box = (value, label, checked) =>
