@@ -116,7 +116,7 @@ class VllmLike:
             self.aborted += 1
             if isinstance(left, asyncio.CancelledError):
                 raise
-            return web.Response()  # which nobody reads
+            return web.Response()  # the client has gone
         finally:
             for of in (self.running, self.waiting):
                 if one in of:

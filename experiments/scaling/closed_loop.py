@@ -157,7 +157,7 @@ Changes = list[tuple[float, tuple[str, ...]]]
 
 
 async def played(server: Server, load: Workload) -> tuple[Changes, list[Stream]]:
-    """Send the load; when the workers changed, and of which kinds they then are; and the streams."""
+    """Send the load. Return each change of the workers (its time, their kinds), and the streams."""
     changes: Changes = []
     loop = asyncio.get_running_loop()
     began_s = loop.time()

@@ -130,7 +130,7 @@ class Engine:
         self.clients: dict[str, Client] = {}
         self.answers: dict[str, str] = {}
         self.aborts: list[str] = []  # that come while a step runs
-        self.steps: list[tuple[dict[str, Any], float, int]] = []  # what is told of each, ended, running
+        self.steps: list[tuple[dict[str, Any], float, int]] = []  # statistics, end, running
         self.mistakes: list[str] = []
         # The GPU
         self.cells: dict[int, int] = {}
