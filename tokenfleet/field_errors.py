@@ -73,7 +73,7 @@ def load_yaml(text: str, where: str) -> Any:
 
 def _is_deep(content: Any) -> bool:
     """Whether lists and mappings nest deeper than DEEPEST. An alias within itself does."""
-    level = {0: [content]}
+    level: dict[int, Any] = {0: [content]}
     for _ in range(DEEPEST):
         inner = (one.values() if isinstance(one, dict) else one for one in level.values())
         level = {id(x): x for one in inner for x in one if isinstance(x, list | dict)}
