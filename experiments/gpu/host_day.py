@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataplane.startup import child_environment
 from experiments.lib.public_data import ROOT
 
 OUTPUT = Path("tokenfleet-out/gpu-day")
@@ -91,7 +91,7 @@ def steps(output: Path, model: str, is_dry: bool, gpus: int) -> list[Step]:
 def run(step: Step) -> Outcome:
     """Run a step to its end, or to its limit."""
     began_s = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(step.environment)
+    environment = child_environment() | dict(step.environment)
     try:
         done = subprocess.run(
             step.command,

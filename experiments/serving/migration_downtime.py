@@ -23,19 +23,22 @@ TURNS, QUICK_TURNS = 7, 3
 MODES = ("live", "stop-and-copy", "recompute")
 SLOW_TURNS = 3  # of the modes whose downtime is long
 BEFORE, AFTER = 25, 35  # tokens decoded before the move, and at least after it began
+AFTER_OF_MODEL = 400  # a GPU decodes faster than it copies a gigabyte
 SLACK_S = 0.010
 
 
-async def measure(pair: Pair, length: int, mode: str, turns: int, seed: int) -> dict[str, Any]:
+async def measure(
+    pair: Pair, length: int, mode: str, turns: int, seed: int, after: int = AFTER
+) -> dict[str, Any]:
     """Move a request of `length` prompt tokens `turns` times, each time afresh."""
     prompt = np.random.default_rng((seed, length)).integers(5, 2000, length).tolist()
     for _ in range(2):  # the second finds its prompt cached, as all that follow; in bfloat16 that counts
-        plain = await pair.fleet.start(A, prompt, {"max_tokens": BEFORE + AFTER})
+        plain = await pair.fleet.start(A, prompt, {"max_tokens": BEFORE + after})
         await plain.ended()
     downtimes, steps, gaps, copied, equal = [], [], [], [], 0
     for _ in range(turns):
         await pair.forget(B)
-        stream = await pair.fleet.start(A, prompt, {"max_tokens": BEFORE + AFTER})
+        stream = await pair.fleet.start(A, prompt, {"max_tokens": BEFORE + after})
         await stream.until(BEFORE)
         move = await pair.fleet.move(stream, B, mode)
         await stream.ended()
@@ -72,9 +75,10 @@ def main() -> int:
     turns = QUICK_TURNS if asked.quick else TURNS
 
     async def story(pair: Pair) -> list[dict[str, Any]]:
-        await measure(pair, 300, "live", 2, asked.seed + 1)  # connections, first steps after warm-up
+        after = AFTER_OF_MODEL if asked.model else AFTER
+        await measure(pair, 300, "live", 2, asked.seed + 1, after)  # connections, first steps after warm-up
         return [
-            await measure(pair, length, mode, turns if mode == "live" else SLOW_TURNS, asked.seed)
+            await measure(pair, length, mode, turns if mode == "live" else SLOW_TURNS, asked.seed, after)
             for length in lengths
             for mode in MODES
         ]
