@@ -4,8 +4,10 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # With `COVERAGE=1` the unit tests also say what they cover; they take a third more time.
 COVER := $(if $(COVERAGE),--cov=controlplane --cov=dataplane --cov=tokenfleet --cov-report=)
+DAILY := -m 'not nightly'
+LIVE := --dist loadscope --no-loadscope-reorder tests/live
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
-.PHONY: help demo quick test check pure unit live kernels serve-demo gpu-day wheel release docs reference clean
+.PHONY: help demo quick test nightly check pure unit live kernels serve-demo gpu-day wheel release docs reference clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -18,7 +20,7 @@ quick:  ## checks, and all tests that need no engine: no vLLM, torch or Ray is i
 	$(MAKE) --jobs 2 --output-sync=target check pure
 
 # What has one process runs beside something else, so that both cores have work.
-test:  ## set up everything, run all checks and tests
+test:  ## set up everything, run all checks, and all tests but those of `nightly`
 	$(MAKE) --jobs 2 --output-sync=line .venv/all kernels
 	$(MAKE) --jobs 2 --output-sync=line check unit
 	$(MAKE) live
@@ -36,15 +38,19 @@ kernels: .venv/base
 	  --workers 2 --slo ttft=1s,tpot=50ms --window 0s..10s > /dev/null
 
 pure: .venv/dev kernels
-	$(BIN)/pytest -n 2 --ignore tests/live --ignore tests/rehearsal --durations 10
+	$(BIN)/pytest -n 2 $(DAILY) --ignore tests/live --ignore tests/rehearsal --durations 10
 
 unit: .venv/all kernels  ## tests that start no engine, with vLLM where they can use it
-	$(BIN)/pytest -n 2 --ignore tests/live --durations 10 $(COVER)
+	$(BIN)/pytest -n 2 $(DAILY) --ignore tests/live --durations 10 $(COVER)
 	$(if $(COVERAGE),@echo "unit tests cover $$($(BIN)/coverage report --format=total) % of the lines")
 
 live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side choices, without a GPU
 	$(BIN)/pytest -n 2 tests/rehearsal
-	timeout -k 30 2700 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder tests/live --durations 10
+	timeout -k 30 2700 $(BIN)/pytest -n 2 $(DAILY) $(LIVE) --durations 10
+
+nightly: .venv/all kernels  ## the tests that `make test` leaves out: rare and long
+	$(BIN)/pytest -n 2 -m nightly --ignore tests/live --durations 10
+	timeout -k 30 2700 $(BIN)/pytest -n 2 -m nightly $(LIVE) --durations 10
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1
 	@echo "Starting two vLLM engines on CPU: one to two minutes until 'ready'."

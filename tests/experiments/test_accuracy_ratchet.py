@@ -23,7 +23,7 @@ def test_no_error_of_a_library_profile_is_past_its_frozen_one(bench_data: Path, 
     assert not list(worse(of_ladder(name, bench_data, False), KNOWN))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_no_error_of_a_calibrated_profile_is_past_its_frozen_one(bench_data: Path, name: str) -> None:
     assert not list(worse(of_ladder(name, bench_data, True), KNOWN))

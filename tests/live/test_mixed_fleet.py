@@ -72,6 +72,7 @@ def test_kinds_are_scaled_one_by_one(mixed_fleet, capsys):
     complete(mixed_fleet)
 
 
+@pytest.mark.nightly
 def test_real_workers_of_two_tp_degrees_hand_requests_to_each_other(model_folder, scratch):
     flags = ("--dtype", "float32", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(64 << 20))
     kinds = ("--kind", "tp=1", "--kind", "tp=2", "--policy", "jsq")

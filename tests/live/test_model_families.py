@@ -182,6 +182,7 @@ def test_a_grammar_goes_on_where_it_was_moved_or_replayed(lora_fleet):
     lora_fleet.stop()  # before another fleet needs the processors
 
 
+@pytest.mark.nightly
 def test_sliding_and_full_attention_in_turns_move_with_their_kv_and_are_replayed(gemma_fleet):
     assert [w["fixed"] for w in gemma_fleet.ask("GET", "/v1/fleet")["workers"]] == [None, None]
     assert moved(gemma_fleet, "gemma3")["mode"] == "live"
@@ -190,6 +191,7 @@ def test_sliding_and_full_attention_in_turns_move_with_their_kv_and_are_replayed
     assert got.is_done
 
 
+@pytest.mark.nightly
 def test_latent_kv_and_experts_move_with_their_kv_without_a_prefix_cache(deepseek_fleet):
     # These kernels of vLLM have no prefix cache.
     record = moved(deepseek_fleet, "deepseek")
@@ -209,6 +211,7 @@ def drafted(fleet):
     return [sum(map(float, values)) for values in found]
 
 
+@pytest.mark.nightly
 def test_engines_that_take_drafts_move_and_replay_but_not_what_has_penalties(drafting_fleet):
     fleet = drafting_fleet
     assert [w["fixed"] for w in fleet.ask("GET", "/v1/fleet")["workers"]] == [None, None]
@@ -243,6 +246,7 @@ async def asked_about(fleet, image, disturb=None):
     return got.content
 
 
+@pytest.mark.nightly
 def test_images_are_looked_at_and_go_along_with_their_requests(image_fleet):
     outcomes = []
     one, other = (asyncio.run(asked_about(image_fleet, image)) for image in (1, 2))

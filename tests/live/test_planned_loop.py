@@ -45,6 +45,7 @@ async def flowing(fleet, is_over):
         return sent
 
 
+@pytest.mark.nightly
 def test_a_served_plan_gives_back_what_the_demand_does_not_need_and_loses_nothing(planned_fleet):
     fleet, rises_s = planned_fleet
     view = fleet.ask("GET", "/v1/fleet")

@@ -302,6 +302,7 @@ async def until(holds):
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_a_model_starts_grows_and_is_restarted_in_its_zone_on_nodes_bought_as_planned(
     hosts, model_folder, scratch
 ):

@@ -209,8 +209,9 @@ def made_log(requests: int = 120, made_by: Profile = TRUE_ENGINE) -> RequestLog:
     return RequestLog(workload, outcome.first_token_s, outcome.finish_s)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("sum_sq_s", "request_s"), [(0.0, 0.0), (2e-8, 0.04)])
+@pytest.mark.parametrize(
+    ("sum_sq_s", "request_s"), [pytest.param(0.0, 0.0, marks=pytest.mark.nightly), (2e-8, 0.04)]
+)
 def test_a_log_made_by_the_simulator_gives_its_latencies_back(sum_sq_s: float, request_s: float) -> None:
     made_by = engine(replace(TRUTH, per_prefill_sum_sq_s=sum_sq_s))
     log = made_log(made_by=replace(made_by, frontend=Frontend(request_s)))
