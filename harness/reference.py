@@ -221,13 +221,14 @@ def plan_document() -> str:
             links = ", ".join(f"[{one.__name__}](#{one.__name__.lower()})" for one in held)
             rows.append(
                 (
-                    f"`{name}`",
+                    f"`{field.alias or name}`",
                     links or _type(field.annotation),
+                    field.description or "",
                     "" if field.is_required() else "may be absent",
                 )
             )
         told = " ".join((part.__doc__ or "").split())
-        parts.append((part.__name__, f"{told}\n\n{table(('field', 'type', ''), rows)}"))
+        parts.append((part.__name__, f"{told}\n\n{table(('field', 'type', 'meaning', ''), rows)}"))
     says = "The fields of `tokenfleet.plan/1`. Names end in their unit. A newer version only adds fields."
     return page("plan.json", says, parts)
 

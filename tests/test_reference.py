@@ -38,8 +38,9 @@ def test_every_metric_and_option_has_a_meaning():
         assert [row for row in rows if row.rstrip("| ").endswith("`")] == []
 
 
-def test_every_field_of_an_http_body_has_a_meaning():
-    rows = [line.split("|") for line in PAGES["http.md"]().splitlines() if line.startswith("| `")]
+@pytest.mark.parametrize("name", ["http.md", "plan-json.md"])
+def test_every_field_of_a_document_has_a_meaning(name):
+    rows = [line.split("|") for line in PAGES[name]().splitlines() if line.startswith("| `")]
     fields = [row for row in rows if len(row) == 6]  # name, type, meaning, whether it may be absent
     assert len(fields) > 100
     assert [row[1] for row in fields if not row[3].strip()] == []
@@ -83,5 +84,6 @@ def test_every_field_of_an_http_body_and_of_the_plan_has_a_line():
     assert len(fields) > 100
     assert sorted(fields - first_cells("http.md") - first_cells("plan-json.md")) == []
     parts = [part for part in vars(plan_file).values() if isinstance(part, type)]
-    known = {name for part in parts if issubclass(part, BaseModel) for name in part.model_fields}
+    models = [part.model_fields for part in parts if issubclass(part, BaseModel)]
+    known = {field.alias or name for fields in models for name, field in fields.items()}
     assert sorted(known - first_cells("plan-json.md")) == []

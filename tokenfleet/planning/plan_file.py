@@ -30,10 +30,16 @@ Pair = Annotated[list[Number], Field(min_length=2, max_length=2)]
 Said = Annotated[list[str], Field(min_length=2, max_length=2)]  # a topic, and what there is to read about it
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+UnixTime = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Ranked = Annotated[str, Field(pattern=r"^((DP|PP)[0-9]{1,4})?$")]
 Mode = Annotated[EngineMode, Field(strict=False)]
+
+
+def means(text: str) -> Any:
+    """A field's meaning, for the reference and `/openapi.json`."""
+    return Field(description=text)
 
 
 class _Part(BaseModel):
@@ -43,70 +49,64 @@ class _Part(BaseModel):
 
 
 class FleetPart(_Part):
-    """Workers of one type; `ranks`: DP8 or PP2 for a worker of 8 or 2 engines that step together."""
+    """Workers of one type."""
 
-    gpu: Name
-    tp_degree: Count
-    ranks: Ranked = ""
-    workers: Count
-    gpus: Annotated[int, Field(ge=1)]
-    usd_per_hour: Dollars | None = None
-    role: Literal["any", "prefill", "decode"] = "any"
+    gpu: Annotated[Name, means("GPU type, as the profile names it")]
+    tp_degree: Annotated[Count, means("GPUs that one engine spans")]
+    ranks: Annotated[Ranked, means("DP8: 8 engines step together; PP2: a pipeline; empty: one engine")] = ""
+    workers: Annotated[Count, means("of this type")]
+    gpus: Annotated[int, Field(ge=1), means("of all these workers")]
+    usd_per_hour: Annotated[Amount | None, means("US dollars; null: a price is not known")] = None
+    role: Annotated[Literal["any", "prefill", "decode"], means("any: does both")] = "any"
 
 
 class LatencyTargets(_Part):
     """Time to first token and time per output token, both in seconds."""
 
-    ttft_s: Positive
-    tpot_s: Positive
+    ttft_s: Annotated[Positive, means("the limit of TTFT, seconds")]
+    tpot_s: Annotated[Positive, means("the limit of TPOT, seconds")]
 
 
 class Attainment(_Part):
-    """The share of requests within both targets: asked for, expected, and its bounds.
+    """The share of requests within both targets, 0 to 1."""
 
-    `worlds`: the resampled traces that it was judged by.
-    """
-
-    target: Annotated[float, Field(gt=0, lt=1)]
-    expected: Number | None = None
-    low: Number | None = None
-    high: Number | None = None
-    confidence: Number | None = None
-    worlds: Whole = 0
-    on_trace: Number | None = None
+    target: Annotated[float, Field(gt=0, lt=1), means("share asked for")]
+    expected: Annotated[Number | None, means("mean over the resampled traces")] = None
+    low: Annotated[Number | None, means("its lower bound, at `confidence`")] = None
+    high: Annotated[Number | None, means("its upper bound, at `confidence`")] = None
+    confidence: Annotated[Number | None, means("probability of each bound")] = None
+    worlds: Annotated[Whole, means("resampled traces it was judged by; 0: on the recorded trace alone")] = 0
+    on_trace: Annotated[Number | None, means("on the recorded trace")] = None
 
 
 class FleetCost(_Part):
     """A fleet's groups and totals."""
 
-    fleet: list[FleetPart]
-    workers: Whole
-    gpus: Whole
-    usd_per_hour: Dollars | None = None
+    fleet: Annotated[list[FleetPart], means("workers by type")]
+    workers: Annotated[Whole, means("of all types")]
+    gpus: Annotated[Whole, means("of all workers")]
+    usd_per_hour: Annotated[Amount | None, means("US dollars; null: a price is not known")] = None
 
 
 class RunsOn(_Part):
     """The share of a class's requests that a worker type serves."""
 
-    worker: str
-    share: Number
+    worker: Annotated[str, means("worker type, such as h100 TP2")]
+    share: Annotated[Number, means("of the class's requests, 0 to 1")]
 
 
 class PlannedClass(LatencyTargets):
-    """A class of requests with targets of its own; `deadline_s`: what its targets keep.
+    """A class of requests with targets of its own."""
 
-    `without`: the cheapest fleet for all others; `alone`: for this class; `binds`: whether it misses first.
-    """
-
-    name: Name
-    deadline_s: Positive | None = None
-    attainment: Attainment
-    requests: Whole | None = None
-    binds: bool = False
-    without: FleetCost | None = None
-    alone: FleetCost | None = None
-    marginal_usd_per_hour: Number | None = None
-    runs_on: list[RunsOn] = []
+    name: Annotated[Name, means("as in `--slo NAME:…`")]
+    deadline_s: Annotated[Positive | None, means("of batch work; its targets keep it")] = None
+    attainment: Annotated[Attainment, means("of this class")]
+    requests: Annotated[Whole | None, means("of this class in the trace")] = None
+    binds: Annotated[bool, means("whether this class misses first")] = False
+    without: Annotated[FleetCost | None, means("the cheapest fleet for all other classes")] = None
+    alone: Annotated[FleetCost | None, means("the cheapest fleet for this class alone")] = None
+    marginal_usd_per_hour: Annotated[Number | None, means("US dollars that this class adds")] = None
+    runs_on: Annotated[list[RunsOn], means("the worker types that serve it")] = []
 
     def whole(self) -> SloClass:
         return SloClass(self.name, Slo(self.ttft_s, self.tpot_s), self.attainment.target, self.deadline_s)
@@ -115,331 +115,320 @@ class PlannedClass(LatencyTargets):
 class Quantiles(_Part):
     """A latency over the requests, seconds."""
 
-    p50: Number | None
-    p90: Number | None
-    p99: Number | None
-    mean: Number | None
+    p50: Annotated[Number | None, means("the median, seconds")]
+    p90: Annotated[Number | None, means("seconds")]
+    p99: Annotated[Number | None, means("seconds")]
+    mean: Annotated[Number | None, means("seconds")]
 
 
 class _AnyLine(_Part):
     """A line through (rate or sessions, workers)."""
 
-    intercept: Number
-    r2: Number | None = None
-    points: list[Pair] = []
-    mean_prompt_tokens: Positive | None = None
-    mean_output_tokens: Positive | None = None
+    intercept: Annotated[Number, means("workers at rate 0")]
+    r2: Annotated[Number | None, means("fit of the line, 1: exact")] = None
+    points: Annotated[list[Pair], means("(requests per second or sessions, workers), as fitted")] = []
+    mean_prompt_tokens: Annotated[Positive | None, means("of the requests it holds for")] = None
+    mean_output_tokens: Annotated[Positive | None, means("of the requests it holds for")] = None
 
 
 class ScalingRule(_AnyLine):
-    """Workers at a rate: `workers_per_rps` x rate + `intercept`, at these mean lengths."""
+    """Workers at a rate: `workers_per_rps` x rate + `intercept`."""
 
-    workers_per_rps: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    workers_per_rps: Annotated[Amount, means("workers for one more request per second")]
 
 
 class AgentsLine(_AnyLine):
     """Workers at a number of concurrent sessions: `workers_per_agent` x sessions + `intercept`."""
 
-    workers_per_agent: Number
+    workers_per_agent: Annotated[Number, means("workers for one more session")]
 
 
 class PlannedPhase(_Part):
-    """Time with one request rate, between two change points; tokens are means."""
+    """Time with one request rate, between two change points."""
 
-    start_s: Seconds
-    end_s: Seconds
-    requests: Whole
-    rate_rps: Number
-    prompt_tokens: Number
-    output_tokens: Number
+    start_s: Annotated[Seconds, means("seconds of the trace")]
+    end_s: Annotated[Seconds, means("seconds of the trace")]
+    requests: Annotated[Whole, means("in this phase")]
+    rate_rps: Annotated[Number, means("mean requests per second")]
+    prompt_tokens: Annotated[Number, means("mean of a request")]
+    output_tokens: Annotated[Number, means("mean of a request")]
 
 
 class Stretch(_Part):
-    """The workers from `start_s` to `end_s` of the planned workload, and which they are."""
+    """An interval of the scaling schedule."""
 
-    start_s: Seconds
-    end_s: Seconds
-    workers: Whole
-    gpus: Whole | None = None
-    fleet: str | None = None
+    start_s: Annotated[Seconds, means("seconds of the planned traffic")]
+    end_s: Annotated[Seconds, means("seconds of the planned traffic")]
+    workers: Annotated[Whole, means("that serve then")]
+    gpus: Annotated[Whole | None, means("of these workers")] = None
+    fleet: Annotated[str | None, means("these workers in words")] = None
 
 
 class Paid(_Part):
-    """The schedule with its cold starts; dollars an hour on average."""
+    """The schedule with its cold starts."""
 
-    cold_start_s: Seconds
-    usd_per_hour: Dollars | None = None
-    worker_hours: Number | None = None
+    cold_start_s: Annotated[Seconds, means("from ordering a worker until it serves, seconds")]
+    usd_per_hour: Annotated[Amount | None, means("mean, US dollars")] = None
+    worker_hours: Annotated[Number | None, means("paid over the trace")] = None
 
 
 class ScheduleDetail(_Part):
-    """The cost of following the schedule; `paid` where a cold start was given; `week`: workers by weekday."""
+    """The cost of following the schedule."""
 
-    paid: Paid | None = None
-    attainment: Number | None = None
-    low: Number | None = None
-    saved_share: Number | None = None
-    week: dict[str, list[int]] = {}
+    paid: Annotated[Paid | None, means("cost with cold starts; null: none was given")] = None
+    attainment: Annotated[Number | None, means("of the schedule on the trace")] = None
+    low: Annotated[Number | None, means("its lower bound, where it was judged by a sample")] = None
+    saved_share: Annotated[Number | None, means("of the fixed fleet's worker-hours, 0 to 1")] = None
+    week: Annotated[dict[str, list[int]], means("workers by weekday, for equal parts of the day (UTC)")] = {}
 
 
 class ExpectedLoop(_Part):
-    """The autoscaled fleet that `serve --plan` runs: its bounds, and its expected cost over the trace.
+    """The autoscaled fleet that `serve --plan` runs: its bounds, and its expected cost over the trace."""
 
-    `mean_workers`, `usd_per_hour`: on average, by the schedule; `cold_starts`: whether they are included.
-    `saved_share`: of the fixed fleet's worker-hours. `floor_by`: how the schedule follows the clock (UTC);
-    null where the trace has no dates.
-    """
-
-    fewest_workers: Whole
-    most_workers: Whole
-    mean_workers: Number
-    usd_per_hour: Dollars | None = None
-    saved_share: Number
-    cold_starts: bool
-    floor_by: str | None = None
+    fewest_workers: Annotated[Whole, means("lower limit of the autoscaler")]
+    most_workers: Annotated[Whole, means("its upper limit")]
+    mean_workers: Annotated[Number, means("expected over the trace")]
+    usd_per_hour: Annotated[Amount | None, means("expected mean, US dollars")] = None
+    saved_share: Annotated[Number, means("of the fixed fleet's worker-hours, 0 to 1")]
+    cold_starts: Annotated[bool, means("whether cold starts are included")]
+    floor_by: Annotated[str | None, means("time of day, or weekday and time of day; null: no dates")] = None
 
 
 class Spares(_Part):
-    """Workers beyond those that serve, for reclaimed ones."""
+    """Workers above the need, against spot interruptions."""
 
-    workers: Whole
-    reclaims_per_h: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    availability: Number | None = None
+    workers: Annotated[Whole, means("standby workers, included in `workers` of the plan")]
+    reclaims_per_h: Annotated[Amount, means("spot interruptions per worker")] = 0.0
+    availability: Annotated[Number | None, means("share of time with enough workers, 0 to 1")] = None
 
 
 class Considered(FleetCost):
     """A fleet that was considered, and how it does."""
 
-    attainment: Attainment
-    ttft_s: Quantiles | None = None
-    tpot_s: Quantiles | None = None
-    note: str | None = None
+    attainment: Annotated[Attainment, means("of this fleet")]
+    ttft_s: Annotated[Quantiles | None, means("on the recorded trace, seconds")] = None
+    tpot_s: Annotated[Quantiles | None, means("on the recorded trace, seconds")] = None
+    note: Annotated[str | None, means("a remark on how it was judged")] = None
 
 
 class PassedOver(_Part):
     """A worker type that is not feasible, and why."""
 
-    gpu: Name
-    tp_degree: Count
-    ranks: Ranked = ""
-    reason: str
+    gpu: Annotated[Name, means("GPU type")]
+    tp_degree: Annotated[Count, means("GPUs that one engine spans")]
+    ranks: Annotated[Ranked, means("as in FleetPart")] = ""
+    reason: Annotated[str, means("why it cannot serve")]
 
 
 class OneFewer(_Part):
     """One worker less than the answer, and how it fails."""
 
-    workers: Whole
-    attainment: Number | None = None
-    low: Number | None = None
-    on_trace: Number | None = None
+    workers: Annotated[Whole, means("of the smaller fleet")]
+    attainment: Annotated[Number | None, means("expected, else on the recorded trace")] = None
+    low: Annotated[Number | None, means("its lower bound")] = None
+    on_trace: Annotated[Number | None, means("attainment on the recorded trace")] = None
 
 
 class BindingDetail(_Part):
-    """The trial that shows the bottleneck: its workers, its traffic, and what each relaxed limit gains."""
+    """The trial that shows the bottleneck."""
 
-    workers: Whole
-    rate_scale: Number
-    slo_class: str | None = None
-    relief: dict[str, Number]
+    workers: Annotated[Whole, means("of the fleet that fails")]
+    rate_scale: Annotated[Number, means("times the recorded traffic")]
+    slo_class: Annotated[str | None, means("class that misses first")] = None
+    relief: Annotated[dict[str, Number], means("attainment gained by relaxing each limit")]
 
 
 class Headroom(_Part):
-    """The most traffic that the fleet meets its target at, and the least at which it misses it.
+    """The traffic that the fleet bears, in as many resampled traces as the confidence asks for."""
 
-    Both are times the trace's, in as many resampled traces as the confidence asks for; None: not found.
-    """
-
-    meets: Number | None = None
-    misses: Number | None = None
+    meets: Annotated[Number | None, means("most traffic that meets the target, times the trace's")] = None
+    misses: Annotated[Number | None, means("least traffic that misses it, times the trace's")] = None
 
 
 class AloneShares(_Part):
-    """Of both targets a share of requests, or seconds."""
+    """A figure for each target."""
 
-    ttft: Number | None = None
-    tpot: Number | None = None
+    ttft: Annotated[Number | None, means("of TTFT")] = None
+    tpot: Annotated[Number | None, means("of TPOT")] = None
 
 
 class Plateau(_Part):
-    """The worker counts between which attainment hardly differs, and what is missed there."""
+    """Worker counts between which attainment hardly differs."""
 
-    workers: Annotated[list[int], Field(min_length=1)]
-    span: Number
-    missed: Number
-    alone: AloneShares
-    alone_needs_s: AloneShares
+    workers: Annotated[list[int], Field(min_length=1), means("the worker counts")]
+    span: Annotated[Number, means("difference of attainment between them")]
+    missed: Annotated[Number, means("share missed at the largest count")]
+    alone: Annotated[AloneShares, means("share of requests that miss on an idle worker")]
+    alone_needs_s: Annotated[AloneShares, means("targets that the slowest of these need, seconds")]
 
 
 class MixesReplayed(_Part):
-    """The search for a cheaper mix: the mixes that it replayed, and the replays that this took.
+    """The search for a cheaper mix of worker types."""
 
-    `may_save`: the share of the cost by which a mix that was not replayed may be cheaper; 0: none can be.
-    """
-
-    replayed: Whole
-    replays: Whole
-    may_save: Number | None = None
+    replayed: Annotated[Whole, means("mixes that were simulated")]
+    replays: Annotated[Whole, means("simulations that this took")]
+    may_save: Annotated[Number | None, means("share of the cost that an untried mix may save")] = None
 
 
 class TraceSample(_Part):
     """The sample that a long trace was judged by."""
 
-    requests: Whole
-    windows: Whole
-    binding_windows: Whole
-    of_windows: Whole
-    attainment: Number
-    low: Number
-    full_replay: Number | None = None
-    added_workers: Whole = 0
+    requests: Annotated[Whole, means("in the sample")]
+    windows: Annotated[Whole, means("in the sample")]
+    binding_windows: Annotated[Whole, means("of these, the busiest")]
+    of_windows: Annotated[Whole, means("windows of the whole trace")]
+    attainment: Annotated[Number, means("in the sample")]
+    low: Annotated[Number, means("lower bound for the whole trace")]
+    full_replay: Annotated[Number | None, means("attainment over every request; null: unknown")] = None
+    added_workers: Annotated[Whole, means("that the full replay needed beyond the sample's fleet")] = 0
 
 
 class Uncertainty(_Part):
-    """The scatter of attainment from each source alone, its shares of the variance, and the rate's drift."""
+    """The scatter of attainment by its sources."""
 
-    arrivals: Number
-    drift: Number
-    coefficients: Number
-    traffic: str = "steady"
-    of_rate: Number = 0.0
-    shares: dict[str, Number] = {}
+    arrivals: Annotated[Number, means("standard deviation of attainment by other arrivals alone")]
+    drift: Annotated[Number, means("by drifting traffic alone")]
+    coefficients: Annotated[Number, means("by uncertain step times alone")]
+    traffic: Annotated[str, means("steady, changes, assumed, or too short to tell")] = "steady"
+    of_rate: Annotated[Number, means("drift allowed for: standard deviation of the rate's logarithm")] = 0.0
+    shares: Annotated[dict[str, Number], means("of the variance, by source")] = {}
 
 
 class Nearest(_Part):
     """The nearest target that can be met, or only what the trace can show at most."""
 
-    ttft_s: Positive | None = None
-    tpot_s: Positive | None = None
-    session_s: Positive | None = None
-    fleet: list[FleetPart] = []
-    gpus: Whole = 0
-    usd_per_hour: Dollars | None = None
-    attainment: Number | None = None
-    low: Number | None = None
-    looser: Number | None = None
+    ttft_s: Annotated[Positive | None, means("TTFT target that can be met, seconds")] = None
+    tpot_s: Annotated[Positive | None, means("TPOT target that can be met, seconds")] = None
+    session_s: Annotated[Positive | None, means("session time that can be met, seconds")] = None
+    fleet: Annotated[list[FleetPart], means("that meets them")] = []
+    gpus: Annotated[Whole, means("of this fleet")] = 0
+    usd_per_hour: Annotated[Amount | None, means("of this fleet, US dollars")] = None
+    attainment: Annotated[Number | None, means("expected, or the most that the trace can show")] = None
+    low: Annotated[Number | None, means("its lower bound")] = None
+    looser: Annotated[Number | None, means("times the targets asked for")] = None
 
 
 class Affinity(_Part):
-    """The best policy that looks at no caches, and what the plan's saves against it on the recorded trace."""
+    """What the plan saves against the best policy that ignores caches, on the recorded trace."""
 
-    policy: str
-    workers: Whole
-    saved_workers: int
-    saved_usd_per_hour: Number | None = None
-    prefix_hit_rate: Number | None = None
+    policy: Annotated[str, means("the best policy that ignores caches")]
+    workers: Annotated[Whole, means("that it needs")]
+    saved_workers: Annotated[int, means("fewer than it needs")]
+    saved_usd_per_hour: Annotated[Number | None, means("less than its fleet, US dollars")] = None
+    prefix_hit_rate: Annotated[Number | None, means("with that policy, share of prompt tokens")] = None
 
 
 class Grown(_Part):
-    """The fleet under `scale` times the sessions."""
+    """The fleet under more sessions."""
 
-    scale: Number
-    hit_rate: Number
-    attainment: Number
+    scale: Annotated[Number, means("times the sessions")]
+    hit_rate: Annotated[Number, means("share of prompt tokens")]
+    attainment: Annotated[Number, means("share within the targets")]
 
 
 class Cliff(_Part):
-    """The growths of sessions that were tried, and those at which hits and target are lost."""
+    """The growth of sessions that the fleet bears."""
 
-    tried: Annotated[list[Grown], Field(min_length=1)]
-    hits_lost: Number | None = None
-    target_lost: Number | None = None
+    tried: Annotated[list[Grown], Field(min_length=1), means("in rising order")]
+    hits_lost: Annotated[Number | None, means("growth at which the hit rate falls; null: at none")] = None
+    target_lost: Annotated[Number | None, means("growth at which the target is missed; null: at none")] = None
 
 
 class SessionCost(_Part):
     """The sessions of the trace on the fleet."""
 
-    sessions: Whole
-    at_once: Whole
-    mean_s: Number
-    usd: Number | None = None
-    within: Number | None = None
+    sessions: Annotated[Whole, means("in the trace")]
+    at_once: Annotated[Whole, means("the most at the same time")]
+    mean_s: Annotated[Number, means("mean duration, seconds")]
+    usd: Annotated[Number | None, means("cost of one, US dollars")] = None
+    within: Annotated[Number | None, means("share within the session time asked for")] = None
 
 
 class Reuse(_Part):
     """The reuse of prefixes on the fleet."""
 
-    hit_rate: Number
-    low: Number
-    high: Number
-    ideal: Number
-    working_set_tokens: Whole
-    kv_tokens: Whole
-    cliff: Cliff
-    sessions: SessionCost | None = None
+    hit_rate: Annotated[Number, means("share of prompt tokens found cached")]
+    low: Annotated[Number, means("its lower bound")]
+    high: Annotated[Number, means("its upper bound")]
+    ideal: Annotated[Number, means("hit rate of an unlimited cache shared by all workers")]
+    working_set_tokens: Annotated[Whole, means("the most in use within ten minutes")]
+    kv_tokens: Annotated[Whole, means("KV cache of all workers")]
+    cliff: Annotated[Cliff, means("growth of sessions that it bears")]
+    sessions: Annotated[SessionCost | None, means("cost and time of sessions")] = None
 
 
 class KvOffload(_Part):
     """What KV offload to CPU memory is worth on the recorded trace."""
 
-    gib: Number
-    gb_per_s: Number
-    prefix_hit_rate: Number
-    loaded: Number
-    prefix_hit_rate_without: Number
-    workers: Whole
-    workers_without: Whole | None = None
-    host_usd_per_hour: Number
-    saved_usd_per_hour: Number | None = None
-    tried_up_to: Whole
+    gib: Annotated[Number, means("host memory of a worker, GiB")]
+    gb_per_s: Annotated[Number, means("load rate of a GPU, GB/s")]
+    prefix_hit_rate: Annotated[Number, means("with it, share of prompt tokens")]
+    loaded: Annotated[Number, means("share of prompt tokens loaded from host memory")]
+    prefix_hit_rate_without: Annotated[Number, means("without it")]
+    workers: Annotated[Whole, means("fewest that meet the target with it")]
+    workers_without: Annotated[Whole | None, means("fewest without it; null: more than `tried_up_to`")] = None
+    host_usd_per_hour: Annotated[Number, means("price of the memory, US dollars")]
+    saved_usd_per_hour: Annotated[Number | None, means("less than without it, US dollars")] = None
+    tried_up_to: Annotated[Whole, means("most workers tried without it")]
 
 
 class Counted(_Part):
     """Attainment at a worker count."""
 
-    workers: Whole
-    on_trace: Number | None = None
-    expected: Number | None = None
-    low: Number | None = None
-    high: Number | None = None
+    workers: Annotated[Whole, means("of this type")]
+    on_trace: Annotated[Number | None, means("on the recorded trace")] = None
+    expected: Annotated[Number | None, means("mean over resampled traces")] = None
+    low: Annotated[Number | None, means("lower bound")] = None
+    high: Annotated[Number | None, means("upper bound")] = None
 
 
 class Costed(_Part):
-    """The fleet for targets `scale` times what was asked, and by which traces; none: not possible."""
+    """The fleet for other targets."""
 
-    scale: Number
-    on: str = "recorded trace"
-    ttft_s: Number
-    tpot_s: Number
-    workers: Whole | None = None
-    gpus: Whole | None = None
-    usd_per_hour: Number | None = None
+    scale: Annotated[Number, means("times both targets")]
+    on: Annotated[str, means("recorded trace or resampled traces")] = "recorded trace"
+    ttft_s: Annotated[Number, means("the limit of TTFT, seconds")]
+    tpot_s: Annotated[Number, means("the limit of TPOT, seconds")]
+    workers: Annotated[Whole | None, means("needed; null: no number suffices")] = None
+    gpus: Annotated[Whole | None, means("of these workers")] = None
+    usd_per_hour: Annotated[Number | None, means("US dollars")] = None
 
 
 class Curves(_Part):
     """The data of the plots."""
 
-    rate_rps: list[Pair] = []
-    attainment_by_workers: list[Counted] = []
-    ttft_cdf: list[Pair] = []
-    tpot_cdf: list[Pair] = []
-    cost_by_slo: list[Costed] = []
+    rate_rps: Annotated[list[Pair], means("(seconds of the trace, requests per second)")] = []
+    attainment_by_workers: Annotated[list[Counted], means("share within the targets")] = []
+    ttft_cdf: Annotated[list[Pair], means("(seconds, share of requests)")] = []
+    tpot_cdf: Annotated[list[Pair], means("(seconds, share of requests)")] = []
+    cost_by_slo: Annotated[list[Costed], means("cost of other targets")] = []
 
 
 class PlannedLink(_Part):
-    """What a split fleet's workers hand KV over by; each GPU of a worker sends its own share."""
+    """The KV transfer of a split fleet; each GPU of a worker sends its own share."""
 
-    gb_per_s: Positive
-    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    gb_per_s: Annotated[Positive, means("of each GPU, GB/s")]
+    latency_s: Annotated[Amount, means("added to each transfer, seconds")]
 
     def whole(self) -> KvLink:
         return KvLink(self.gb_per_s * 1e9, self.latency_s)
 
 
 class PlannedProfile(_Part):
-    """A profile that was planned with, all of it: `kind` and `date` say how and when it was measured."""
+    """A profile that was planned with."""
 
-    model: str
-    gpu: str
-    tp_degree: Count
-    ranks: Ranked = ""
-    kind: str
-    date: str
-    kv_link: PlannedLink | None = None
-    usd_per_gpu_h: Dollars | None = None
-    price: str | None = None
-    engine: str | None = None
-    mean_relative_error: Number | None = None
-    profile: dict[str, Any]
+    model: Annotated[str, means("as the library names it")]
+    gpu: Annotated[str, means("GPU type")]
+    tp_degree: Annotated[Count, means("GPUs that one engine spans")]
+    ranks: Annotated[Ranked, means("as in FleetPart")] = ""
+    kind: Annotated[str, means("measured, published, or composed (predicted)")]
+    date: Annotated[str, means("of the measurement, ISO")]
+    kv_link: Annotated[PlannedLink | None, means("KV transfer of a split fleet")] = None
+    usd_per_gpu_h: Annotated[Amount | None, means("US dollars")] = None
+    price: Annotated[str | None, means("where the price is from")] = None
+    engine: Annotated[str | None, means("name and version")] = None
+    mean_relative_error: Annotated[Number | None, means("of its step times, 0.05: 5 %")] = None
+    profile: Annotated[dict[str, Any], means("the profile file itself")]
 
     def whole(self, where: str = "inputs.profiles") -> Profile:
         """The profile itself. Raises BadInput for no profile, or for one of another worker than named."""
@@ -458,41 +447,38 @@ def kind_of_worker(part: FleetPart | PlannedProfile) -> str:
 class Shown(_Part):
     """A table as terminal, report and console show it."""
 
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
+    title: Annotated[str, means("above the table")]
+    columns: Annotated[list[str], means("their headings")]
+    rows: Annotated[list[list[str]], means("cells as shown")]
 
 
 class PlanInputs(_Part):
     """The inputs of a plan."""
 
-    trace: str = "trace"
-    requests: Whole = 0
-    duration_s: Number = 0.0
-    rate_rps: Number | None
-    phases: list[PlannedPhase] = []
-    profiles: list[PlannedProfile]
-    warnings: list[str] = []
-    ages: list[str] = []  # those of them that the answer's note stands for
-    assumed: list[list[str]] = []  # (name, value, where from) of a trace that was drawn
-    confidence: Number | None = None
-    seed: int | None = None
-    clock_start_unix_s: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)] | None = None
-    rate_scale: Positive = 1.0
-    max_gpus: Count | None = None
-    budget_usd_per_h: Positive | None = None
+    trace: Annotated[str, means("name of the file")] = "trace"
+    requests: Annotated[Whole, means("in the trace")] = 0
+    duration_s: Annotated[Number, means("from the first arrival to the last, seconds")] = 0.0
+    rate_rps: Annotated[Number | None, means("mean requests per second")]
+    phases: Annotated[list[PlannedPhase], means("traffic phases")] = []
+    profiles: Annotated[list[PlannedProfile], means("one for each worker type considered")]
+    warnings: Annotated[list[str], means("doubts about the inputs, a sentence each")] = []
+    ages: Annotated[list[str], means("the warnings on old prices and profiles")] = []
+    assumed: Annotated[list[list[str]], means("(name, value, source) of a trace that was drawn")] = []
+    confidence: Annotated[Number | None, means("asked for")] = None
+    seed: Annotated[int | None, means("of the random numbers")] = None
+    clock_start_unix_s: Annotated[UnixTime | None, means("Unix time of second 0; null: no dates")] = None
+    rate_scale: Annotated[Positive, means("times the trace's rate")] = 1.0
+    max_gpus: Annotated[Count | None, means("limit asked for")] = None
+    budget_usd_per_h: Annotated[Positive | None, means("limit asked for, US dollars")] = None
 
 
 class ReplayedFleet(_Part):
-    """The plan's fleet on the recorded trace, and its expected attainment over resampled traces.
+    """The plan's fleet on the recorded trace, and its expected attainment over resampled traces."""
 
-    `late`: requests outside their targets.
-    """
-
-    late: int
-    preemptions: int
-    migrations: int
-    expected: Annotated[float, Field(ge=0, le=1)]
+    late: Annotated[int, means("requests outside their targets")]
+    preemptions: Annotated[int, means("for lack of KV")]
+    migrations: Annotated[int, means("moves made")]
+    expected: Annotated[float, Field(ge=0, le=1), means("mean attainment over resampled traces")]
 
 
 def _strictness(text: str) -> str:
@@ -504,77 +490,75 @@ def _strictness(text: str) -> str:
     return text
 
 
+Strictness = Annotated[str, AfterValidator(_strictness)]
+
+
 class PlannedMoves(_Part):
-    """What moving running requests between workers saves.
+    """What moving running requests between workers saves."""
 
-    `kept`: whether the plan moves requests. `workers_without`: the workers that the target takes without
-    moves. `with_moves` and `without_moves`: the plan's fleet replayed; null where moves are not simulated,
-    and `why_not` has the reason.
-    """
-
-    kept: bool
-    workers_without: int
-    usd_per_hour_without: Dollars | None = None
-    with_moves: ReplayedFleet | None = None
-    without_moves: ReplayedFleet | None = None
-    why_not: str | None = None
+    kept: Annotated[bool, means("whether the plan moves requests")]
+    workers_without: Annotated[int, means("that the target takes without moves")]
+    usd_per_hour_without: Annotated[Amount | None, means("of that fleet, US dollars")] = None
+    with_moves: Annotated[ReplayedFleet | None, means("the plan's fleet; null: not simulated")] = None
+    without_moves: Annotated[ReplayedFleet | None, means("the same without moves")] = None
+    why_not: Annotated[str | None, means("why moves are not simulated")] = None
 
 
 class PlanBrief(_Part):
     """A plan in a line."""
 
-    feasible: bool
-    reason: str | None = None
-    fleet: list[FleetPart]
-    workers: int
-    gpus: int
-    usd_per_hour: Dollars | None = None
+    feasible: Annotated[bool, means("whether a fleet meets the targets within the limits")]
+    reason: Annotated[str | None, means("why none does")] = None
+    fleet: Annotated[list[FleetPart], means("workers by type; empty: none")]
+    workers: Annotated[int, means("of all types")]
+    gpus: Annotated[int, means("of all workers")]
+    usd_per_hour: Annotated[Amount | None, means("US dollars; null: a price is not known")] = None
 
 
 class PlanFile(PlanBrief):
     """`tokenfleet.plan/1`, as `tokenfleet plan --format json` prints it."""
 
-    form: Literal["tokenfleet.plan/1"] = Field(alias="schema")
-    policy: str
-    priority_headroom: Annotated[float, Field(ge=0, le=0.9)] = 0.0
-    strictness: Annotated[str, AfterValidator(_strictness)] | None = None
-    prefix_cache: bool | None = None
-    engine_mode: Mode | None
-    slo: LatencyTargets
-    classes: list[PlannedClass] = []
-    separate_usd_per_hour: Dollars | None = None
-    session_s: Annotated[float, Field(gt=0)] | None = None
-    agents: Annotated[int, Field(ge=1)] | None = None
-    attainment: Attainment
-    ttft_s: Quantiles | None
-    tpot_s: Quantiles | None
-    says: list[Said] = []
-    tables: list[Shown] = []
-    binding: str | None = None
-    binding_window_s: Pair | None = None
-    binding_detail: BindingDetail | None = None
-    moves: PlannedMoves | None = None
-    headroom: Headroom | None = None
-    plateau: Plateau | None = None
-    sampling: TraceSample | None = None
-    mixes: MixesReplayed | None = None
-    workers_range: list[Count] | None = None  # of a trace that was drawn: nine times in ten
-    one_fewer: OneFewer | None = None
-    doubt: Uncertainty | None = None
-    nearest_feasible: Nearest | None = None
-    demand_line: ScalingRule | None = None
-    agents_line: AgentsLine | None = None
-    schedule: list[Stretch] = []
-    schedule_detail: ScheduleDetail | None = None
-    loop: ExpectedLoop | None = None
-    spares: Spares | None = None
-    alternatives: list[Considered] = []
-    passed_over: list[PassedOver] = []
-    affinity: Affinity | None = None
-    reuse: Reuse | None = None
-    host_kv: KvOffload | None = None
-    curves: Curves = Curves()
-    inputs: PlanInputs
+    form: Literal["tokenfleet.plan/1"] = Field(alias="schema", description="name and version of this form")
+    policy: Annotated[str, means("placement policy; +migrate: with moves")]
+    priority_headroom: Annotated[float, Field(ge=0, le=0.9), means("share of KV that is reserved")] = 0.0
+    strictness: Annotated[Strictness | None, means("of placement; null: normal")] = None
+    prefix_cache: Annotated[bool | None, means("whether it is on; null: no prefix is known")] = None
+    engine_mode: Annotated[Mode | None, means("how engines form steps")]
+    slo: Annotated[LatencyTargets, means("targets of requests without a class")]
+    classes: Annotated[list[PlannedClass], means("targets by SLO class")] = []
+    separate_usd_per_hour: Annotated[Amount | None, means("a fleet for each class, US dollars")] = None
+    session_s: Annotated[Positive | None, means("target for a whole session, seconds")] = None
+    agents: Annotated[Annotated[int, Field(ge=1)] | None, means("concurrent sessions")] = None
+    attainment: Annotated[Attainment, means("share of requests within the targets")]
+    ttft_s: Annotated[Quantiles | None, means("on the recorded trace, seconds")]
+    tpot_s: Annotated[Quantiles | None, means("on the recorded trace, seconds")]
+    says: Annotated[list[Said], means("(topic, text) of each line of the answer")] = []
+    tables: Annotated[list[Shown], means("of the answer")] = []
+    binding: Annotated[str | None, means("bottleneck: ttft, tpot, kv, prefill or session")] = None
+    binding_window_s: Annotated[Pair | None, means("when it is worst, seconds of the trace")] = None
+    binding_detail: Annotated[BindingDetail | None, means("how the bottleneck was found")] = None
+    moves: Annotated[PlannedMoves | None, means("what live migration saves")] = None
+    headroom: Annotated[Headroom | None, means("room for more traffic")] = None
+    plateau: Annotated[Plateau | None, means("where more workers hardly help")] = None
+    sampling: Annotated[TraceSample | None, means("how a long trace was judged")] = None
+    mixes: Annotated[MixesReplayed | None, means("search for a cheaper mix")] = None
+    workers_range: Annotated[list[Count] | None, means("for a drawn trace: workers, 9 times in 10")] = None
+    one_fewer: Annotated[OneFewer | None, means("why not one worker fewer")] = None
+    doubt: Annotated[Uncertainty | None, means("sources of uncertainty")] = None
+    nearest_feasible: Annotated[Nearest | None, means("what can be met where the targets cannot")] = None
+    demand_line: Annotated[ScalingRule | None, means("workers by request rate")] = None
+    agents_line: Annotated[AgentsLine | None, means("workers by concurrent sessions")] = None
+    schedule: Annotated[list[Stretch], means("workers over time")] = []
+    schedule_detail: Annotated[ScheduleDetail | None, means("cost of the schedule")] = None
+    loop: Annotated[ExpectedLoop | None, means("cost with autoscaling")] = None
+    spares: Annotated[Spares | None, means("standby workers for spot interruptions")] = None
+    alternatives: Annotated[list[Considered], means("other fleets, cheapest first")] = []
+    passed_over: Annotated[list[PassedOver], means("worker types that cannot serve")] = []
+    affinity: Annotated[Affinity | None, means("what cache-aware placement saves")] = None
+    reuse: Annotated[Reuse | None, means("use of prefix caches")] = None
+    host_kv: Annotated[KvOffload | None, means("what KV offload to host memory saves")] = None
+    curves: Annotated[Curves, means("data of the plots")] = Curves()
+    inputs: Annotated[PlanInputs, means("what was planned with")]
 
     _document: dict[str, Any] = PrivateAttr(default_factory=dict)
 

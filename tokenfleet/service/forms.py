@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from controlplane.errors import BadInput, ControlPlaneError
 from controlplane.types import EngineMode, Slo
 from tokenfleet.field_errors import fault_line
-from tokenfleet.planning.plan_file import FleetPart, PlanBrief, PlanFile
+from tokenfleet.planning.plan_file import FleetPart, PlanBrief, PlanFile, means
 from tokenfleet.planning.request import Kind, Option, PlanRequest, command_line, options, read_targets
 from tokenfleet.portfolios.request import Portfolio, sent_portfolio
 
@@ -19,11 +19,6 @@ State = Literal["queued", "running", "done", "failed", "cancelled"]
 OVER: tuple[State, ...] = ("done", "failed", "cancelled")
 
 INLINE_CHARACTERS = 4_000_000
-
-
-def means(text: str) -> Any:
-    """A field's meaning, for the reference and `/openapi.json`."""
-    return Field(description=text)
 
 
 class _Form(BaseModel):
