@@ -1,30 +1,29 @@
-"""Does a plan at confidence 0.9 hold in nine windows of ten?
+"""Coverage of plans on held-out windows: a plan at confidence 0.9 should hold in nine of ten.
 
     python experiments/planning/calibration.py [--quick] [--source NAME] [--resume FOLDER] [--seed 0]
 
-Each case plans on one window of traffic and is judged on the window that follows it, which the planner has
-not seen, with coefficients drawn as `perfmodel.interval` says they may be wrong: by the very doubt that the
-plan is told of. One kind of worker, 95 % of requests within both targets: Llama-2-70B on four H100s (1600/75
-ms, 5 requests a second) with the 4 % of its measurements, or with `--profile composed` Llama-3.1-8B on one
-A100 (1600/50 ms, 11 a second) and 11 %, most of it stated. The windows are those
-of `held_out_windows.py`.
+Each case plans on one window of traffic and is judged on the next one, which the planner has not seen. The
+judge draws coefficients as `perfmodel.interval` says they may be wrong, by the plan's own uncertainty. There
+is one worker type, and 95 % of requests must meet both targets. It is Llama-2-70B on four H100s (1600/75 ms,
+5 requests a second) with the 4 % error of its measurements. With `--profile composed` it is Llama-3.1-8B on
+one A100 (1600/50 ms, 11 a second) and 11 %, most of it stated. `held_out_windows.py` has the windows.
 
-The planner's bound, its drift and what it takes for steady were chosen on seeds from 100 on of the made ones
-and on m-mid's first week, which are not judged; Azure's hour, the only one of its kind, was in sight. Sixteen
-spans of drift were judged before the twenty-four of now (docs/figures/plans.md has both).
+The planner's bound, its drift and its test for steady traffic were chosen on other windows: seeds from 100
+on of the made sources, and m-mid's first week. Azure's hour is the only one of its kind and was in sight.
+Sixteen spans of drift were judged before today's twenty-four (docs/figures/plans.md has both).
 
-`steady` is the share of windows whose traffic the plan took to stay what it is, `dearer` what its fleets at
-0.9 cost over those of plans that take all traffic so.
+`steady` is the share of windows that the plan took for steady traffic. `dearer` is the cost of its fleets at
+0.9 over those of plans that take all traffic for steady.
 
-`covered` is the share of plans whose own lower bound on attainment (`attainment.low` in their JSON) was
-reached by their fleet on the held-out window; it is continuous, so that its coverage can be the confidence
-exactly. `held` is the share of plans that met the target there, `said` the probability that they themselves
-stated: (replicates that hold + 1/2) / (replicates + 1). Workers are whole: a plan that holds with its
-confidence rounds up, and holds more often than asked the coarser a worker is.
+`covered` is the share of plans whose lower bound on attainment (`attainment.low` in JSON) was reached on the
+held-out window. It is continuous, so its coverage can equal the confidence. `held` is the share of plans
+that met the target there. `said` is the probability that the plans stated: (resampled traces that hold +
+1/2) / (resampled traces + 1). Workers are whole, so a plan rounds up: the coarser a worker, the more often
+it holds.
 
-`in reach` is the share of plans at 0.9 within one worker of the fewest that meet the target on the window,
-known with hindsight. The rows `perfect` show what a forecaster reaches who knows the very distribution of
-what will be needed, normal with a standard deviation of so many workers.
+`in reach` is the share of plans at 0.9 within one worker of the fewest that meet the target, in hindsight.
+The rows `perfect` are a forecaster's that knows the distribution of the need: normal, with that many workers
+as its standard deviation.
 """
 
 from __future__ import annotations

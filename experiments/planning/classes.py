@@ -1,20 +1,20 @@
-"""What does one fleet for several SLO classes cost beside a fleet for each?
+"""The cost of one fleet for several SLO classes, against a fleet for each.
 
     python experiments/planning/classes.py [--quick] [--resume FOLDER] [--seed 0] [--format table|json]
 
-The hour of Azure's conversations, as it is and at six times its rate (ten minutes), and hours of ServeGen's
-m-mid rates at three times Azure's mean rate (20 minutes each) with Azure's lengths, for 8B and 70B
-models on three types of GPU. Classes are dealt to requests at random, so that each has the trace's bursts:
+Traffic is the hour of Azure's conversations, and ten minutes of it at six times the rate. Hours of
+ServeGen's m-mid rates at three times Azure's mean rate (20 minutes each) have Azure's lengths. Models are 8B
+and 70B on three types of GPU. Classes are dealt to requests at random, so each has the trace's bursts:
 
   two    chat (half; 8B: 400/30 ms, 70B: 1600/75 ms; 99 %) and batch (half; 30 s, 200 ms; 95 %)
   four   chat (0.4), code (0.2; targets twice as loose; 98 %), agents (0.2; 10 s, 100 ms; 95 %), batch (0.2)
 
-`shared / separate`: dollars of the plan's fleet over those of its classes' own, all at confidence 0.95.
-`in time`: the least attainment over what is asked, of any class on the trace; `unseen`: in other draws of it.
+`shared / separate`: dollars of the plan's fleet over those of its classes' own, all at confidence 0.95. `in
+time`: the least attainment over the asked one, of any class on the trace; `unseen`: in other draws of it.
 
   deadline   a day of m-mid's rates, squeezed into half an hour at 32 requests a second in the mean: chat, and
-             half of the requests batch work that comes with it and is due in a quarter of that time (6 h of
-             the day), or within 30 s; dollars of the constant fleet
+             half of the requests are batch work that comes with it. It is due in a quarter of that time (6 h
+             of the day), or within 30 s. Dollars of the constant fleet.
 """
 
 from __future__ import annotations

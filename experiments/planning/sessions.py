@@ -1,25 +1,27 @@
-"""Plans in sessions: 120 recorded coding sessions on four types of GPU, their cliff, and their confidence.
+"""Plans in sessions: 120 recorded coding sessions on four types of GPU, their growth, and their confidence.
 
     python experiments/planning/sessions.py [--quick] [--part plan|cliff|confidence|agents|most]
         [--sessions N] [--cases N] [--seed 0] [--resume FOLDER]
 
-`plan`: `tokenfleet plan` as a user would run it, in a closed loop with prefix caches, on A100, H100, H200 and
-RTX PRO 6000 (Llama-3.1-8B, TP 1), with everything that the report explains, and its wall time on two threads,
-kernels loaded. Requests beyond the model's context are left out, and nobody thinks for more than a minute.
+`plan`: `tokenfleet plan` as a user would run it, in a closed loop with prefix caches, on A100, H100, H200
+and RTX PRO 6000 (Llama-3.1-8B, TP 1). It has everything that the report explains, and its wall time on two
+threads with kernels loaded. Requests beyond the model's context are left out, and think times end after a
+minute.
 
-`cliff`: the growth at which the planned fleet loses half of its hits, and its target, against a sweep in
-steps of 5 % that knows no search, until both are lost.
+`cliff`: the growth at which the planned fleet loses half of its hits, and its target. A sweep in steps of 5
+%, without a search, goes on until both are lost.
 
-`confidence`: sessions are halved at random. One half is planned for (one type, confidence 0.9), the other is
-held out and replayed on the planned fleet with coefficients drawn as they may be wrong. `covered`: the share
-of cases whose own lower bound was reached.
+`confidence`: sessions are halved at random. One half is planned for (one type, confidence 0.9). The other is
+held out and replayed on the planned fleet, with coefficients drawn as they may be wrong. `covered`: the
+share of cases whose lower bound was reached.
 
-`agents`: plans for so many agents on H200s beside what the load alone would ask for, workers with a fraction:
-`bound` if every answer took as long as its targets allow (a turn that misses takes longer, so it bounds
-nothing), `most` if every answer came as from an idle worker.
+`agents`: plans for a number of agents on H200s, compared with the load alone, in workers with a fraction. In
+`bound` every answer takes as long as its targets allow. A turn that misses takes longer, so this bounds
+nothing. In `most` every answer comes as from an idle worker.
 
-`most`: `tokenfleet simulate --most-agents` on 8 H200s; then, of sessions halved at random, the most agents
-that 2 H200s carry with one half, and what so many, and 30 % more, attain with the other, coefficients drawn.
+`most`: `tokenfleet simulate --most-agents` on 8 H200s. Then sessions are halved at random: the most agents
+that 2 H200s carry with one half, and the attainment of that many, and 30 % more, with the other half.
+Coefficients are drawn.
 """
 
 from __future__ import annotations

@@ -1,35 +1,35 @@
-"""Autoscaling on production rates: worker-hours against a clairvoyant's, cold starts of 60 s.
+"""Autoscaling on production rates: worker-hours against the hindsight optimum's, cold starts of 60 s.
 
     python experiments/scaling/autoscaling.py [--quick] [--days] [--advice] [--resume FOLDER] [--jobs N]
         [--format table|json]
 
-Traffic. ServeGen's rates of 14 days (10-minute windows, taken as points with straight lines between), scaled
-to a mean of `--mean-rps`; arrivals Poisson at that rate; ShareGPT lengths. A part of one day (`--day`, from
-06:00 on) is simulated request by request, the days before it are the forecast's history. With `--days` it is
-an hour of every day: of day d the one that begins at (6 + 5 (d - 1)) mod 24 o'clock, so that no two days give
-the same hour and nights, mornings and evenings are all there (an hour in which nothing arrived is left
-out); each with what came before it as history (on day 1 six hours, too little for a season) and a
-clairvoyant of its own. Their misses and worker-hours are added up. Azure's conversation trace as it is, one
-hour: too short for any season. Llama-2 70B on 2 A100s, 1.6 s / 75 ms, `spread`.
+Traffic. ServeGen's rates of 14 days are points of 10-minute windows with straight lines between, scaled to a
+mean of `--mean-rps`. Arrivals are Poisson at that rate, lengths ShareGPT's. Part of one day (`--day`, from
+06:00 on) is simulated request by request; the days before it are the forecast's history. `--days` takes an
+hour of every day: of day d the one that begins at (6 + 5 (d - 1)) mod 24 o'clock. So no two days give the
+same hour, and nights, mornings and evenings are all there. An hour in which nothing arrived is left out.
+Each hour has its own history (on day 1 six hours, too little for a season) and its own optimum. Misses and
+worker-hours are added up. Azure's conversation trace is one hour, too short for any season. Llama-2 70B on 2
+A100s, 1.6 s / 75 ms, `spread`.
 
-Clairvoyant. The trace cut into windows of `WINDOW_S`, each simulated alone at every count: the fewest workers
-with each window at the target (or as near to it as any number comes), then one after the other taken away
-where that misses least until the whole only just meets it. That schedule is run, launched a cold start ahead,
-and mended there: workers are given back until the whole run meets the target, then every window is tried with
-fewer, for as long as the run costs less and still meets it. So it meets the target in the very simulation in
-which ours is judged, and no window of it can spare a worker. By its worker-hours others are measured.
+Hindsight optimum. The trace is cut into windows of `WINDOW_S`, and each is simulated alone at every count.
+The start is the fewest workers with each window at the target, or as near as any number comes. Then workers
+go where that misses least, until the whole only just meets the target. That schedule is run, launched a cold
+start ahead, and corrected: workers are given back until the whole run meets the target. Then every window is
+tried with fewer, for as long as the run costs less and still meets it. So no window can spare a worker in
+the simulation that judges ours.
 
-Ours is `control.tick` as it runs live: Eq 7's line learned by simulation at steady rates on these lengths
-(another draw), regimes, burst, backlog and forecast. The reactive rules (scaling_rules.py) get the target, of
-several, that is cheapest at 99 % over all hours together, or where none is, the one with the best attainment:
-they are tuned on the traffic itself, ours is not.
+Ours is `control.tick` as it runs live. Eq 7's line is learned by simulation at steady rates on these lengths
+(another draw). Traffic phases, bursts, backlog and forecast are used. The reactive rules (scaling_rules.py)
+get the cheapest of several targets at 99 % over all hours together; where none reaches it, the one with the
+best attainment. They are tuned on the traffic that judges them, ours is not.
 
 Advice (`--advice`). The same hours through `tokenfleet advise --replay`: it sees vLLM's metrics alone, HPA
-follows it (15 s, tolerance 0 or 10 %), and it remembers no days before. Llama-3.1 70B on 2 H100s, chunked
-prefill, 1 s / 75 ms, each request to the worker with the fewest. The rules of the replay (HPA on utilisation,
-KV memory and queue length) and Ray Serve's are tuned as above.
+follows it (15 s, tolerance 0 or 10 %), and it remembers no earlier days. Llama-3.1 70B on 2 H100s, chunked
+prefill, 1 s / 75 ms, each request to the worker with the fewest. The rules of the replay (HPA on
+utilisation, KV memory and queue length) and Ray Serve's are tuned as above.
 
-`--resume` keeps what was simulated of an hour; `--jobs` hours at a time.
+`--resume` keeps the simulations of an hour; `--jobs` is the number of hours at a time.
 """
 
 from __future__ import annotations

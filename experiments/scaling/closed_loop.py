@@ -1,24 +1,24 @@
-"""Autoscaling with a profile that is wrong by 1.3 either way: the closed loop, the open one, a clairvoyant.
+"""Autoscaling with a profile that is wrong by 1.3 either way: closed loop, open loop, hindsight optimum.
 
     python experiments/scaling/closed_loop.py [--quick] [--live] [--days 14,12,10]
         [--only-closed] [--resume FOLDER] [--format table|json]
 
 Simulated. Two hours of ServeGen's m-mid from 06:00 on of several days, as in autoscaling.py (12 requests a
 second in the mean, ShareGPT lengths, Llama-2 70B on 2 A100s, 1.6 s / 75 ms, cold starts of 60 s). The scaler
-goes by a profile whose steps are 1 / 1.3, 1, or 1.3 times as long as the engines' are, and by the line that a
-plan would have drawn with it; placement knows the truth. The product's loop (`closed`) is told of steps: a
-refit takes in one decode step of each worker and heartbeat, with noise of 5 %, and is believed after as many
-as live; from then on those of one worker are enough. `attainment` is told what became of the requests alone,
-and the open loop neither.
+has a profile whose steps are 1 / 1.3, 1, or 1.3 times as long as the engines', and the line that a plan
+would have drawn with it. Placement knows the true times. The product's loop (`closed`) sees steps: a refit
+takes one decode step of each worker and heartbeat, with noise of 5 %. It is believed after as many steps as
+live; from then on one worker's are enough. `attainment` sees the outcomes of requests alone, the open loop
+neither.
 
-Live (`--live`). `serve --autoscale` before emulated engines, Poisson arrivals for `--minutes`, the fleet
-started at what its wrong profile asks for. The engines' steps are 1.3 times as long as the profile says, or
-1 / 1.3 times; targets are the simulated ones times as much. Here the refit tells placement and scaler, and
-attainment corrects what is left: the product as it is. Attainment is that of the fleet's history.
+Live (`--live`). `serve --autoscale` before emulated engines, Poisson arrivals for `--minutes`. The fleet
+starts at the size that its wrong profile asks for. The engines' steps are 1.3 or 1 / 1.3 times as long as
+the profile says, and targets scale alike. The refit corrects placement and scaler, and attainment corrects
+the rest: the product as it is. Attainment is that of the fleet's history.
 
-Clairvoyant: the fewest workers with the true profile that serve each window of five minutes alone at the
-target, without a start or a drain. Judged is what arrives 10 minutes or more after the start, worker-hours
-(starts and drains included) against the clairvoyant's of the same time.
+Hindsight optimum: the fewest workers with the true profile that serve each window of five minutes alone at
+the target, without starts or drains. Requests count from 10 minutes after the start on; worker-hours (starts
+and drains included) are compared with the optimum's of the same time.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from dataplane.http.tls import client_context
 from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes
 from tokenfleet.cli.terminal import counted_bar, show, warn
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.report.tables import share_text
 from tokenfleet.texts import Parsed, duration_text, parse_duration_s, parse_slo, parse_window_s
 
 if TYPE_CHECKING:
@@ -54,11 +55,11 @@ class ComparedFigure:
     def cells(self) -> tuple[str, ...]:
         """Its row of a table."""
         if self.kind == "relative":
-            error = "-" if self.error is None else f"{self.error:+.1%}"
+            error = "-" if self.error is None else f"{100 * self.error:+.1f} %"
             return self.name, duration_text(self.live), duration_text(self.simulated), error
         if self.kind == "share":
             points = f"{100 * (self.simulated - self.live):+.2f} points"
-            return self.name, f"{self.live:.2%}", f"{self.simulated:.2%}", points
+            return "SLO attainment", share_text(self.live), share_text(self.simulated), points
         more = f"{self.simulated - self.live:+.0f}"
         return self.name, f"{self.live:.0f}", f"{self.simulated:.0f}", more
 
@@ -327,14 +328,14 @@ def _say(
         return
     from tokenfleet.report.tables import table
 
-    columns = ("figure", "live", "simulated", "error")
+    columns = ("figure", "live", "simulated", "simulated vs live")
     worst = max((f for f in figures if f.error is not None and f.kind == "relative"), key=_size, default=None)
-    largest = "" if worst is None else f"; largest error {_size(worst):.1%}, in {worst.name}"
+    largest = "" if worst is None else f"; largest error {100 * _size(worst):.1f} %, in {worst.name}"
     show(
         [
             f"Compared {requests:,} requests on {workers} workers{largest}",
             table(columns, (f.cells for f in figures), left=("figure",)),
-            f"Simulated TTFTs include {duration_text(float(np.median(run['overheads_s'])))} of HTTP overhead"
-            " and scatter as the profile's residuals do.",
+            f"Simulated TTFTs include {duration_text(float(np.median(run['overheads_s'])))} of HTTP overhead,"
+            " and the profile's scatter of step times.",
         ]
     )

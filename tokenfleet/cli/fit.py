@@ -115,7 +115,7 @@ def fit_command(flags: FitFlags) -> None:
     kv_tokens = flags.kv_tokens
     if kv_tokens is None:
         kv_tokens, said = _kv_tokens(flags.model, flags.gpu, flags.tp, read)
-        print(f"--kv-tokens not given: {said}", file=sys.stderr)
+        print(f"KV cache size: {said} (--kv-tokens sets it)", file=sys.stderr)
     worker = flags.worker(kv_tokens)
     if isinstance(read, RequestLog):
         profile = fit_log(read, worker, seed=flags.seed)
@@ -148,8 +148,8 @@ def _without_outliers(samples: StepSamples) -> StepSamples:
     rows = np.flatnonzero(far)
     named = ", ".join(str(row + 1) for row in rows[:5]) + (", …" if len(rows) > 5 else "")
     print(
-        f"{len(rows)} of {len(samples)} steps took over {OUTLYING:g} times the fit of all others: {named};"
-        " they are left out (--robust gives them less weight, --as-measured keeps them)",
+        f"{len(rows):,} of {len(samples):,} steps took over {OUTLYING:g} times as long as fitted and are left"
+        f" out: {named} (--robust gives them less weight, --as-measured keeps them)",
         file=sys.stderr,
     )
     return samples.take(~far)
@@ -364,7 +364,7 @@ def _by_probes(
         if kv_tokens:
             around = around.with_kv(None, kv_tokens)
             around = replace(around, kv=replace(around.kv, block_tokens=block_tokens))
-            said.append("KV memory is the engine's own figure")
+            said.append("the engine itself reports this KV memory")
     workload, judged_rows = probes(around, flags.workers)
 
     async def send() -> Replay:
@@ -439,15 +439,13 @@ def _say_calibrated(
         }
         print(json.dumps(answer))
         return
-    held = "" if residuals.held_out_mean is None else f", {residuals.held_out_mean:.1%} on held-out steps"
-    print(
-        f"Calibrated {made.label}: mean error {residuals.mean_relative:.1%}{held}; written to {flags.output}"
-    )
+    error, held_out = f"{100 * residuals.mean_relative:.1f} %", residuals.held_out_mean
+    held = "" if held_out is None else f", {100 * held_out:.1f} % on held-out steps"
+    print(f"Calibrated {made.label}: mean error {error}{held}; written to {flags.output}")
     for one in corrections:
-        print(
-            f"  {one.name:24} x {one.factor:.3g} ± {one.error:.2g}{'' if one.told else ' (not determined)'}"
-        )
-    print(f"Uncertainty of the factors: {residuals.unseen_relative:.1%}")
+        untold = "" if one.told else " (not determined)"
+        print(f"  {one.name:24} {one.factor:.3g}x the profile's ± {one.error:.2g}{untold}")
+    print(f"Model-error margin of a plan: {100 * residuals.unseen_relative:.1f} %")
     frontend_ms = made.frontend.per_request_s * 1e3
     print(f"KV memory: {made.kv.capacity_tokens:,} tokens. HTTP overhead: {frontend_ms:.1f} ms a request.")
     for line in said:

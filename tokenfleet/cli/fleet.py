@@ -258,7 +258,7 @@ def _workers_table(view: dict[str, Any], verbose: bool) -> Table:
 def _worker_details(worker: dict[str, Any], load: dict[str, Any]) -> list[str]:
     step = duration_text(load["step_s"]) if load else "–"
     cached = _cached_text(worker.get("prefix_tokens"))
-    return [str(worker["tokens"]), cached, step, str(load.get("preemptions", "–"))]
+    return [f"{worker['tokens']:,}", cached, step, str(load.get("preemptions", "–"))]
 
 
 def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType]:
@@ -402,8 +402,9 @@ def _details(view: dict[str, Any]) -> Iterator[RenderableType]:
         yield f"Placement: {placed['policy']}, by load alone{why}; {targets} are measured only"
     for times in view["step_times"]:
         since = f"{datetime.fromtimestamp(times['since_s']).astimezone():%H:%M:%S}"
-        off = f"recent error {times['refit_error']:.1%}" if times["steps"] else "no step served yet"
-        yield f"Step times of {times['variant']}: since {since}, {off}; {times['source']}"
+        off = f"recent error {_percent(times['refit_error'])}" if times["steps"] else "no step served yet"
+        source = times["source"].partition(";")[0].partition(": ")[0]
+        yield f"Step times of {times['variant']}: since {since}, {off}; {source}"
     yield from _cached_line(view["workers"])
     yield from _transfers(view)
     if view["moving"]:
@@ -507,7 +508,7 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
     if not decisions:
         return ["The number of workers has not changed."]
     table = Table(title="Scaling decisions", title_justify="left")
-    for name in ("decision", "workers", "reason", "observed, compared, cost"):
+    for name in ("decision", "workers", "reason", "observed, workers, cost"):
         table.add_column(name, overflow="fold")
     for decision in decisions:
         before = f"{decision['before']} → " if "before" in decision else ""
@@ -518,7 +519,7 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
             decision["reason"],
             "\n".join(
                 f"{name}: {', '.join(_named(figures))}"
-                for part, name in (("seen", "observed"), ("compared", "compared"), ("cost", "cost"))
+                for part, name in (("seen", "observed"), ("compared", "workers by"), ("cost", "cost"))
                 if (figures := decision.get(part))
             ),
         )
@@ -526,14 +527,28 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
 
 
 def _named(values: dict[str, float]) -> list[str]:
-    return [f"{name} {value:.4g}" for name, value in values.items()]
+    return [_fact(name, value) for name, value in values.items()]
+
+
+def _fact(name: str, value: float) -> str:
+    """A figure of a decision by its JSON name, which ends in its unit: `rate 7.7 req/s`."""
+    words = name.replace("workers_per_rps", "workers per req/s").replace("regime", "traffic phase")
+    if words.endswith("_rps"):
+        return f"{words[:-4].replace('_', ' ')} {value:.4g} req/s"
+    if words.endswith("_s") and value >= 0:
+        return f"{words[:-2].replace('_', ' ')} {duration_text(value)}"
+    if words.endswith("usd_per_h"):
+        return f"{words[:-9].replace('_', ' ')}${value:.2f}/h"
+    return f"{words.replace('_', ' ')} {value:.4g}"
 
 
 def _request_tables(reply: dict[str, Any]) -> list[Any]:
+    if not reply["requests"]:
+        return ["No request is running."]
     # Without a box, and the names whole: they are what `migrate` and `explain` take.
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("request", overflow="fold")
-    for name in ("state", "worker", "prompt", "output", "age", "TTFT", "TPOT", "migrations"):
+    for name in ("state", "worker", "prompt", "output", "age", "TTFT", "TPOT", "moves"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("state", "worker") else "right")
     for r in reply["requests"]:
         table.add_row(

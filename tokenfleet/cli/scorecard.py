@@ -39,7 +39,7 @@ def scorecard_command(
 def scorecard_tables(card: dict[str, Any]) -> list[Any]:
     """The scorecard for people."""
     from tokenfleet.planning.plan_file import FleetPart
-    from tokenfleet.report.tables import fleet_text, table
+    from tokenfleet.report.tables import fleet_text, share_text, table
 
     fleet = fleet_text(FleetPart.model_validate(part) for part in card["fleet"]) or "no fleet"
     head, *rest = card["says"]
@@ -59,13 +59,13 @@ def scorecard_tables(card: dict[str, Any]) -> list[Any]:
             for name, row in card[what].items()
         ]
         shares, rates, most = card["attainment"], card["rate_rps"], card["capacity"]
-        rows.append(("SLO attainment", *(_or_dash(shares[k], "{:.2%}".format) for k in ways), "–"))
-        rows.append(("requests/s", f"{rates['planned']:.3g}", "–", f"{rates['observed']:.3g}", "–"))
+        rows.append(("SLO attainment", *(_or_dash(shares[k], share_text) for k in ways), "–"))
+        rows.append(("req/s", f"{rates['planned']:.3g}", "–", f"{rates['observed']:.3g}", "–"))
         columns = ("", "planned", "predicted on this traffic", "observed", "observed / predicted")
         parts.append(table(columns, rows, left=("",)))
-        carried, failed = (_or_dash(most[k], "{:.3g}/s".format) for k in ("carried_rps", "failed_rps"))
-        parts.append(f"Busiest minute in SLO: {carried}; least busy minute out of SLO: {failed}")
-    parts += rest
+        told = ("none" if most[k] is None else f"{most[k]:.3g} req/s" for k in ("carried_rps", "failed_rps"))
+        parts.append("Busiest minute that met the target: {}. Quietest that missed it: {}.".format(*told))
+    parts += (f"{said[0].upper()}{said[1:]}." for said in rest)
     return [*parts, *gap_tables(card["gap"])] if card["gap"] else parts
 
 
@@ -110,7 +110,8 @@ def gap_tables(gaps: list[Any]) -> list[Any]:
         for day in gaps
     )
     found = table(columns, rows, left=("day (UTC)", "excess by cause"))
-    return [gap_line(gaps[-1]), found, *(f"{day['day']}: {said}" for day in gaps for said in day["says"])]
+    told = [f"{day['day']}: {said}" for day in gaps for said in day["says"]]
+    return [gap_line(gaps[-1]), *([found] if len(gaps) > 1 else ()), *told]  # one day is told by its line
 
 
 def _or_dash(value: float | None, shown: Any) -> str:

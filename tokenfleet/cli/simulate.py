@@ -259,7 +259,7 @@ def latency_rows(outcome: Outcome, slo: Slo | None) -> Iterator[tuple[str, str]]
     ):
         row = latency(values)
         quantiles = "   ".join(f"p{q * 100:.0f} {duration_text(row.at(q))}" for q in QUANTILES)
-        bound = "" if limit is None else f"   (limit {duration_text(limit)}, {int(slow.sum()):,} over it)"
+        bound = "" if limit is None else f"   (limit {duration_text(limit)}, missed by {int(slow.sum()):,})"
         yield name, quantiles + bound
     if dropped := int((~np.isfinite(outcome.finish_s)).sum()):
         yield "Not served", f"{dropped:,} requests"
@@ -282,13 +282,10 @@ def _engine_rows(outcome: Outcome, request: PlanRequest, told: dict[str, Any]) -
     means = (f"{name} {duration_text(told[f'{name.lower()}_s']['mean'])}" for name in ("TTFT", "TPOT"))
     yield "Means", ", ".join(means)
     yield "Policy", told["policy"]
-    yield (
-        "Engines busy",
-        f"{share_text(outcome.utilisation)} of the time, with or without room in their batches",
-    )
+    yield "Engines busy", f"{share_text(outcome.utilisation)} of the time, though not always full"
     yield "Preemptions", f"{told['preemptions']:,}"
-    yield "Migrations", f"{told['migrations']:,}"
-    yield "Simulated in", duration_text(told["wall_s"])
+    yield "Moves", f"{told['migrations']:,}"
+    yield "Computed in", duration_text(told["wall_s"])
 
 
 def _profile(worker: OneWorker, request: PlanRequest) -> Profile:

@@ -461,7 +461,7 @@ class PlanInputs(_Part):
     rate_rps: Annotated[Number | None, means("mean requests per second")]
     phases: Annotated[list[PlannedPhase], means("traffic phases")] = []
     profiles: Annotated[list[PlannedProfile], means("one for each worker type considered")]
-    warnings: Annotated[list[str], means("doubts about the inputs, a sentence each")] = []
+    warnings: Annotated[list[str], means("possible faults of the inputs, a sentence each")] = []
     ages: Annotated[list[str], means("the warnings on old prices and profiles")] = []
     assumed: Annotated[list[list[str]], means("(name, value, source) of a trace that was drawn")] = []
     confidence: Annotated[Number | None, means("asked for")] = None

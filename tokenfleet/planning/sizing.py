@@ -161,7 +161,7 @@ def size_on_trace(search: Search, worker_type: WorkerType) -> Sizing:
     count = smallest(lambda n: passes_on_trace(search, sizing, n), low, guess, cap)
     sizing.workers = count
     if count is None:
-        missed = f"miss the target with over {broken_off(search):.2%} of the requests"
+        missed = f"miss the target with over {100 * broken_off(search):.4g} % of the requests"
         found = f"reach only {max(sizing.on_trace.values()):.4f}" if sizing.on_trace else missed
         if limit is None or limit >= far:
             sizing.reason = f"even {cap} workers {found}"
@@ -219,9 +219,10 @@ def _alone_text(search: Search, profile: Profile) -> str:
     if requests >= target and (asked_s := search.terms.session_s) is not None:
         took_s = alone_session_s(profile, search.outline)
         most_s = _quantile(took_s, target)
-        told = f"alone on workers, {float((took_s > asked_s).mean()):.2%} of the sessions already take longer"
-        told += f" than {duration_text(asked_s)}, and {target:g} of them {duration_text(most_s)}"
-    return f"{told}: more workers cannot mend that"
+        late = f"{100 * float((took_s > asked_s).mean()):.4g} % of the sessions"
+        told = f"{late} take longer than {duration_text(asked_s)} even alone on workers"
+        told += f", and {target:g} of them {duration_text(most_s)}"
+    return f"{told}, so more workers do not help"
 
 
 def _alone_missed(search: Search, profile: Profile) -> tuple[str, float]:
@@ -232,7 +233,7 @@ def _alone_missed(search: Search, profile: Profile) -> tuple[str, float]:
         share = 1.0 - attained_by_class(met, search.outline)
         worst = int(np.argmax(share / (1.0 - np.array(search.terms.asked))))
         missed, whose = float(share[worst]), f" of class {search.terms.classes[worst].name}"
-    told = f"alone on a worker, {missed:.2%} of the requests{whose} already break the target"
+    told = f"{100 * missed:.4g} % of the requests{whose} miss the target even alone on a worker"
     return told, search.terms.attained(met, search.outline)
 
 

@@ -132,7 +132,8 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> PlanTasks:
         trace = merged([own, *of_adapters.values()])
         adapters[number] = {name: len(one) / len(trace) for name, one in of_adapters.items()}
         for request, gathered in _gathered(model, trace, today):
-            warnings.update(dict.fromkeys(f"{model.name}: {w}" for w in gathered.inputs.warnings))
+            inputs = gathered.inputs
+            warnings |= {f"{model.name}: {w}": None for w in inputs.warnings if w not in inputs.ages}
             for gpu, types in _on_offer(portfolio, model, request, gathered).items():
                 task = Task(len(tasks), gathered.workload, types, request, gathered.inputs, True)
                 tasks.append((number, GpuPurchase(gpu, request.spot), task))

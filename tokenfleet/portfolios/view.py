@@ -10,9 +10,10 @@ from rich.text import Text
 
 from tokenfleet.portfolios.offers import GpuPurchase
 from tokenfleet.portfolios.plan import PortfolioPlan, Row, Use
+from tokenfleet.report.answer import ages
 from tokenfleet.report.figures import TONES, Axis, Figure, Series
 from tokenfleet.report.page import page, section
-from tokenfleet.report.tables import fleet_text, share_text, table, usd_text
+from tokenfleet.report.tables import fleet_text, gpu_text, share_text, table, usd_text
 from tokenfleet.version import VERSION
 
 SCHEMA = "tokenfleet.portfolio-plan/1"
@@ -78,7 +79,7 @@ def _kind(kind: GpuPurchase) -> dict[str, Any]:
 def headline(plan: PortfolioPlan) -> str:
     """The answer in one sentence."""
     most = ", ".join(
-        f"{int(count)} {gpu}"
+        f"{int(count)} {gpu_text(gpu)}"
         for gpu, count in zip(plan.gpu_types, plan.gpus.max(axis=0), strict=True)
         if count
     )
@@ -95,14 +96,15 @@ def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
     ):
         if rows:
             yield table(columns, rows, left=columns)
-    for sentence in (*_of_adapters(plan), *_sentences(plan)):
+    profiles = [profile for row in plan.rows for profile in row.plan.inputs.profiles]
+    for sentence in (*_of_adapters(plan), *_sentences(plan), ages(profiles)):
         yield Text(sentence)
 
 
 def _model(row: Row) -> tuple[str, ...]:
     low = row.plan.attainment.low
     others = ", ".join(
-        f"{kind} {usd_text(found) if isinstance(found, float) else 'none'}"
+        f"{kind}: {usd_text(found) if isinstance(found, float) else 'no fleet'}"
         for kind, found in row.others.items()
     )
     fleet = fleet_text(row.plan.fleet) + _on_spot(row)
@@ -142,11 +144,11 @@ def _of_adapters(plan: PortfolioPlan) -> Iterator[str]:
 
 def _sentences(plan: PortfolioPlan) -> Iterator[str]:
     if plan.uses:
-        yield f"Without limits the fleets cost {usd_text(plan.unlimited_usd_per_h)}."
+        yield f"Without limits the fleets would cost {usd_text(plan.unlimited_usd_per_h)}."
     if plan.constant_usd_per_h is None:
-        yield "Constant fleets exceed the limits; only fleets that follow their schedules fit."
+        yield "Fleets that keep their size exceed the limits; only fleets that follow their schedules fit."
     else:
-        yield f"Constant fleets cost {usd_text(plan.constant_usd_per_h)}."
+        yield f"Fleets that keep their size would cost {usd_text(plan.constant_usd_per_h)}."
     yield from _shared(plan)
 
 

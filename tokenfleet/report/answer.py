@@ -7,7 +7,7 @@ topic.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 
 from tokenfleet.planning.plan_file import (
@@ -20,6 +20,7 @@ from tokenfleet.planning.plan_file import (
     PlanFile,
     PlannedClass,
     PlannedMoves,
+    PlannedProfile,
     Plateau,
     Quantiles,
     Reuse,
@@ -80,7 +81,7 @@ def _says(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield from _reasons(plan)
         yield from _reused(plan)
         yield from _over_time(plan)
-    yield "Note", _ages(plan)
+    yield "Note", ages(plan.inputs.profiles)
 
 
 def headline(plan: PlanFile) -> str:
@@ -295,7 +296,7 @@ def scaling_text(plan: PlanFile) -> str:
 
 def _uncertainty(plan: PlanFile, shares: dict[str, float]) -> str:
     if not shares:
-        return "none that these resampled traces show"
+        return "none visible in the resampled traces"
     source, share = next(iter(shares.items()))
     text = f"{_SOURCES[source]} ({100 * share:.0f} %)"
     if source == "arrivals":
@@ -449,16 +450,14 @@ def loop_text(loop: ExpectedLoop, fixed: int, fixed_usd: float | None) -> str:
     )
 
 
-def _ages(plan: PlanFile) -> str:
-    """The dates of the prices and profiles that the answer rests on."""
-    priced = [
-        match[0] for p in plan.inputs.profiles if (match := re.search(r"\d{4}-\d\d-\d\d", p.price or ""))
-    ]
-    whose = "Your" if any((p.price or "").startswith(OWN) for p in plan.inputs.profiles) else "List"
+def ages(profiles: Sequence[PlannedProfile]) -> str:
+    """The dates of the prices and profiles that an answer rests on."""
+    priced = [match[0] for p in profiles if (match := re.search(r"\d{4}-\d\d-\d\d", p.price or ""))]
+    whose = "Your" if any((p.price or "").startswith(OWN) for p in profiles) else "List"
     prices = f"{whose} prices date from {_span(priced)} (--prices to change). " if priced else ""
-    if all(profile.usd_per_gpu_h is None for profile in plan.inputs.profiles):
+    if all(profile.usd_per_gpu_h is None for profile in profiles):
         prices = "No price is known (--prices gives them). "
-    return f"{prices}Profiles date from {_span([p.date for p in plan.inputs.profiles])}."
+    return f"{prices}Profiles date from {_span([p.date for p in profiles])}."
 
 
 def _span(dates: list[str]) -> str:

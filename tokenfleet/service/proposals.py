@@ -239,7 +239,7 @@ class Proposals:
         return (
             f"none: {why}"
             if why
-            else f"none yet; a plan is made every {duration_text(self._every_s or DAY_S)}"
+            else f"none yet; the fleet plans again every {duration_text(self._every_s or DAY_S)}"
         )
 
     def _recorded(self, now_s: float, since_s: float) -> Recorded:

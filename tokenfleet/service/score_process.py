@@ -50,7 +50,9 @@ class LastGap:
     def __init__(self, data: Path | None, has_history: bool = True) -> None:
         self.known: Gap | None = None
         self._data = data
-        self._missing = "no full day (UTC) is logged yet" if has_history else "this fleet keeps no history"
+        self._missing = (
+            "the first full day (UTC) has not ended" if has_history else "this fleet keeps no history"
+        )
         self._tried: str | None = None
 
     def view(self) -> dict[str, Any]:

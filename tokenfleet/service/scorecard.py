@@ -31,6 +31,7 @@ from tokenfleet.planning.inputs import Bias
 from tokenfleet.planning.plan_file import PlanFile, Quantiles
 from tokenfleet.profiles.form import parse_profile
 from tokenfleet.profiles.library import find_profiles
+from tokenfleet.report.tables import asked_text, share_text
 from tokenfleet.service.data_folder import Database, default_data_folder
 from tokenfleet.service.gap import gaps
 from tokenfleet.service.jobs import Jobs, Plans, Serving
@@ -65,8 +66,7 @@ class PlanReplay:
     def sentences(self) -> list[str]:
         """The step times that fit, and whether anything else differs."""
         sentences = [
-            f"the observed step times are {self.decode:.3g}x the profile's for decode"
-            f" and {self.prefill:.3g}x for prefill"
+            f"step times were {self.decode:.3g}x the profile's in decode and {self.prefill:.3g}x in prefill"
         ]
         if max(abs(ratio - 1.0) for ratio in self.remaining) > 0.1:
             sentences.append(
@@ -364,10 +364,12 @@ def _sentences(facts: Mapping[str, Any]) -> list[str]:
     attained, workers = facts["attainment"], facts["workers"]
     verdict = "met" if attained["observed"] >= attained["target"] else "missed"
     sentences = [
-        f"target {verdict}: {attained['observed']:.2%} of requests in SLO (target {attained['target']:.2%})"
+        f"target {verdict}: {share_text(attained['observed'])} of requests in SLO"
+        f" (target {asked_text(attained['target'])})"
     ]
     sentences += [
-        f"class {one['name']}: {one['observed']:.2%} of requests in SLO (target {one['target']:.2%})"
+        f"class {one['name']}: {share_text(one['observed'])} of requests in SLO"
+        f" (target {asked_text(one['target'])})"
         for one in facts.get("classes") or ()
     ]
     if facts["not_served"]:

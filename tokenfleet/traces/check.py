@@ -197,7 +197,7 @@ def _enough(trace: Trace, shape: Shape) -> Finding:
     if crowd > 1:
         statement += f" (±{together:.2f} if latency is correlated within a minute)"
     if shape.requests < shape.requests_needed:
-        rule = f"±{ASKED_HALF_WIDTH * 100:g} points at 95 % confidence need {shape.requests_needed:,}"
+        rule = f"±{ASKED_HALF_WIDTH * 100:g} points (95 % confidence) take {shape.requests_needed:,}"
         return Finding(
             "enough for p99",
             True,
@@ -243,7 +243,7 @@ def as_tables(checkup: Checkup, kv_tokens: Mapping[str, int], verbose: bool = Fa
         lines.add_row("Reading", Text(warning, style="yellow"))
     for finding in checkup.findings:
         if finding.warns and finding.name not in _READING:
-            lines.add_row("Warning", Text(f"{finding.name}: {finding.words}", style="yellow"))
+            lines.add_row("Warning", Text(finding.words, style="yellow"))
     parts: list[RenderableType] = [
         Text(verdict(checkup), style="bold yellow" if checkup.warnings else "bold green")
     ]

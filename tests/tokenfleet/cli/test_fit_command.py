@@ -271,7 +271,7 @@ def test_two_steps_in_a_hundred_that_were_stopped_do_not_shift_a_fit_and_are_sai
     for name, flags in (("noticed", ()), ("kept", ("--as-measured",)), ("robust", ("--robust",))):
         assert fit(tmp_path / "steps.csv", tmp_path / "p.yaml", *flags) == 0
         said = capsys.readouterr().err
-        words = "2 of 100 steps took over 2.5 times the fit of all others: 18, 64; they are left out"
+        words = "2 of 100 steps took over 2.5 times as long as fitted and are left out: 18, 64"
         assert (words in said) == (name == "noticed")
         model = read_profile(tmp_path / "p.yaml").step
         says_s = model.step_s(prefill, decoding, context)

@@ -103,7 +103,7 @@ def test_an_infeasible_target_exits_1_and_says_what_is_possible(
     said = json.loads(capsys.readouterr().out)
     assert said["feasible"] is False
     assert said["fleet"] == []
-    assert "more workers cannot mend that" in said["reason"]
+    assert "more workers do not help" in said["reason"]
     assert said["nearest_feasible"]["ttft_s"] > 0.02
     assert said["nearest_feasible"]["workers"] >= 1
 

@@ -89,7 +89,7 @@ def test_each_class_is_judged_by_its_own_targets(tmp_path):
     plain = round(float(outcome.met[2::3].mean()), 6)
     assert found == {"loose": (500, 1.0), "hasty": (500, 0.0), "default": (500, plain)}
     assert [one["planned"] for one in card["classes"]] == [0.95, 0.95, None]
-    assert "class hasty: 0.00% of requests in SLO (target 90.00%)" in card["says"]
+    assert "class hasty: 0 % of requests in SLO (target 90 %)" in card["says"]
 
 
 @pytest.mark.parametrize(("decode", "prefill"), [(1.3, 1.3), (0.7, 0.8), (1.5, 1.0), (1.0, 1.8)])
@@ -145,7 +145,7 @@ def test_the_verbs_show_the_scorecard_and_feed_its_bias_to_the_next_plan(tmp_pat
     assert main(["scorecard", "--data", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     head, plan, *_ = shown.splitlines()
-    assert re.match(r"Target (met|missed): [\d.]+% of requests in SLO \(target [\d.]+%\)$", head)
+    assert re.match(r"Target (met|missed): [\d.]+ % of requests in SLO \(target [\d.]+ %\)$", head)
     assert plan.startswith(f"Plan {name}: ")
     assert "observed / predicted" in shown
     asked = [
