@@ -42,6 +42,11 @@ def offloading(profile: Profile) -> Profile:
     return replace(profile, kv=kv, host_kv=HostKv(2**30, 1_000_000_000))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_replicates() -> None:
+    """As many as plans have: what moves save depends on the draws."""
+
+
 def test_a_plan_moves_requests_by_default_and_says_how_many_fewer_are_late() -> None:
     load = memory_bound(8.0, output=300)
     plan = with_moves(load, 2500, Slo(2.0, 0.04), 0.95)

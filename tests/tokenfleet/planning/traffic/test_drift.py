@@ -224,7 +224,7 @@ def wild() -> Workload:
 
 
 def test_where_limits_leave_no_fleet_for_what_drifts_the_nearest_target_is_told(wild: Workload) -> None:
-    plan = planned(wild, max_gpus=6)
+    plan = planned(wild, max_gpus=6, confidence=0.95)
     assert plan.best is None
     assert plan.nearest is not None
     assert plan.nearest.fleet.gpus <= 6
