@@ -23,11 +23,12 @@ def words(tmp_path):
     ]
 
 
-def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, capsys, monkeypatch):
+def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert main([*words, "--users", "20000", "--format", "json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["inputs"]["trace"] == "chat, 20,000 users"
+    assert main([*words, "--users", "8000", "--output-dir", str(tmp_path / "out")]) == 0
+    assert "assumed; --requests-per-day replaces it" in capsys.readouterr().out
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert plan["inputs"]["trace"] == "chat, 8,000 users"
     assert [row[0] for row in plan["inputs"]["assumed"]][:2] == ["Requests a day", "Busiest hour"]
     low, high = plan["workers_range"]
     assert 1 <= low <= plan["workers"] <= high
@@ -39,8 +40,6 @@ def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, capsy
     tables = {table["title"]: table["rows"] for table in plan["tables"]}
     assert tables["Assumptions"] == plan["inputs"]["assumed"]
     assert tables["Where numbers come from"][0][2] == "assumed"
-    assert main([*words, "--users", "20000"]) == 0
-    assert "assumed; --requests-per-day replaces it" in capsys.readouterr().out
 
 
 def test_without_a_terminal_the_refusal_names_users(words, capsys):

@@ -3,7 +3,9 @@
 import asyncio
 import datetime
 import json
+import shutil
 import time
+from contextlib import closing
 
 import polars as pl
 import pytest
@@ -184,34 +186,55 @@ def test_a_fleet_with_a_short_history_says_so_and_plans_nothing(service, tmp_pat
     now_s = time.time()
     written(tmp_path / "history", [row(0, arrival_s=now_s - 1200.0 + i) for i in range(40)])
     proposals = kept(service, plan(), every_s=1.0)
-    asyncio.run(proposals.look(now_s + 2.0))
+    asyncio.run(proposals.look(time.time() + 2.0))
     view = proposals.view()
     assert (view["state"], view["plan"]) == ("none", None)
     assert view["line"].startswith("history too short: 20 min and 40 requests recorded")
     assert service.jobs.newest(10) == []
 
 
-def test_a_due_plan_is_made_of_the_fleets_own_history_and_kept(service, tmp_path):
-    """The real planner in its own process, on requests that one worker serves in time."""
+def proposed(service, folder, running=None, **options):
+    """A proposal of one worker in place of two, by the real planner in its own process."""
     now_s = time.time()
     lengths = {"prompt_tokens": 200, "output_tokens": 20, "model": "llama-3.1-8b"}
-    rows = [row(0, arrival_s=now_s - 3700.0 + 9.0 * i, **lengths) for i in range(400)]
-    written(tmp_path / "history", rows)
-    proposals = kept(service, plan(), every_s=1.0)
+    written(folder / "history", [row(0, arrival_s=now_s - 3700.0 + 9.0 * i, **lengths) for i in range(400)])
+    proposals = kept(service, plan(), every_s=1.0, **options)
+    if running is not None:
+        proposals.attach(running)
 
     async def story():
         async with service.running():
-            await proposals.look(now_s + 2.0)
+            await proposals.look(time.time() + 2.0)
 
     asyncio.run(story())
-    view = proposals.view()
+    return proposals
+
+
+@pytest.fixture(scope="module")
+def due_folder(tmp_path_factory):
+    """The folder of a fleet whose plan was made again."""
+    folder = tmp_path_factory.mktemp("due")
+    with closing(PlanService(folder, ServiceLimits())) as service:
+        view = proposed(service, folder).view()
+    return folder, view
+
+
+@pytest.fixture
+def due_service(due_folder, tmp_path):
+    shutil.copytree(due_folder[0], tmp_path, dirs_exist_ok=True)
+    with closing(PlanService(tmp_path, ServiceLimits())) as made:
+        yield made
+
+
+def test_a_due_plan_is_made_of_the_fleets_own_history_and_kept(due_folder, due_service):
+    view = due_folder[1]
     assert view["state"] == "ready", view["line"]
     assert view["change"]["workers"] == {"before": 2, "after": 1}
     assert view["change"]["attainment"]["observed"] == 1.0
     assert view["change"]["attainment"]["expected"] > 0.9
-    assert service.plans.find(view["plan"]).workers == 1
-    assert kept(service, plan()).view() == view, "a restart keeps it"
-    assert kept(service, plan(3)).view()["state"] == "none", "it is no proposal for another plan"
+    assert due_service.plans.find(view["plan"]).workers == 1
+    assert kept(due_service, plan()).view() == view, "a restart keeps it"
+    assert kept(due_service, plan(3)).view()["state"] == "none", "it is no proposal for another plan"
 
 
 class Running:
@@ -228,25 +251,16 @@ class Running:
         self.on_end[0](self.orders[-1], state, cause)
 
 
-def proposed(service, tmp_path, running, **options):
-    """A proposal of one worker in place of two, by the real planner."""
-    now_s = time.time()
-    lengths = {"prompt_tokens": 200, "output_tokens": 20, "model": "llama-3.1-8b"}
-    written(tmp_path / "history", [row(0, arrival_s=now_s - 3700.0 + 9.0 * i, **lengths) for i in range(400)])
-    proposals = kept(service, plan(), every_s=1.0, to_serve=lambda name, plan: name, **options)
+def attached(service, running):
+    """The proposal of a folder that has one, on a fleet."""
+    proposals = kept(service, plan(), every_s=1.0, to_serve=lambda name, plan: name)
     proposals.attach(running)
-
-    async def story():
-        async with service.running():
-            await proposals.look(now_s + 2.0)
-
-    asyncio.run(story())
     return proposals
 
 
-def test_an_applied_proposal_is_the_plan_that_is_served_and_one_rolled_back_is_not(service, tmp_path):
-    running = Running()
-    proposals = proposed(service, tmp_path, running)
+def test_an_applied_proposal_is_the_plan_that_is_served_and_one_rolled_back_is_not(due_service):
+    running, service = Running(), due_service
+    proposals = attached(service, running)
     name = proposals.view()["plan"]
     assert proposals.apply() == {"what": f"plan {name}"}
     assert running.orders == [name]
@@ -265,9 +279,9 @@ def test_an_applied_proposal_is_the_plan_that_is_served_and_one_rolled_back_is_n
     assert proposals.plan.workers == 1
 
 
-def test_a_cores_successor_serves_by_the_plan_that_was_applied_and_hears_of_one_under_way(service, tmp_path):
-    running = Running()
-    proposals = proposed(service, tmp_path, running)
+def test_a_cores_successor_serves_by_the_plan_that_was_applied_and_hears_of_one_under_way(due_service):
+    running, service = Running(), due_service
+    proposals = attached(service, running)
     proposals.apply()
     left, name = Running(is_left=True), proposals.view()["plan"]
     again = kept(service, plan())
@@ -283,9 +297,8 @@ def test_a_cores_successor_serves_by_the_plan_that_was_applied_and_hears_of_one_
 
 
 def test_auto_apply_leaves_to_an_operator_what_is_beyond_its_limits(service, tmp_path):
-    running = Running()
-    proposals = proposed(service, tmp_path, running, auto=AutoApply(max_workers=8))
-    view = proposals.view()
+    running, options = Running(), {"auto": AutoApply(max_workers=8), "to_serve": lambda name, plan: name}
+    view = proposed(service, tmp_path, running, **options).view()
     assert (view["state"], running.orders) == ("ready", [])
     assert "; not applied by itself: fewer GPUs need a whole day of history" in view["line"]
 
