@@ -38,10 +38,10 @@ kernels: .venv/base
 	  --workers 2 --slo ttft=1s,tpot=50ms --window 0s..10s > /dev/null
 
 pure: .venv/dev kernels
-	$(BIN)/pytest -n 2 $(DAILY) --ignore tests/live --ignore tests/rehearsal --durations 10
+	$(BIN)/pytest -n 2 --dist loadfile $(DAILY) --ignore tests/live --ignore tests/rehearsal --durations 10
 
 unit: .venv/all kernels  ## tests that start no engine, with vLLM where they can use it
-	$(BIN)/pytest -n 2 $(DAILY) --ignore tests/live --durations 10 $(COVER)
+	$(BIN)/pytest -n 2 --dist loadfile $(DAILY) --ignore tests/live --durations 10 $(COVER)
 	$(if $(COVERAGE),@echo "unit tests cover $$($(BIN)/coverage report --format=total) % of the lines")
 
 live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side choices, without a GPU

@@ -72,6 +72,7 @@ def test_a_composed_profile_says_what_it_is_made_of(
 
 
 @needs_tables
+@pytest.mark.nightly
 def test_drafts_composed_into_a_profile_count_as_those_that_are_asked_of_a_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,6 +266,7 @@ def test_a_mixture_is_fitted_with_the_experts_it_touches_at_any_precision(tmp_pa
 
 
 @needs_tables
+@pytest.mark.nightly
 def test_ranks_are_composed_as_the_tables_have_them_all_alike() -> None:
     from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
