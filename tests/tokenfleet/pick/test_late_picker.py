@@ -1,0 +1,48 @@
+"""A picker that hears of answers late still chooses at least as well as the fewest requests, known exactly."""
+
+import pytest
+
+from harness.virtual_pick import (
+    PEAK,
+    SLO,
+    Fewest,
+    LlmdDefault,
+    Picked,
+    in_slo,
+    seen_by,
+    small_engine,
+    tailed,
+    write_profile,
+)
+from tokenfleet.profiles.library import read_profile
+
+SEEDS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    return read_profile(write_profile(tmp_path_factory.mktemp("profile"), 1.0))
+
+
+def attained(make):
+    """The mean share in SLO at a peak; all in virtual time, so the same on every machine."""
+    shares = [
+        in_slo(seen_by(lambda: [small_engine() for _ in range(4)], make, tailed(seed, *PEAK)), SLO)
+        for seed in SEEDS
+    ]
+    return sum(shares) / len(shares)
+
+
+@pytest.fixture(scope="module")
+def fewest():
+    return attained(lambda engines: Fewest(engines, 0, True))
+
+
+@pytest.mark.parametrize(("lag_s", "bunch_s"), [(0.0, 0.0), (0.1, 0.0), (0.3, 0.0), (0.0, 0.3)])
+def test_late_news_costs_no_more_than_least_requests_would(profile, fewest, lag_s, bunch_s):
+    assert attained(lambda engines: Picked(engines, profile, SLO, lag_s, bunch_s)) >= fewest
+
+
+def test_the_picker_is_ahead_of_llm_ds_default_scorers_at_a_peak(profile):
+    picked = attained(lambda engines: Picked(engines, profile, SLO))
+    assert picked >= attained(lambda engines: LlmdDefault(engines, 0)) + 0.05
