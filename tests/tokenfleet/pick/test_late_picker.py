@@ -1,4 +1,4 @@
-"""A picker that hears of answers late still chooses at least as well as the fewest requests, known exactly."""
+"""A picker that hears of answers late chooses at least as well as the fewest requests do, known exactly."""
 
 import pytest
 
