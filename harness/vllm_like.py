@@ -25,10 +25,14 @@ BATCHED = 2048
 
 @dataclass(eq=False)
 class Running:
-    """A request in the batch: tokens of the prompt to compute, words to make, and where they go."""
+    """A request in the batch: tokens of the prompt to compute, words to make, and where they go.
+
+    `session`: those of one begin alike, the longer with the shorter's prompt and answer; 0: it is of none.
+    """
 
     prompt: int
     words: int
+    session: int = 0
     made: int = 0
     left: int = 0
     out: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
@@ -51,6 +55,7 @@ class Batch:
         self.values = dict.fromkeys(
             ("gaps", "gaps_s", "first_tokens", "first_tokens_s", "prompt_tokens", "ended"), 0.0
         ) | dict.fromkeys(("ended_prompt_tokens", "ended_output_tokens"), 0.0)
+        self.cached: dict[int, int] = {}  # tokens, by session
         self._wake = asyncio.Event()
 
     async def steps(self) -> None:
@@ -76,9 +81,10 @@ class Batch:
                 if one.made >= one.words:
                     self.running.remove(one)
 
-    def begin(self, prompt: int, words: int) -> Running:
+    def begin(self, prompt: int, words: int, session: int = 0) -> Running:
         """A request of so many tokens comes; `words`: those that it makes."""
-        one = Running(prompt, words, left=prompt)
+        one = Running(prompt, words, session)
+        one.left = prompt - min(self.cached.get(session, 0), prompt - 1)
         self.waiting.append(one)
         self._wake.set()
         self.values["prompt_tokens"] += prompt
@@ -89,6 +95,8 @@ class Batch:
         for of in (self.running, self.waiting):
             if one in of:
                 of.remove(one)
+        if one.session:
+            self.cached[one.session] = one.prompt + one.made
         self.values["ended"] += 1
         self.values["ended_prompt_tokens"] += one.prompt
         self.values["ended_output_tokens"] += one.made
