@@ -149,9 +149,10 @@ class Judge:
             least, most, count = min(had), max(had), int(float(text))
             sign = (count > most) - (count < least)
             since_s, before = self._since.get((name, port), (from_s, 0))
-            self._since[name, port] = (since_s if sign == before else from_s), sign
-            if sign and to_s - self._since[name, port][0] > STALE_S:
-                told = f"{name} on {port} from {since_s:.1f}: {'more' if sign > 0 else 'fewer'} than it had"
+            since_s = since_s if sign == before else from_s
+            self._since[name, port] = since_s, sign
+            if sign and to_s - since_s > STALE_S:
+                told = f"{name} on {port} from {since_s:.1f}: {count}, it had {least} to {most}"
                 self.off[told] = round(to_s - since_s, 2)
 
     def forget(self, name: str) -> None:
@@ -262,7 +263,7 @@ async def requests(stand: Stand, count: int, every: int, seed: int) -> dict[str,
     tasks: set[asyncio.Task[None]] = set()
     watching = asyncio.create_task(_watched(stand))
     acting: dict[str, asyncio.Task[None]] = {}
-    acts: Counter[str] = Counter()
+    acts: list[str] = []
 
     async def one(kind: str, words: int, prompt: int, faulty: int) -> None:
         ends[f"{kind}: {await stand.ask(0, kind, words, prompt, faulty)}"] += 1
@@ -278,13 +279,13 @@ async def requests(stand: Stand, count: int, every: int, seed: int) -> dict[str,
             act = ACTS[n // every % len(ACTS)]
             on = act.rpartition(" ")[2]  # one picker, or one server, at a time
             if on not in acting or acting[on].done():
-                acts[act] += 1
+                acts.append(f"{act} ({faulty}) at {time.monotonic():.1f}")
                 acting[on] = asyncio.create_task(_act(stand, act, faulty))
         await asyncio.sleep(float(draw.exponential(1 / RATE_RPS)))
     await asyncio.gather(*tasks, *acting.values())
     left = await stand.emptied()
     watching.cancel()
-    found = {"requests": count, "acts": dict(acts), "ends": dict(sorted(ends.items()))}
+    found = {"requests": count, "acts": acts, "ends": dict(sorted(ends.items()))}
     false = sum(n for end, n in ends.items() if "false end" in end)
     return found | {"false ends": false, "left": left, "looks": stand.judge.looks, "off": stand.judge.off}
 

@@ -28,7 +28,7 @@ from dataplane.live.gateway.history import History
 from harness.virtual import run
 from harness.vllm_like import BATCHED, KV_TOKENS, Batch, Running
 from tokenfleet.pick.asked import AskedBody
-from tokenfleet.pick.call import Call
+from tokenfleet.pick.call import Asker, Call
 from tokenfleet.pick.fleet import PickedFleet
 from tokenfleet.pick.subsets import SubsetPlacement
 from tokenfleet.pick.tokens import PromptLengths
@@ -185,7 +185,7 @@ class LlmdDefault:
             await asyncio.sleep(self.REFRESH_S)
 
 
-class _Asker:
+class _Asker(Asker):
     """Waits for the picker's choice: a server, or None where it refuses."""
 
     def __init__(self) -> None:

@@ -21,7 +21,9 @@ def test_ledgers_are_empty_after_requests_that_fail_in_all_ways_while_servers_an
 ):
     found = asyncio.run(run(tmp_path, free_ports(11), lambda stand: requests(stand, 600, 100, 0)))
     assert (found["left"], found["false ends"]) == ("", 0)
-    assert {"kill server", "kill first picker"} <= found["acts"].keys()
+    acts = " ".join(found["acts"])
+    assert "kill server" in acts
+    assert "kill first picker" in acts
     assert found["ends"]["stream: whole"] > 100
     assert found["looks"] > 0
 

@@ -22,10 +22,11 @@ Buckets = Mapping[str, Mapping[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class NoCounts:
-    """Why a server gave no counts. `answers`: it gave something else."""
+    """Why a server gave no counts. `answers`: it gave something else. `refuses`: nothing listens there."""
 
     why: str
     answers: bool = False
+    refuses: bool = False
 
 
 Page = EngineCounts | NoCounts

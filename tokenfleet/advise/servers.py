@@ -9,6 +9,7 @@ import asyncio
 import re
 import socket
 from collections.abc import Sequence
+from errno import ECONNREFUSED
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -97,7 +98,8 @@ class Servers:
         except TimeoutError:
             return NoCounts(f"does not answer within {TIMEOUT_S:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return NoCounts(f"does not answer: {getattr(error, 'strerror', None) or error}")
+            why = f"does not answer: {getattr(error, 'strerror', None) or error}"
+            return NoCounts(why, refuses=getattr(error, "errno", None) == ECONNREFUSED)
 
     def _of_file(self, path: Path) -> list[str]:
         """The addresses in a file, one a line; # begins a comment."""

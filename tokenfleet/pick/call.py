@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.messages import Adapter, EngineRequest, Sampling
@@ -12,24 +11,14 @@ from dataplane.live.ledger.request import Tracked
 from tokenfleet.pick.asked import AskedBody
 
 
-class Asker(Protocol):
-    """Who waits for the choice."""
+class Asker:
+    """Who waits for the choice: here nobody."""
 
     def picked(self, addresses: Sequence[str]) -> None:
         """The server is chosen, and those to try after it."""
 
     def refused(self, status: int, why: str, reason: str, retry_after_s: int | None = None) -> None:
         """No server gets it."""
-
-
-class NoAsker:
-    """No gateway waits for the choice."""
-
-    def picked(self, addresses: Sequence[str]) -> None:
-        """Nothing is sent."""
-
-    def refused(self, status: int, why: str, reason: str, retry_after_s: int | None = None) -> None:
-        """Nothing is sent."""
 
 
 @dataclass(slots=True, eq=False)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tokenfleet.pick import messages as wire
 from tokenfleet.pick.asked import AskedBody, PickTargets, Unclear, read_body, tenant_of
-from tokenfleet.pick.call import Call
+from tokenfleet.pick.call import Asker, Call
+
+if TYPE_CHECKING:
+    from tokenfleet.pick.fleet import PickedFleet
 
 MOST_BODY_BYTES = 32 << 20
 TAIL_BYTES = 2048  # of an answer, in which its usage stands
@@ -24,29 +27,10 @@ _USAGE = re.compile(rb'(?<!\\)"(prompt_tokens|completion_tokens)"\s*:\s*(\d{1,9}
 OK = 200
 
 
-class Picks(Protocol):
-    """The fleet that an exchange asks."""
-
-    def ask(self, call: Call, asked: AskedBody) -> None:
-        """Place a request, now or later; the asker gets the choice."""
-
-    def got(self, call: Call, tokens: int) -> None:
-        """Tokens of its answer have passed."""
-
-    def served(self, call: Call, address: str) -> None:
-        """The gateway names the server that has served it."""
-
-    def over(self, call: Call, outcome: str) -> None:
-        """It has ended."""
-
-    def unseen(self, call: Call) -> None:
-        """Its answer will not pass here."""
-
-
-class Exchange:
+class Exchange(Asker):
     """The state of one request. `send` gets replies, as bytes."""
 
-    def __init__(self, fleet: Picks, targets: PickTargets, send: Callable[[bytes], None]) -> None:
+    def __init__(self, fleet: PickedFleet, targets: PickTargets, send: Callable[[bytes], None]) -> None:
         self._fleet, self._targets, self._send = fleet, targets, send
         self._request_mode = self._response_mode = wire.FULL_DUPLEX
         self._headers: dict[str, str] = {}

@@ -23,7 +23,7 @@ from dataplane.live.gateway.history import History
 from dataplane.live.ledger.admission import Admission
 from dataplane.live.ledger.request import Ticket, Tracked, expected_tokens
 from tokenfleet.pick.asked import AskedBody
-from tokenfleet.pick.call import Call, NoAsker, request_of
+from tokenfleet.pick.call import Asker, Call, request_of
 from tokenfleet.pick.subsets import SubsetPlacement
 from tokenfleet.pick.times import DecisionTimes
 from tokenfleet.pick.tokens import PromptLengths
@@ -83,8 +83,6 @@ class PickedFleet:
         """The calls that are on a server."""
         return [call for call in self.calls.values() if call.worker == server]
 
-    # Servers.
-
     def attach(self, info: WorkerInfo, kind: str) -> bool:
         """A server takes requests from now on; False where the ledger has no room for another."""
         if len(self._infos) >= len(self.placement.ledger.workers):
@@ -111,11 +109,9 @@ class PickedFleet:
         """A server tells what it has cached; return why all of it is needed, or nothing."""
         return self.placement.take_cached(server, change) if server in self._infos else ""
 
-    # Calls.
-
     def warm_up(self, slo: Slo) -> None:
         """Load the kernels that the first client would wait for. No request has come yet."""
-        call = Call(NoAsker(), slo, "", "")
+        call = Call(Asker(), slo, "", "")
         self.ask(call, AskedBody(text_bytes=64, most_tokens=4))
         for _ in range(2):
             if call.worker is not None:
@@ -171,11 +167,12 @@ class PickedFleet:
 
     async def _begin(self, tracked: Tracked, server: WorkerId) -> None:
         call = self.calls[tracked.id]
-        self._put(call, server)
+        self.put(call, server)
         self.counts["picked", server] += 1
         call.asker.picked([server, *self._others(call, server)][: self._fallbacks])
 
-    def _put(self, call: Call, server: WorkerId) -> None:
+    def put(self, call: Call, server: WorkerId) -> None:
+        """A call is on a server from now on."""
         assert call.tracked is not None
         call.tracked.worker, call.placed_s = server, self._clock()
         self.placement.put(call.tracked, server, False, call.placed_s)
@@ -234,7 +231,7 @@ class PickedFleet:
             return
         self.counts["served_elsewhere", ""] += 1
         if server in self._infos:
-            self._put(call, server)
+            self.put(call, server)
         else:
             self.take(call)
         self.admission.look()

@@ -6,7 +6,8 @@ another picker has placed. Between two scrapes of a server
     first tokens    Δ first_tokens, less those that passed here; the earliest requests get them
     tokens          Δ gaps / running, for each that decodes
     load            running + waiting: where the ledger has more, the oldest unseen ones have ended, and those
-                    without an answer are elsewhere; where it has fewer twice in a row, or at the first look,
+                    without an answer are elsewhere, as those of a server that refuses connections are; where
+                    it has fewer, these are there; where it still has twice in a row, or at the first look,
                     others' requests of mean lengths are added
 """
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.messages import EngineRequest
 from dataplane.live.ledger.request import Ticket, Tracked
-from tokenfleet.pick.call import Call, NoAsker
+from tokenfleet.pick.call import Asker, Call
 from tokenfleet.pick.fleet import PickedFleet
 from tokenfleet.profiles.engine_metrics import EngineCounts
 
@@ -41,6 +42,7 @@ class Unseen:
     def __init__(self, fleet: PickedFleet) -> None:
         self._fleet = fleet
         self._unseen: dict[Call, None] = {}  # the oldest first
+        self._lost: list[Call] = []  # on no server that the ledger knows of
         self._last: dict[WorkerId, _Seen] = {}
         self._number = 0
         self.counts: Counter[str] = Counter()
@@ -59,7 +61,8 @@ class Unseen:
         calls = self._fleet.running(server)
         self._unseen = {call: None for call in self._unseen if not call.is_over}
         count = round(page.values.get("running", 0) + page.values.get("waiting", 0))
-        missing = count - len(calls)
+        self._find(server, count - len(calls))
+        missing = count - len(calls := self._fleet.running(server))
         before = missing if seen is None else seen.missing
         self._last[server] = _Seen(page, missing)
         if seen is not None:
@@ -69,6 +72,10 @@ class Unseen:
             self._end(arrived, len(arrived) - count)
         elif missing > 0 and before > 0:
             self._others(server, page, min(missing, before))
+
+    def refused(self, server: WorkerId, asked_s: float) -> None:
+        """A server refused a connection at `asked_s`: what waits for its answer is tried elsewhere."""
+        self._lose([call for call in self._fleet.running(server) if call.placed_s <= asked_s], None)
 
     def gone(self, server: WorkerId) -> None:
         """A server has left, and what ran there unseen with it."""
@@ -101,11 +108,22 @@ class Unseen:
         for call in ended:
             self._unseen.pop(call)
             self._fleet.drop(call)
-        lost = [one for one in arrived if not one.is_answered and not one.is_over][: count - len(ended)]
+        self.counts["ended"] += len(ended)
+        self._lose(arrived, count - len(ended))
+
+    def _lose(self, calls: list[Call], most: int | None) -> None:
+        """Calls without an answer are not on their server."""
+        lost = [one for one in calls if not one.is_answered and not one.is_over][:most]
         for call in lost:
             self._fleet.take(call)
-        self.counts["ended"] += len(ended)
+        self._lost += lost
         self.counts["lost"] += len(lost)
+
+    def _find(self, server: WorkerId, most: int) -> None:
+        """A server counts requests that the ledger lacks there: the lost ones, the longest lost first."""
+        self._lost = [call for call in self._lost if call.worker is None and not call.is_over]
+        for call in self._lost[: max(most, 0)]:
+            self._fleet.put(call, server)
 
     def _others(self, server: WorkerId, page: EngineCounts, count: int) -> None:
         """Requests on a server that this picker has not placed."""
@@ -127,7 +145,7 @@ class Unseen:
             )
             ticket = Ticket(request.request_id, "", EASY, 0)
             tracked = Tracked(request, ticket, self._fleet.now_s, max(round(output), 2), [0])
-            call = Call(NoAsker(), EASY, "", "", is_streamed=False, placed_s=self._fleet.now_s)
+            call = Call(Asker(), EASY, "", "", is_streamed=False, placed_s=self._fleet.now_s)
             self._unseen[call] = None
             self._fleet.add(call, tracked, server)
         self.counts["added"] += count

@@ -86,7 +86,7 @@ class ServerWatch:
             if name is None:
                 continue
             if not isinstance(page, EngineCounts):
-                self._silent(server, name, page)
+                self._silent(server, name, page, asked_s)
             elif not self._fleet.is_attached(name):
                 await self._meet(server, name, page, asked_s)
             else:
@@ -109,10 +109,12 @@ class ServerWatch:
             self._addresses[server] = WorkerId(f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}")
         return self._addresses[server]
 
-    def _silent(self, server: str, name: WorkerId, page: NoCounts) -> None:
+    def _silent(self, server: str, name: WorkerId, page: NoCounts, asked_s: float) -> None:
         if not self._fleet.is_attached(name):
             self._refuse(server, page.why)
             return
+        if page.refuses:
+            self._unseen.refused(name, asked_s)
         self._missed[name] = self._missed.get(name, 0) + 1
         if self._missed[name] == SILENT_AFTER:
             self._tell(f"{name}: {page.why}; chosen last from now on")

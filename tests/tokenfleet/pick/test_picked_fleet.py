@@ -312,6 +312,34 @@ def test_a_request_that_its_server_does_not_count_is_on_none_until_its_answer_na
     in_a_loop(story)
 
 
+def test_a_request_that_is_retried_is_on_the_server_that_counts_it_before_its_answer_begins():
+    def page(running):
+        return EngineCounts(0.0, {"running": running, "waiting": 0.0, "first_tokens": 0.0, "gaps": 0.0})
+
+    async def story(fleet):
+        unseen = Unseen(fleet)
+        waiting, answered = Gateway(fleet), Gateway(fleet)
+        for one in (waiting, answered):
+            one.ask()
+        call, begun = fleet.calls.values()
+        dead, other = call.worker, next(one for one in SERVERS if one not in (call.worker, begun.worker))
+        answered.begin()
+        fleet.served(begun, dead)
+        unseen.refused(dead, call.placed_s - 1.0)  # it was placed after the look
+        assert call.worker == dead
+        unseen.refused(dead, fleet.now_s)
+        assert (call.worker, begun.worker) == (None, dead)  # an answer that has begun tells its own end
+        unseen.heard(other, page(1.0), fleet.now_s)
+        assert (call.worker, fleet.running(other)) == (other, [call])
+        unseen.heard(other, page(1.0), call.placed_s + 1.0)
+        assert dict(unseen.counts) == {"lost": 1}  # nobody else's request was added
+        for one in (waiting, answered):
+            one.exchange.closed()
+        assert (held(fleet), fleet.calls) == ({}, {})
+
+    in_a_loop(story)
+
+
 def test_a_fleet_without_step_times_places_by_load():
     async def story(fleet):
         gateways = [Gateway(fleet) for _ in range(9)]
