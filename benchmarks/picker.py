@@ -37,10 +37,12 @@ from tokenfleet.profiles.library import read_profile
 PORT, PICKER, SERVERS = 21_700, 21_702, [21_710, 21_711, 21_712, 21_713]
 TICK, CORES = os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
 SLOWER, FULL = 4.0, 0.75
-LOADS = {  # requests/s, seconds
-    "peak": lambda seed: virtual.tailed(seed, *virtual.PEAK),
-    "near the limit": lambda seed: virtual.tailed(seed, 42.0, 20.0),
-    "sessions": lambda seed: virtual.turns(seed, 90.0, 6.0),
+PEAKS = lambda seed: virtual.tailed(seed, *virtual.PEAK)  # noqa: E731
+LOADS = {  # requests, and by how much steps are longer than the profile says
+    "peak": (PEAKS, 0.0),
+    "peak, steps 10 ms longer": (PEAKS, 0.01),
+    "near the limit": (lambda seed: virtual.tailed(seed, 42.0, 20.0), 0.0),
+    "sessions": (lambda seed: virtual.turns(seed, 90.0, 6.0), 0.0),
 }
 LATE_S = {"0.1 s late": (0.1, 0.0), "0.3 s late": (0.3, 0.0), "reads every 0.3 s": (0.0, 0.3)}  # lag, bunch
 
@@ -64,12 +66,12 @@ def choices(file: Path, seeds: range) -> tuple[list[dict[str, Any]], dict[tuple[
         for name, of in LATE_S.items()
     }
     rows = []
-    for load, draw in LOADS.items():
+    for load, (draw, longer_s) in LOADS.items():
         for way, make in ways.items():
             shares, seen = [], []
             for seed in seeds:
                 one = virtual.seen_by(
-                    lambda: [virtual.small_engine() for _ in SERVERS],
+                    lambda longer_s=longer_s: [virtual.small_engine(longer_s) for _ in SERVERS],
                     lambda engines, make=make, seed=seed: make(engines, seed),
                     draw(seed),
                 )

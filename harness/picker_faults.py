@@ -121,11 +121,12 @@ async def _listens(port: int) -> bool:
 class Judge:
     """The servers' own counts of late, by which ledgers are judged.
 
-    `off`: each time that a ledger was off a server, and for how long. `looks`: how often ledgers were read.
+    `off`: each time that a ledger was off a server, for how long, and its count at the end of that and the
+    server's. `looks`: how often ledgers were read.
     """
 
     servers: dict[int, VllmLike | None]
-    off: dict[str, float] = field(default_factory=dict)
+    off: dict[str, str] = field(default_factory=dict)
     looks: int = 0
     _had: deque[tuple[float, dict[int, int]]] = field(default_factory=lambda: deque(maxlen=200))
     _since: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
@@ -152,8 +153,8 @@ class Judge:
             since_s = since_s if sign == before else from_s
             self._since[name, port] = since_s, sign
             if sign and to_s - since_s > STALE_S:
-                told = f"{name} on {port} from {since_s:.1f}: {count}, it had {least} to {most}"
-                self.off[told] = round(to_s - since_s, 2)
+                told = f"{name} on {port} from {since_s:.1f}"
+                self.off[told] = f"{to_s - since_s:.2f} s; {count}, and it had {least} to {most}"
 
     def forget(self, name: str) -> None:
         """Nothing is asked of this ledger for now."""

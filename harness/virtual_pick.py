@@ -86,9 +86,9 @@ def turns(seed: int, rate: float, seconds: float) -> list[Ask]:
     return sorted(found, key=lambda ask: ask.at_s)
 
 
-def small_engine() -> Batch:
-    """An engine whose steps the profile knows exactly."""
-    return Batch(STEP_S, SEATS, REQUEST_S, TOKEN_S)
+def small_engine(longer_s: float = 0.0) -> Batch:
+    """An engine whose steps are so much longer than the profile says."""
+    return Batch(STEP_S + longer_s, SEATS, REQUEST_S, TOKEN_S)
 
 
 def write_profile(folder: Path, slower: float) -> Path:

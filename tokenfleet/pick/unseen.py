@@ -55,14 +55,17 @@ class Unseen:
         self._unseen[call] = None
         self.counts["unseen"] += 1
 
-    def heard(self, server: WorkerId, page: EngineCounts, asked_s: float) -> None:
-        """A server's counters, asked for at `asked_s` by the picker's clock."""
+    def heard(self, server: WorkerId, page: EngineCounts, asked_s: float, had: int = 0) -> None:
+        """A server's counters, asked for at `asked_s` by the picker's clock; it had `had` calls then.
+
+        Calls that have ended since may be in the page: a server lacks what neither then nor now was known.
+        """
         seen = self._last.get(server)
         calls = self._fleet.running(server)
         self._unseen = {call: None for call in self._unseen if not call.is_over}
         count = round(page.values.get("running", 0) + page.values.get("waiting", 0))
-        self._find(server, count - len(calls))
-        missing = count - len(calls := self._fleet.running(server))
+        self._find(server, count - max(len(calls), had))
+        missing = count - max(len(calls := self._fleet.running(server)), had)
         before = missing if seen is None else seen.missing
         self._last[server] = _Seen(page, missing)
         if seen is not None:

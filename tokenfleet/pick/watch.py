@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class ServerWatch:
 
     async def look(self) -> None:
         """Read the list and the metrics. Raises BadInput for a list that was never read."""
-        asked_s = self._fleet.now_s
+        asked_s, had = self._fleet.now_s, Counter(call.worker for call in self._fleet.calls.values())
         pages = await self._servers.pages(time.monotonic())
         names = {server: await self._address(server) for server in pages}
         for gone in set(self._fleet.servers) - set(names.values()):
@@ -92,7 +93,7 @@ class ServerWatch:
             else:
                 if self._missed.pop(name, 0) >= SILENT_AFTER:
                     self._fleet.suspect(name, False)
-                self._unseen.heard(name, page, asked_s)
+                self._unseen.heard(name, page, asked_s, had[name])
 
     async def _address(self, server: str) -> WorkerId | None:
         """A server's IP and port, as gateways know it."""
