@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ class Fewest:
 
 
 class LlmdDefault:
-    """llm-d-router 0.8's default profile, written anew from its documents: weights 3, 2, 2.
+    """llm-d-router 0.8's default profile, written from its documents: weights 3, 2, 2.
 
     prefix-cache-scorer: the share of the prompt that was sent to a server before. queue-scorer: 1 at the
     shortest of the queues that metrics tell of, 0 at the longest, 1 for all where they are alike.
@@ -241,12 +242,12 @@ class Picked:
     async def run(self) -> None:
         try:
             while True:
-                asked_s = self._loop.time()
+                asked_s, had = self._loop.time(), Counter(call.worker for call in self.fleet.calls.values())
                 pages = [EngineCounts(asked_s, one.told(), KV_TOKENS, 16) for one in self._engines]
                 if self._lag_s or self._bunch_s:
                     await asyncio.sleep(self._lag_s + self._bunch_s / 2)
                 for name, page in zip(self.names, pages, strict=True):
-                    self.unseen.heard(name, page, asked_s)
+                    self.unseen.heard(name, page, asked_s, had[name])
                 await asyncio.sleep(SCRAPE_S)
         finally:
             self.fleet.close()

@@ -12,7 +12,7 @@ from tokenfleet.pick.asked import AskedBody
 
 
 class Asker:
-    """It waits for the choice. This one is for requests that nobody waits for."""
+    """Gets the choice. This one does nothing with it."""
 
     def picked(self, addresses: Sequence[str]) -> None:
         """The server is chosen, and those to try after it."""
