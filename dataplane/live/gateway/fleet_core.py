@@ -335,6 +335,7 @@ class FleetCore(FrontEndClient):
             output.events = output.prefill_stats = None  # the front end has had a prefill already
         for event in output.events or ():
             event.timestamp += shift_s
+            self.metrics.see(tracked, event)
         if output.finish_reason is not None:
             self.segments.end(tracked, "finished")
 

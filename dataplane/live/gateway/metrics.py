@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from controlplane.types import PLAIN_CLASS, WorkerId
+from dataplane.live.engine_api.messages import Moment, MomentKind
 from dataplane.live.gateway.timeline import Timeline
 from dataplane.live.ledger.request import Tracked
 
@@ -68,6 +69,8 @@ class Metrics:
         self.queue_wait_s = histogram(
             "tokenfleet_queue_wait_seconds", wait, by_priority, buckets=LATENCY_BUCKETS_S
         )
+        way = "A first token's time between gateway and engine, both ways: neither in a queue nor in a step"
+        self.engine_way_s = histogram("tokenfleet_engine_way_seconds", way, buckets=LATENCY_BUCKETS_S)
         beats = "Heartbeats of --policy exact by their placement: exact, or best found when time ran out"
         self.heartbeats = counter("tokenfleet_exact_heartbeats", beats, ["placed_by"])
         self.tokens = counter("tokenfleet_output_tokens", "Tokens passed to clients")
@@ -116,6 +119,11 @@ class Metrics:
             ["how"],
         )
         self.lost_workers = counter("tokenfleet_workers_lost", "Workers that died")
+
+    def see(self, request: Tracked, event: Moment) -> None:
+        """Take in what an engine did with a request, at a time of the gateway's clock."""
+        if event.type == MomentKind.QUEUED and request.stays == 1 and request.begun_s is not None:
+            self.engine_way_s.observe(event.timestamp - request.begun_s)
 
     def count_end(self, request: Tracked, outcome: str) -> None:
         """Count a request that is over; one that finished, or was given up late, also against its SLO."""

@@ -196,7 +196,8 @@ class Segments:
             tracked.ticket.worker = worker
         if tracked.stays == 1:
             priority = PRIORITY_NAMES[tracked.ticket.priority]
-            self._metrics.queue_wait_s.labels(priority).observe(time.monotonic() - tracked.arrival_s)
+            tracked.begun_s = time.monotonic()
+            self._metrics.queue_wait_s.labels(priority).observe(tracked.begun_s - tracked.arrival_s)
         await link.add(segment_request(tracked.request, tracked.output_token_ids, segment, transfer))
         if self._placement.hands_over(tracked) and transfer.load is None:
             self.handovers.begun(tracked)

@@ -22,11 +22,12 @@ STAYS_OF_A_CORE = 1 << 20
 class Tracked:
     """One request from arrival to its last token. Times are seconds of the gateway's monotonic clock.
 
-    `stays` counts segments begun: the id of the present one is `segment`, empty while none is. `cut` is
-    the future of a cut-over whose first token has not come. `fruitless` counts segments in a row that
-    ended without a token. `weights` are those that made its tokens; no others may go on with it. `ties`:
-    whether it is fixed in its place, and who else had it cached; None after each change of place.
-    `kept_tpot_s`: the TPOT target that placement keeps, once it has looked at the request.
+    `stays` counts segments begun: the id of the present one is `segment`, empty while none is. `begun_s`:
+    when the first one was sent to its worker. `cut` is the future of a cut-over whose first token has not
+    come. `fruitless` counts segments in a row that ended without a token. `weights` are those that made its
+    tokens; no others may go on with it. `ties`: whether it is fixed in its place, and who else had it cached;
+    None after each change of place. `kept_tpot_s`: the TPOT target that placement keeps, once it has looked
+    at the request.
     """
 
     request: EngineRequest
@@ -37,6 +38,7 @@ class Tracked:
     stays: int = 0
     segment: str = ""
     worker: WorkerId | None = None
+    begun_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     cut: asyncio.Future[bool] | None = None

@@ -66,6 +66,27 @@ def test_requests_are_spread_and_every_stream_is_whole():
     play(story)
 
 
+def test_time_on_the_way_to_an_engine_is_told_from_time_in_its_queue_and_steps():
+    async def story(front):
+        engine, late_s = front.engines[A], 0.2
+        add = engine.add
+
+        async def add_late(request):
+            await asyncio.sleep(late_s)
+            await add(request)
+
+        engine.add = add_late
+        await front.send("r")
+        await front.ended("r")
+        (way,) = front.core.metrics.engine_way_s.collect()
+        found = {sample.name: sample.value for sample in way.samples}
+        assert found["tokenfleet_engine_way_seconds_count"] == 1
+        took_s = front.core.metrics.ttft_s.labels("normal")._sum.get()
+        assert late_s <= found["tokenfleet_engine_way_seconds_sum"] < took_s
+
+    play(story, workers=(A,))
+
+
 def test_the_requests_of_a_killed_worker_go_on_elsewhere_without_a_gap_or_a_repeat():
     async def story(front):
         names = [f"r{i}" for i in range(12)]
