@@ -18,7 +18,7 @@ from dataplane.http.tls import client_context
 from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes
 from tokenfleet.cli.terminal import counted_bar, show, warn
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.report.tables import share_text
+from tokenfleet.report.tables import share_text, table
 from tokenfleet.texts import Parsed, duration_text, parse_duration_s, parse_slo, parse_window_s
 
 if TYPE_CHECKING:
@@ -326,8 +326,6 @@ def _say(
         answer["overheads_s"] = run["overheads_s"].tolist()
         print(json.dumps(answer, indent=1))
         return
-    from tokenfleet.report.tables import table
-
     columns = ("figure", "live", "simulated", "simulated vs live")
     worst = max((f for f in figures if f.error is not None and f.kind == "relative"), key=_size, default=None)
     largest = "" if worst is None else f"; largest error {100 * _size(worst):.1f} %, in {worst.name}"

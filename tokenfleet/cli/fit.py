@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tokenfleet.compare.replay import Replay
 
 CONFIDENCES = (0.5, 0.9, 0.99)
+INEXACT = 0.15  # a mean error from which plans mislead
 FEWEST_LOGGED = 30  # requests of an access log
 
 
@@ -173,9 +174,9 @@ def _kv_tokens(model: str, gpu: str, tp_degree: int, read: StepSamples | Request
         shipped = find_profiles(model, [gpu], [tp_degree])[0]
     except ProfileMissing:
         peak = read.peak_tokens if isinstance(read, RequestLog) else int(read.context_tokens.max())
-        return max(peak, 1), f"the capacity is {peak} tokens, the most these measurements held"
+        return max(peak, 1), f"{peak:,} tokens, the most these measurements held"
     tokens = shipped.kv.capacity_tokens
-    return tokens, f"the capacity is {tokens} tokens, as in the shipped profile of {shipped.label}"
+    return tokens, f"{tokens:,} tokens, as in the shipped profile of {shipped.label}"
 
 
 def _with(shape: Profile, step: StepFit, prefill: PrefillModel, residuals: Residuals) -> Profile:
@@ -227,13 +228,11 @@ def _say(
         return
     from tokenfleet.report.tables import table
 
-    lines = [(name, "-" if value is None else f"{value:.6g}") for name, value in rows.items()]
-    lines += [(f"error within, {float(c):.0%} sure", f"{error:.2%}") for c, error in within.items()]
-    held = residuals.held_out_mean
+    lines = [(name, f"{value:.6g}") for name, value in coefficients(step).items()]
+    lines += [(f"error of {float(c):.0%} of steps", f"up to {100 * e:.1f} %") for c, e in within.items()]
     show(
         [
-            f"{profile.label}: mean error {residuals.mean_relative:.1%}"
-            f"{'' if held is None else f', {held:.1%} on held-out steps'}, of {residuals.samples:,} steps",
+            f"{profile.label}: {residuals.samples:,} steps, {_error_text(residuals)}",
             table(("figure", "value"), lines, left=("figure",)),
             f"Form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}",
             *map(speed_text, speeds),
@@ -241,6 +240,13 @@ def _say(
         ]
     )
     print(f"wrote {out}", file=sys.stderr)
+
+
+def _error_text(residuals: Residuals) -> str:
+    held, mean = residuals.held_out_mean, residuals.mean_relative
+    text = f"mean error {100 * mean:.1f} %"
+    text += "" if held is None else f", {100 * held:.1f} % on held-out steps"
+    return text + f" (plans mislead from {100 * INEXACT:g} % on)" * (mean > INEXACT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,9 +445,7 @@ def _say_calibrated(
         }
         print(json.dumps(answer))
         return
-    error, held_out = f"{100 * residuals.mean_relative:.1f} %", residuals.held_out_mean
-    held = "" if held_out is None else f", {100 * held_out:.1f} % on held-out steps"
-    print(f"Calibrated {made.label}: mean error {error}{held}; written to {flags.output}")
+    print(f"Calibrated {made.label}: {_error_text(residuals)}; written to {flags.output}")
     for one in corrections:
         untold = "" if one.told else " (not determined)"
         print(f"  {one.name:24} {one.factor:.3g}x the profile's ± {one.error:.2g}{untold}")

@@ -10,7 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from itertools import groupby
+from itertools import groupby, starmap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -515,10 +515,10 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
         workers = f"{before}{decision['workers']}" if "workers" in decision else "unchanged"
         table.add_row(
             decision["kind"],
-            "\n".join([workers, *_named(decision.get("kinds") or {})]),
+            "\n".join([workers, *starmap(_fact, (decision.get("kinds") or {}).items())]),
             decision["reason"],
             "\n".join(
-                f"{name}: {', '.join(_named(figures))}"
+                f"{name}: {', '.join(starmap(_fact, figures.items()))}"
                 for part, name in (("seen", "observed"), ("compared", "workers by"), ("cost", "cost"))
                 if (figures := decision.get(part))
             ),
@@ -526,20 +526,14 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
     return [table]
 
 
-def _named(values: dict[str, float]) -> list[str]:
-    return [_fact(name, value) for name, value in values.items()]
-
-
 def _fact(name: str, value: float) -> str:
     """A figure of a decision by its JSON name, which ends in its unit: `rate 7.7 req/s`."""
-    words = name.replace("workers_per_rps", "workers per req/s").replace("regime", "traffic phase")
-    if words.endswith("_rps"):
-        return f"{words[:-4].replace('_', ' ')} {value:.4g} req/s"
-    if words.endswith("_s") and value >= 0:
-        return f"{words[:-2].replace('_', ' ')} {duration_text(value)}"
-    if words.endswith("usd_per_h"):
-        return f"{words[:-9].replace('_', ' ')}${value:.2f}/h"
-    return f"{words.replace('_', ' ')} {value:.4g}"
+    words = (
+        name.replace("per_rps", "per_req/s").replace("regime", "traffic phase").replace("d_s_ago", "_ago_s")
+    )
+    told = {"_rps": f" {value:.4g} req/s", "_s": f" {duration_text(value)}", "usd_per_h": f"${value:.2f}/h"}
+    unit = next((unit for unit in told if words.endswith(unit)), "")
+    return words.removesuffix(unit).replace("_", " ") + told.get(unit, f" {value:.4g}")
 
 
 def _request_tables(reply: dict[str, Any]) -> list[Any]:

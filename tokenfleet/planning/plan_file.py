@@ -23,6 +23,17 @@ from tokenfleet.texts import parse_strictness
 SCHEMA = "tokenfleet.plan/1"
 MAX_FILE_BYTES = 50_000_000
 
+
+def _strictness(text: str) -> str:
+    """`text`, if placement knows such a strictness; else the ValueError that pydantic reports."""
+    try:
+        parse_strictness(text)
+    except BadInput as error:
+        raise ValueError(str(error).removeprefix("--strictness: ")) from None
+    return text
+
+
+Strictness = Annotated[str, AfterValidator(_strictness)]
 Count = Annotated[int, Field(ge=1, le=100_000)]
 Whole = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -479,18 +490,6 @@ class ReplayedFleet(_Part):
     preemptions: Annotated[int, means("for lack of KV")]
     migrations: Annotated[int, means("moves made")]
     expected: Annotated[float, Field(ge=0, le=1), means("mean attainment over resampled traces")]
-
-
-def _strictness(text: str) -> str:
-    """`text`, if placement knows such a strictness; else the ValueError that pydantic reports."""
-    try:
-        parse_strictness(text)
-    except BadInput as error:
-        raise ValueError(str(error).removeprefix("--strictness: ")) from None
-    return text
-
-
-Strictness = Annotated[str, AfterValidator(_strictness)]
 
 
 class PlannedMoves(_Part):

@@ -312,8 +312,8 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
             sizing.sure[last] = verdict_on(seen, search.request, search.terms.asked)
         last = max(sizing.sure)
         sizing.reason = (
-            f"{last} workers meet the target with a lower bound of {sizing.sure[last].low:.4f} only,"
-            f" at confidence {search.request.confidence:g}"
+            f"{last} workers meet the target on average, but their lower bound is"
+            f" {100 * sizing.sure[last].low:.4g} % ({100 * search.request.confidence:g} % confidence)"
         )
 
 

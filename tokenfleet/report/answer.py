@@ -122,7 +122,7 @@ def _verdict(plan: PlanFile) -> Iterator[tuple[str, str]]:
 def within_text(one: PlannedClass) -> str:
     """The targets of a class: `TTFT 400 ms and TPOT 30 ms`, or when its answers are due."""
     if one.deadline_s is not None:
-        return f"all of an answer within {duration_text(one.deadline_s)}"
+        return f"a deadline of {duration_text(one.deadline_s)}"
     return f"TTFT {duration_text(one.ttft_s)} and TPOT {duration_text(one.tpot_s)}"
 
 
@@ -542,7 +542,7 @@ def _class_row(one: PlannedClass, gpus: set[str]) -> list[str]:
     return [
         one.name,
         f"{one.requests:,}",
-        f"{asked_text(reached.target)} {within_text(one)}",
+        f"{asked_text(reached.target)} within {within_text(one)}",
         *("-" if share is None else share_text(share) for share in (reached.expected, reached.low)),
         f"{one.runs_on[0].worker} ({100 * one.runs_on[0].share:.0f} %)" if one.runs_on else "-",
         "-" if adds is None else usd_text(adds),

@@ -115,7 +115,7 @@ def _prepared(
         else:
             scenarios.append(Scenario(changes, command, None))
             tasks.append(task)
-            warnings.update(dict.fromkeys(task.inputs.warnings))
+            warnings |= {w: None for w in task.inputs.warnings if w not in task.inputs.ages}
     return scenarios, tasks, sorted(warnings)
 
 

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tokenfleet.planning.plan_file import Paid, PlanFile
+from tokenfleet.report.answer import ages
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import fleet_text, gpus_text, share_text, table, usd_text
 from tokenfleet.version import VERSION
@@ -55,12 +56,18 @@ def whatif_tables(
     )
     yield table((*keys, *columns(scenarios), ""), rows, left=(*keys, "fleet", ""))
     yield Text(f"* {_PARETO}", style="dim")
-    if any(one.plan is not None and one.plan.moves is not None for one in scenarios):
-        yield Text(_UNMOVED, style="dim")
+    yield from _notes([one.plan for one in scenarios if one.plan])
     told = sentences(scenarios, clock)
     yield from (Text(sentence) for sentence in (told if verbose else told[:_BRIEF]))
     if verbose:
         yield from (Text(f"{_changes(one.changes)}: {one.command}", style="dim") for one in scenarios)
+
+
+def _notes(plans: Sequence[PlanFile]) -> Iterable[Text]:
+    if any(plan.moves is not None for plan in plans):
+        yield Text(_UNMOVED, style="dim")
+    if plans:
+        yield Text(ages([one for plan in plans for one in plan.inputs.profiles]), style="dim")
 
 
 def verdict(scenarios: Sequence[Scenario]) -> str:
