@@ -359,7 +359,7 @@ def test_the_first_line_is_the_verdict_and_steps_of_no_cost_need_the_same_fleet(
     assert "* Pareto-optimal: nothing cheaper meets this target" in out
     assert "Raising traffic from 1x to 3x costs $" in out
     assert "Tightening TPOT from 200 ms to 100 ms needs the same fleet (at rate " in out
-    assert "tokenfleet plan" not in out
+    assert "tokenfleet plan --trace" not in out
     assert main([*words, *grid, "--verbose"]) == 0
     assert capsys.readouterr().out.count("tokenfleet plan --trace") == 4
     assert main([*words, "--slo", "ttft=500ms,tpot=1ms", "--vary", "rate=1,3"]) == 1
