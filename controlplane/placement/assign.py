@@ -154,7 +154,7 @@ def decide(
     `refused`: it is known that the policy would choose none; otherwise the policy chooses. Without a choice,
     a request whose TTFT a busy worker could not meet any more by the next try goes to the worker where it
     does least harm. Failing that, after `patience` times its TTFT target it goes to the least loaded worker
-    with a seat, whatever it breaks.
+    with room, whatever it breaks.
     """
     misprediction.renew(ledger, r)
     late = not np.isnan(ledger.requests[r].first_s) or outlook.hopeless(ledger, r, now_s, False)
@@ -168,9 +168,9 @@ def decide(
         w = last_chance(ledger, settings, r, now_s, phase_role)
     if w == state.NONE and now_s - ledger.requests[r].arrival_s >= patience * ledger.requests[r].ttft_s:
         w = assign(ledger, policies.JSQ, settings, r, now_s, late, phase_role, draw)
-        # Past its seats a worker only queues, where none may overtake; here another worker may take it.
-        if w != state.NONE and not has_seat(ledger, w):
-            w = state.NONE
+        # Past its room a worker only queues, where none may overtake; here another worker may take it.
+        if w != state.NONE and not has_room(ledger, w, r):
+            w = least_with_room(ledger, r, phase_role)
     return w
 
 
@@ -194,3 +194,33 @@ def has_seat(ledger: Ledger, w: int) -> bool:
         ledger.workers[w].decoding + ledger.workers[w].queued
         < ledger.coefficients[ledger.workers[w].variant][speed.MAX_SEQS]
     )
+
+
+@compiled
+def has_room(ledger: Ledger, w: int, r: int) -> bool:
+    """Whether a worker has a seat for `r`, and KV memory beside what it has been given."""
+    worker = ledger.workers[w]
+    others = worker.decoding + worker.queued
+    if others == 0 or worker.role == state.PREFILL_ONLY:
+        return bool(has_seat(ledger, w))
+    k = ledger.coefficients[worker.variant]
+    held = worker.context + worker.queued_context + ledger.requests[r].prompt + ledger.requests[r].key
+    held += (others + 1) * k[speed.WINDOW_BLOCKS] * k[speed.BLOCK_TOKENS] - hits.shared_tokens(ledger, w)
+    return bool(has_seat(ledger, w)) and held <= k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS]
+
+
+@compiled
+def least_with_room(ledger: Ledger, r: int, phase_role: int) -> int:
+    """The worker with the fewest requests of those that have room for `r`, or NONE.
+
+    Where none has, of those with a seat where no other waits. So a prompt that is larger than what is ever
+    free goes in when that worker's next requests have ended.
+    """
+    best, first, fewest = state.NONE, 2, 0
+    for w in range(len(ledger.workers)):
+        if baselines.serves(ledger, w, phase_role) and has_seat(ledger, w):
+            rank = 0 if has_room(ledger, w, r) else 1 if ledger.workers[w].queued == 0 else 2
+            requests = baselines.requests_at(ledger, w)
+            if rank < first or (rank == first < 2 and requests < fewest):
+                best, first, fewest = w, rank, requests
+    return best

@@ -74,6 +74,17 @@ def test_patience_ends_at_no_worker_whose_seats_are_taken():
     assert decided(fleet, NOW_S - (PATIENCE + 1) * TTFT_S) == NONE
 
 
+def test_patience_ends_at_no_worker_whose_memory_is_full():
+    """A small worker has seats for many more, and memory for none: there the request would only queue."""
+    small = replace(PROFILE, kv=KvModel(2_050))
+    held = busy(0.0, 0.1).held
+    full, larger = At(small, held, NOW_S), busy(0.0, 0.1, 0.1, 0.1)
+    waited_s = NOW_S - (PATIENCE + 1) * TTFT_S
+    assert decided([full, larger], waited_s) == 1
+    assert decided([full], waited_s) == 0  # one may wait there, for what is never free at once
+    assert decided([At(small, [*held, replace(LONG, tpot_s=1.0)], NOW_S)], waited_s) == NONE
+
+
 @given(st.lists(workers(), min_size=1, max_size=4), requests(decoding=False), st.floats(0, 3))
 def test_a_busy_worker_is_too_late_before_an_idle_one_is(fleet, asked, waited_s):
     led, r = ledger_of(fleet, asked, NOW_S - waited_s, 1.0)
