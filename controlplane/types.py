@@ -41,12 +41,14 @@ class SloClass:
     """A class of requests with targets of its own, and `attainment`: the share that should meet them.
 
     `deadline_s`: set where whole answers are due; `slo` then has the targets that keep to it.
+    `traffic_share`: the share of all requests that a plan gives it; None: that of the trace.
     """
 
     name: str
     slo: Slo
     attainment: float
     deadline_s: float | None = None
+    traffic_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,8 @@ DEADLINE_TPOT_S = 0.2  # of a class with a deadline, unless it says another
 def parse_slo_class(text: str, attainment: float) -> SloClass:
     """A class with its targets: `chat:ttft=400ms,tpot=30ms,attainment=0.99` or `batch:deadline=6h`.
 
-    `attainment` where it names none. A deadline is for whole answers; until their lengths are known the class
-    has all of it as its TTFT target (see `due`). Raises BadInput.
+    `attainment` where it names none; `share`: of the requests, for plans. A deadline is for whole answers;
+    until their lengths are known the class has all of it as its TTFT target (see `due`). Raises BadInput.
     """
     name, _, targets = text.partition(":")
     where = f"--slo: {name}"
@@ -85,23 +85,25 @@ def parse_slo_class(text: str, attainment: float) -> SloClass:
         raise BadInput(f"--slo: expected NAME:ttft=…,tpot=… or NAME:deadline=…, got {text!r}")
     if not _CLASS.fullmatch(name):
         raise BadInput(f"--slo: a class is named by letters, digits, '_', '.' and '-', got {name!r}")
-    plain, deadline_s, tpot_s = [], None, DEADLINE_TPOT_S
+    plain, deadline_s, tpot_s, traffic_share = [], None, DEADLINE_TPOT_S, None
     for part in targets.split(","):
         key, _, value = part.partition("=")
         if key.strip() == "attainment":
-            attainment = _share(value, where)
+            attainment = _share(value, f"{where}: attainment")
+        elif key.strip() == "share":
+            traffic_share = _share(value, f"{where}: share")
         elif key.strip() == "deadline":
             deadline_s = parse_duration_s(value, f"{where}: deadline")
         else:
             plain.append(part)
     if deadline_s is None:
-        return SloClass(name, parse_slo(",".join(plain), where), attainment)
+        return SloClass(name, parse_slo(",".join(plain), where), attainment, traffic_share=traffic_share)
     for part in plain:
         key, _, value = part.partition("=")
         if _SLO_NAMES.get(key.strip().lower()) != "tpot":
             raise BadInput(f"{where}: a deadline stands alone or with tpot and attainment, got {part!r}")
         tpot_s = parse_duration_s(value, f"{where}: tpot")
-    return SloClass(name, Slo(deadline_s, tpot_s), attainment, deadline_s)
+    return SloClass(name, Slo(deadline_s, tpot_s), attainment, deadline_s, traffic_share)
 
 
 def due(one: SloClass, longest_tokens: int) -> SloClass:
@@ -123,7 +125,7 @@ def _share(text: str, where: str) -> float:
     except ValueError:
         share = math.nan
     if not 0.0 < share < 1.0:
-        raise BadInput(f"{where}: attainment: must be above 0 and below 1, got {text.strip() or 'nothing'}")
+        raise BadInput(f"{where}: must be above 0 and below 1, got {text.strip() or 'nothing'}")
     return share
 
 

@@ -110,6 +110,52 @@ def present(workload: Workload, request: PlanRequest, name: str) -> tuple[Worklo
     return replace(workload, slo_classes=tuple(one.name for one in classes)), tuple(classes)
 
 
+def in_shares(workload: Workload, request: PlanRequest, name: str) -> Workload:
+    """The workload with as large a share of each class as is asked; the arrivals stay.
+
+    Requests of classes that have too many give way to requests drawn from those that have too few. Raises
+    BadInput for shares that cannot be, and where requests share prefixes or wait for others.
+    """
+    counts = np.bincount(workload.slo_class, minlength=len(request.slo_classes) + 1)
+    more = (_asked(counts, request, name) - counts).tolist()
+    if not any(more):
+        return workload
+    if workload.prefixes is not None or workload.sessions is not None:
+        raise BadInput("--slo: share: the trace's requests share prefixes or sessions, so none is drawn anew")
+    rng, rows = np.random.default_rng([request.seed, 43]), np.arange(len(workload))
+    of = [np.flatnonzero(workload.slo_class == c) for c in range(len(counts))]
+    freed = [rng.choice(own, max(-n, 0), replace=False) for own, n in zip(of, more, strict=True)]
+    drawn = [rng.choice(own, max(n, 0)) for own, n in zip(of, more, strict=True)]
+    rows[np.concatenate(freed)] = rng.permutation(np.concatenate(drawn))
+    columns = ("prompt_tokens", "output_tokens", "priority", "slo_class")
+    return replace(workload, **{column: getattr(workload, column)[rows] for column in columns})
+
+
+def _asked(counts: NDArray[np.int64], request: PlanRequest, name: str) -> NDArray[np.int64]:
+    """[classes] the requests of each class; those without a share keep their proportions. Raises BadInput."""
+    shares = np.array([*(one.traffic_share or 0.0 for one in request.slo_classes), 0.0])
+    asked, left = shares > 0, 1.0 - float(shares.sum())
+    if not asked.any():
+        return counts
+    if (missing := asked & (counts == 0)).any():
+        of = request.slo_classes[int(missing.argmax())].name
+        raise BadInput(f"{name}: no request is of class {of}, which has a share")
+    rest = int(counts[~asked].sum())
+    if left < -1e-9 or (left > 1e-9) != (rest > 0):
+        expected = "below 1, since there are other classes" if rest else "1"
+        raise BadInput(f"--slo: share: expected a sum of {expected}, got {1.0 - left:g}")
+    exact = np.where(asked, shares, left * counts / max(rest, 1)) * counts.sum()
+    return np.diff(np.round(np.cumsum(exact)), prepend=0.0).astype(np.int64)
+
+
+def shares_asked(request: PlanRequest) -> list[str]:
+    """A line for each class whose share of the requests is not the trace's."""
+    asked = [one for one in request.slo_classes if one.traffic_share]
+    return [
+        f"{one.name}: {one.traffic_share:.4g} of the requests, as asked, not the trace's" for one in asked
+    ]
+
+
 def part(workload: Workload, classes: Sequence[int]) -> Workload:
     """The requests of some classes; `classes` are renumbered from 0 in their order."""
     chosen = workload.take(np.isin(workload.slo_class, classes))

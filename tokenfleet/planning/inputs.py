@@ -13,7 +13,7 @@ from controlplane.perfmodel.profile import HostKv, Profile, speculating, with_ti
 from controlplane.perfmodel.speculation import pays_up_to
 from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
-from tokenfleet.planning.classes import classed, present
+from tokenfleet.planning.classes import classed, in_shares, present, shares_asked
 from tokenfleet.planning.request import PlanRequest, value_of
 from tokenfleet.planning.result import Inputs
 from tokenfleet.planning.traffic.draws import busier, in_sessions, time_scale
@@ -79,7 +79,7 @@ def gather(
     if bias is not None:
         profiles = [with_times(profile, bias.decode, bias.prefill) for profile in profiles]
     worker_types, price_warnings = priced(profiles, request)
-    trimmed_trace = replace(trace, workload=trimmed(trace, request))
+    trimmed_trace = replace(trace, workload=in_shares(trimmed(trace, request), request, trace.name))
     doctored = doctor_warnings(trimmed_trace)
     workload = in_sessions(trimmed_trace.workload)  # found by lengths that fit what is shared
     workload = workload.longer(request.prompt_scale, request.output_scale)
@@ -98,7 +98,7 @@ def gather(
     slow += without_work(workload, request)
     ages = [*old_prices(profiles, request, today), *old_profiles([t.profile for t in usable], today)]
     biased = [bias.says] if bias is not None else []
-    biased += what_drafts_do(workload, request)
+    biased += [*shares_asked(request), *what_drafts_do(workload, request)]
     if request.precision not in (None, "bf16"):
         biased.append(f"what {request.precision} weights do to the model's answers is not judged here")
     warnings = (

@@ -2,7 +2,7 @@
 
 An axis is a *promise* (to clients), a *choice* (how to keep it) or a *circumstance* (not ours to choose).
 Scenarios compete only in the same circumstances. `slo.NAME.ttft`, `.tpot` and `.attainment` are those of a
-class.
+class; `slo.NAME.share` is its share of the requests.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Value = float | int | str | bool
 class GridAxis:
     """One thing to vary: its role, what a person calls it, and the option or options that it sets.
 
-    `part` is the target of the SLO that it sets, where it sets one; `of_class` the class whose it is.
+    `part` is what it sets of an SLO, where it sets that; `of_class` the class whose it is.
     """
 
     role: Role
     name: str
     options: tuple[Option, ...]
-    part: Literal["", "ttft", "tpot", "attainment"] = ""
+    part: Literal["", "ttft", "tpot", "attainment", "share"] = ""
     of_class: str = ""
 
     @property
@@ -85,12 +85,12 @@ def _axes() -> dict[str, GridAxis]:
 
 
 def _of_class(request: PlanRequest, name: str, part: str, value: float) -> dict[str, Any]:
-    """The fields of a request whose class `name` has another target. Raises BadInput."""
+    """The fields of a request whose class `name` has another target or share. Raises BadInput."""
     names = [one.value.name for one in request.classes]
     if name not in names:
         known = f"one of {', '.join(names)}" if names else "--slo NAME:ttft=…,tpot=… gives one"
         raise BadInput(f"slo.{name}.{part}: no such class{nearest(name, names)}; {known}")
-    unit = "" if part == "attainment" else "s"
+    unit = "s" if part in ("ttft", "tpot") else ""
     texts = [one.text for one in request.classes]
     _, _, targets = texts[names.index(name)].partition(":")
     kept = [target for target in targets.split(",") if target.partition("=")[0].strip().lower() != part]
@@ -100,7 +100,7 @@ def _of_class(request: PlanRequest, name: str, part: str, value: float) -> dict[
 
 
 AXES = _axes()
-_OF_CLASS = re.compile(r"slo\.(?P<name>.+)\.(?P<part>ttft|tpot|attainment)")
+_OF_CLASS = re.compile(r"slo\.(?P<name>.+)\.(?P<part>ttft|tpot|attainment|share)")
 # Axes that say the same thing twice: together it would be unclear which one holds.
 _CLASHES = (("lengths", "lengths.prompt"), ("lengths", "lengths.output"))
 
@@ -109,8 +109,9 @@ def axis_of(key: str) -> GridAxis:
     """The axis of a key. Raises BadInput, one line."""
     if of_class := _OF_CLASS.fullmatch(key):
         name, part = of_class.groups()
-        title = part if part == "attainment" else part.upper()
-        return GridAxis("promise", f"{title} of {name}", AXES["attainment"].options, part, name)  # type: ignore[arg-type]
+        title = part.upper() if part in ("ttft", "tpot") else part
+        role: Role = "circumstance" if part == "share" else "promise"
+        return GridAxis(role, f"{title} of {name}", AXES["attainment"].options, part, name)  # type: ignore[arg-type]
     if key not in AXES:
         raise BadInput(f"--vary: {key}: no such thing to vary{nearest(key, AXES)}; one of {', '.join(AXES)}")
     return AXES[key]

@@ -16,7 +16,7 @@ from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from dataplane.simulated.outcome import joint
 from dataplane.simulated.simulate import WorkerSpec, simulate
-from tokenfleet.planning.classes import classed, present, separate_usd
+from tokenfleet.planning.classes import classed, in_shares, present, separate_usd
 from tokenfleet.planning.estimate import rank, replicates_for
 from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.inputs import described
@@ -311,6 +311,40 @@ def test_a_faulty_class_is_one_line_and_nothing_is_planned(
         line for line in capsys.readouterr().err.splitlines() if "error" in line.lower() or says in line
     ]
     assert says in line
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+def test_a_class_has_the_share_that_is_asked_and_the_arrivals_stay(share: float) -> None:
+    request = asked(f"{CHAT},share={share}", BATCH, "ttft=2s,tpot=60ms")
+    workload = classed(Trace("made", "plain", mixed(names=("chat", "batch", "default"))), request).workload
+    lengths = {c: set(workload.prompt_tokens[workload.slo_class == c].tolist()) for c in range(3)}
+    after, before = in_shares(workload, request, "made"), np.bincount(workload.slo_class)
+    counts = np.bincount(after.slo_class)
+    assert (after.arrival_s == workload.arrival_s).all()
+    assert counts[0] == round(share * len(workload))
+    assert counts[1] / counts[2] == pytest.approx(before[1] / before[2], rel=0.2)  # as many as there are
+    assert all(set(after.prompt_tokens[after.slo_class == c].tolist()) <= lengths[c] for c in range(3))
+
+
+@pytest.mark.parametrize(
+    ("shares", "says"),
+    [
+        (("chat", "0.7", "batch", "0.6"), "share: expected a sum of 1, got 1.3"),
+        (("chat", "0.7", "batch", "0.2"), "share: expected a sum of 1, got 0.9"),
+        (("chat", "1", "batch", "0.2"), "--slo: chat: share: must be above 0 and below 1, got 1"),
+        (("chat", "0.5", "night", "0.5"), "made: no request is of class night, which has a share"),
+    ],
+)
+def test_shares_that_cannot_be_are_one_line(shares: tuple[str, ...], says: str) -> None:
+    pairs = zip(shares[::2], shares[1::2], strict=True)
+    texts = [f"{name}:ttft=1s,tpot=50ms,share={share}" for name, share in pairs]
+
+    def shared() -> None:
+        request = asked(*texts, *([BATCH] if "night" in shares else []))
+        in_shares(classed(Trace("made", "plain", mixed()), request).workload, request, "made")
+
+    with pytest.raises(BadInput, match=says):
+        shared()
 
 
 def test_a_deadline_leaves_its_longest_answer_time_to_be_made() -> None:

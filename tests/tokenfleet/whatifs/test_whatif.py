@@ -93,6 +93,7 @@ def test_the_grid_is_every_combination_in_the_order_given() -> None:
         (["engine=v1"], "one of chunked"),
         (["slo.chat.ttft=30"], "no unit"),
         (["slo.chat.attainment=99"], "must be above 0 and below 1"),
+        (["slo.chat.share=1"], "slo.chat.share: must be above 0 and below 1"),
         (["slo.chat.deadline=1h"], "no such thing to vary"),
         (["lengths=1,2", "lengths.output=1,2"], "exclude each other"),
         (["rate=" + ",".join(map(str, range(1, 21))), "tp=" + ",".join(map(str, range(1, 21)))], "at most"),
@@ -113,6 +114,16 @@ def test_a_change_without_meaning_is_refused_not_ignored(folder: Path) -> None:
 
 
 CLASSES = ("chat:ttft=300ms,tpot=30ms", "batch:ttft=10s,tpot=200ms,attainment=0.9")
+
+
+def classed(folder: Path, *varies: str) -> list[str]:
+    """A command line of a grid over a trace whose requests are chat's and batch's in turn."""
+    header, *rows = (folder / "trace.csv").read_text().splitlines()
+    named = [f"{row},{('chat', 'batch')[n % 2]}" for n, row in enumerate(rows)]
+    (folder / "trace.csv").write_text("\n".join([f"{header},slo_class", *named]))
+    words = ["whatif", "--trace", f"{folder}/trace.csv", "--no-cache", "--profile", f"{folder}/worker.yaml"]
+    words += ["--slo", CLASSES[0], "--slo", CLASSES[1], "--prices", f"{folder}/prices.yaml"]
+    return [*words, *(word for vary in varies for word in ("--vary", vary))]
 
 
 def test_a_class_s_targets_are_axes_and_the_others_stay(folder: Path) -> None:
@@ -139,14 +150,25 @@ def test_a_class_that_is_none_is_refused(folder: Path, cell: dict[str, str], say
         changed(asked(folder), cell)
 
 
+def test_a_class_s_share_of_the_requests_is_an_axis(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the requests are chat's: with nine tenths of them, the tight class needs more workers."""
+    words = classed(folder, "slo.chat.share=0.1,0.9")
+    assert main([*words, "--format", "json"]) == 0
+    few, many = json.loads(capsys.readouterr().out)["scenarios"]
+    assert few["plan"]["usd_per_hour"] < many["plan"]["usd_per_hour"]
+    assert [len(one["plan"]["classes"]) for one in (few, many)] == [2, 2]
+    sizes = [{c["name"]: c["requests"] for c in one["plan"]["classes"]} for one in (few, many)]
+    total = sum(sizes[0].values())
+    assert [size["chat"] for size in sizes] == [round(0.1 * total), round(0.9 * total)]
+    assert main([*shlex.split(many["command"])[1:], "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["usd_per_hour"] == many["plan"]["usd_per_hour"]
+    assert "chat: 0.9 of the requests, as asked, not the trace's" in told["inputs"]["warnings"]
+
+
 def test_a_class_s_targets_are_planned_and_priced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of the requests are chat's, whose target decides the number of workers; batch's does not."""
-    header, *rows = (folder / "trace.csv").read_text().splitlines()
-    classed = [f"{row},{('chat', 'batch')[n % 2]}" for n, row in enumerate(rows)]
-    (folder / "trace.csv").write_text("\n".join([f"{header},slo_class", *classed]))
-    words = ["whatif", "--trace", f"{folder}/trace.csv", "--no-cache", "--profile", f"{folder}/worker.yaml"]
-    words += ["--slo", CLASSES[0], "--slo", CLASSES[1], "--prices", f"{folder}/prices.yaml"]
-    words += ["--vary", "slo.chat.ttft=150ms,2s", "--vary", "slo.batch.attainment=0.5,0.9"]
+    words = classed(folder, "slo.chat.ttft=150ms,2s", "slo.batch.attainment=0.5,0.9")
     assert main([*words, "--format", "json"]) == 0
     rows_of = json.loads(capsys.readouterr().out)["scenarios"]
     usd = [one["plan"]["usd_per_hour"] for one in rows_of]

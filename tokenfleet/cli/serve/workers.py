@@ -158,6 +158,8 @@ def targets_asked(texts: Sequence[str], plan: PlanFile | None) -> tuple[Slo | No
     """
     plain = [text for text in texts if ":" not in text]
     classes = tuple(parse_slo_class(text, ATTAINMENT) for text in texts if ":" in text)
+    if of_plans := [one.name for one in classes if one.traffic_share]:
+        raise BadInput(f"--slo: {of_plans[0]}: share: is for plans; clients decide what they send")
     if len(plain) > 1:
         raise BadInput(f"--slo: several targets need names: NAME:{plain[0]}, NAME:{plain[1]}")
     if len({one.name for one in classes}) < len(classes):

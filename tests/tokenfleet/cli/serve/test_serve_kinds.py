@@ -445,6 +445,11 @@ def test_flags_that_contradict_a_plan_are_refused_before_anything_starts(tmp_pat
     assert line.startswith(f"error: {says}")
 
 
+def test_a_class_s_share_of_the_requests_is_for_plans(capsys):
+    assert main(["serve", "--model", "org/name", "--slo", "chat:ttft=1s,tpot=50ms,share=0.3"]) == 2
+    assert "--slo: chat: share: is for plans; clients decide what they send" in capsys.readouterr().err
+
+
 def test_as_is_without_a_plan_is_refused(capsys):
     assert main(["serve", "--model", "m", "--as-is"]) == 2
     assert "--as-is: says how to run a plan; give --plan, too" in capsys.readouterr().err
