@@ -157,9 +157,7 @@ def targets_asked(texts: Sequence[str], plan: PlanFile | None) -> tuple[Slo | No
     the deadline is the TTFT target. Raises BadInput.
     """
     plain = [text for text in texts if ":" not in text]
-    classes = tuple(parse_slo_class(text, ATTAINMENT) for text in texts if ":" in text)
-    if of_plans := [one.name for one in classes if one.traffic_share]:
-        raise BadInput(f"--slo: {of_plans[0]}: share: is for plans; clients decide what they send")
+    classes = tuple(_served_class(text) for text in texts if ":" in text)
     if len(plain) > 1:
         raise BadInput(f"--slo: several targets need names: NAME:{plain[0]}, NAME:{plain[1]}")
     if len({one.name for one in classes}) < len(classes):
@@ -168,6 +166,14 @@ def targets_asked(texts: Sequence[str], plan: PlanFile | None) -> tuple[Slo | No
         classes = classes or tuple(one for one in plan.slo_classes if one.name != PLAIN_CLASS)
         plain = plain or [plan.slo_text]
     return (parse_slo(plain[0]) if plain else None), classes
+
+
+def _served_class(text: str) -> SloClass:
+    """A class of `--slo`. Raises BadInput."""
+    one = parse_slo_class(text, ATTAINMENT)
+    if one.traffic_share:
+        raise BadInput(f"--slo: {one.name}: share: is for plans; clients decide what they send")
+    return one
 
 
 def check_model(plan: PlanFile, model: str, engine_flags: Sequence[str]) -> None:
