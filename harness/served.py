@@ -36,7 +36,7 @@ PLAIN_FLAGS = (
     "--enforce-eager", "--block-size", "32",
     "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log",
 )  # fmt: skip
-START_S = 300.0
+START_S, SILENT_S = 300.0, 600.0
 
 
 @dataclass
@@ -223,10 +223,9 @@ def _take(got: Stream, line: bytes) -> None:
 
 
 def session() -> aiohttp.ClientSession:
-    """A client without limits of its own."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600)
-    )
+    """A client without limits of its own, but for a stream that is silent for as long as none should be."""
+    quiet = aiohttp.ClientTimeout(total=None, sock_read=SILENT_S)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=quiet)
 
 
 async def begun(server: Server, streams: int, running: Sequence[asyncio.Task[Any]]) -> None:

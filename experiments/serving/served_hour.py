@@ -1,15 +1,20 @@
 """The plan of `make demo`, served for its trace's hour by a fleet that scales itself.
 
     python experiments/serving/served_hour.py [--quick] [--window 4m..29m] [--plan FILE]
-        [--resume FOLDER] [--format table|json]
+        [--simulated COLD_START_S] [--resume FOLDER] [--format table|json]
 
 `tokenfleet plan` as `make demo` asks it, or the plan of `--plan`. `serve --plan` runs it with its default
-flags before emulated engines, on the real clock. One client sends the whole trace as it was recorded.
+flags before emulated engines, on the real clock. One client sends the whole trace as it was recorded. On a
+machine that is full the engines are late themselves: `steps` says how much longer theirs took than the
+profile has it. `--simulated`: the same plan, loop and trace on the simulated plane, which no load slows;
+workers start in this time. Those of emulated engines start in 0.1 s.
 
 A request is in time by the client's own clock: the first chunk from its due time on, the mean gap after that.
 A stream that fails is late. Clairvoyant: in each window of five minutes the cheapest part of the plan's fleet
 that serves the window alone at the target, without a start or a drain. Hours of workers and of GPUs, starts
 and drains included, are counted from the first request to the last. `fixed`: those of the plan's own count.
+`start`: of the hours beyond the clairvoyant's, those before the first change, when the fleet has the plan's
+count; `later`: beyond it after that; `below`: where there were fewer than the clairvoyant has.
 """
 
 from __future__ import annotations
@@ -19,25 +24,33 @@ import itertools
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import read_policy
 from controlplane.workload import Workload
-from dataplane.simulated.simulate import WorkerSpec, simulate
+from dataplane.live.control.controller import HEARTBEAT_S
+from dataplane.live.control.settings import Autoscale, ControllerSettings
+from dataplane.simulated.elastic import ElasticSettings
+from dataplane.simulated.elastic_run import simulate_elastic
+from dataplane.simulated.simulate import ControlSettings, WorkerSpec, simulate
 from experiments.lib.results import bar, flags, show
 from experiments.scaling.closed_loop import paid_s, played
 from experiments.serving.planned_fleet import TRACE, load, tokenfleet
 from harness.served import fleet, tiny_model
 from tokenfleet.advise.hindsight import LEAD_IN_S, WINDOW_S
+from tokenfleet.planning.loop import planned_loop
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 
 GPUS = ("--gpu", "a100", "--gpu", "h100", "--gpu", "h200")
 ASKED = ("--model", "llama-3.1-70b", *GPUS, "--slo", "ttft=1.6s,tpot=75ms")
 WINDOW, QUICK_WINDOW = "0m..60m", "0m..4m"
 OVER = 1.08  # times the clairvoyant's worker-hours
+Counts = list[tuple[float, int]]  # from when, how many
 
 
 def planned() -> dict[str, Any]:
@@ -52,23 +65,43 @@ def served(document: dict[str, Any], hour: Workload) -> dict[str, Any]:
         words = ("--plan", f"{name}/plan.json", "--engine", "emulated")
         with fleet(model, *words, engine_flags=()) as server:
             changes, streams = asyncio.run(played(server, hour))
-            scaling = server.ask("GET", "/v1/fleet")["scaling"]
+            view = server.ask("GET", "/v1/fleet")
     told = [
         (s.ttft_s, (s.chunks_s[-1] - s.chunks_s[0]) / max(s.tokens - 1, 1))
         if s.is_done and s.chunks_s and not s.error
         else None
         for s in streams
     ]
-    return {"changes": changes, "told": told, "said": [one["reason"] for one in scaling]}
+    said = [one["reason"] for one in view["scaling"]] + sorted({s.error for s in streams if s.error})
+    slower = max(one["slowdown"] or 1.0 for one in view["step_times"])
+    return {"changes": changes, "told": told, "said": said, "slower": slower}
 
 
-def clairvoyant(plan: PlanFile, hour: Workload) -> tuple[float, float]:
-    """Worker-seconds and GPU-seconds of the cheapest part of the fleet in each window."""
+def simulated(plan: PlanFile, cold_start_s: float, hour: Workload) -> dict[str, Any]:
+    """The same, of the fleet's loop on the simulated plane."""
+    kinds = {group.worker_type.name: group.workers for group in plan.groups}
+    loop, (policy, moves) = planned_loop(plan), read_policy(plan.policy)
+    bounds = Autoscale(loop.fewest, loop.most, attainment=plan.attainment.target, most_kinds=kinds)
+    types = tuple(group.worker_type for group in plan.groups)
+    settings = ControllerSettings("", None, False, 0, types, bounds, moves=moves, policy=policy)
+    workers = [WorkerSpec(g.worker_type.profile) for g in plan.groups for _ in range(g.workers)]
+    control = ControlSettings(settings.tick(settings.profiles), beat_s=HEARTBEAT_S)
+    predictor = LengthTable.from_history(hour.prompt_tokens, hour.output_tokens)
+    start = ElasticSettings(start_kinds=kinds, cold_start_s=cold_start_s)
+    run, record = simulate_elastic(hour, workers, plan.targets, start, control, policy, predictor=predictor)
+    told = [(float(t), float(g)) for t, g in zip(run.ttft_s, np.nan_to_num(run.tpot_s), strict=True)]
+    wanted = [(0.0, kinds), *record.kinds]
+    changes = [(at_s, [k for k, n in of.items() for _ in range(n)]) for at_s, of in wanted]
+    return {"changes": changes, "told": told, "said": [why for _, why in record.reasons], "slower": 1.0}
+
+
+def clairvoyant(plan: PlanFile, hour: Workload) -> list[tuple[float, list[str]]]:
+    """The cheapest part of the fleet in each window, from when."""
     workers = [g.worker_type for g in plan.groups for _ in range(g.workers)]
     parts = {c for n in range(1, len(workers) + 1) for c in itertools.combinations(workers, n)}
     parts_by_price = sorted(parts, key=lambda part: (sum(w.usd_per_h or 0.0 for w in part), len(part)))
     predictor, end_s = LengthTable.from_history(hour.prompt_tokens, hour.output_tokens), hour.arrival_s[-1]
-    paid = np.zeros(2)
+    found: list[tuple[float, list[str]]] = []
     for start_s in np.arange(0.0, end_s, WINDOW_S):
         lead_s = min(LEAD_IN_S, start_s)
         part = hour.window(start_s - lead_s, start_s + WINDOW_S)
@@ -77,39 +110,52 @@ def clairvoyant(plan: PlanFile, hour: Workload) -> tuple[float, float]:
             specs = [WorkerSpec(worker_type.profile) for worker_type in taken]
             met = simulate(part, specs, plan.targets, plan.policy, predictor=predictor).met
             if met[judged].mean() >= plan.attainment.target or taken is parts_by_price[-1]:
-                paid += min(WINDOW_S, end_s - start_s) * np.array([len(taken), sum(w.gpus for w in taken)])
+                found.append((float(start_s), [worker_type.name for worker_type in taken]))
                 break
-    return float(paid[0]), float(paid[1])
+    return found
+
+
+def apart(served: Counts, least: Counts, end_s: float) -> dict[str, float]:
+    """The hours by which what was served is beyond the clairvoyant's, by when and why."""
+    edges = sorted({at_s for at_s, _ in (*served, *least)} | {end_s})
+    first_s = served[1][0] if len(served) > 1 else end_s
+    parts = {"start": 0.0, "later": 0.0, "below": 0.0}
+    for from_s, to_s in itertools.pairwise(edges):
+        there, needed = (next(n for at_s, n in reversed(of) if at_s <= from_s) for of in (served, least))
+        part = "below" if there < needed else "start" if from_s < first_s else "later"
+        parts[part] += (there - needed) * (to_s - from_s) / 3600
+    return parts
 
 
 def main() -> int:
     parser = flags(__doc__, resumes=True)
     parser.add_argument("--window", help=f"part of the trace ({WINDOW}, with --quick {QUICK_WINDOW})")
+    parser.add_argument("--simulated", type=float, metavar="COLD_START_S", help="on the simulated plane")
     parser.add_argument("--plan", type=Path, help="a plan of the sample trace, in place of the demo's")
     asked = parser.parse_args()
     document = json.loads(asked.plan.read_text()) if asked.plan else asked.resume.part("plan", planned)
     plan = parse_plan(document, "plan.json")
     hour = load(plan, asked.window or (QUICK_WINDOW if asked.quick else WINDOW), 1.0)
     end_s = float(hour.arrival_s[-1])
-    made = asked.resume.part(f"served {asked.window}", lambda: served(document, hour))
+    run = partial(served, document)
+    if (cold_start_s := asked.simulated) is not None:
+        run = partial(simulated, plan, cold_start_s)
+    made = asked.resume.part(f"served {asked.window} {cold_start_s}", lambda: run(hour))
     met = [
         one is not None and one[0] <= plan.targets.ttft_s and one[1] <= plan.targets.tpot_s
         for one in made["told"]
     ]
     gpus = {g.worker_type.name: g.worker_type.gpus for g in plan.groups}
-    hours = {
-        "workers": paid_s([(at_s, len(kinds)) for at_s, kinds in made["changes"]], 0.0, end_s),
-        "GPUs": paid_s([(at_s, sum(gpus[k] for k in kinds)) for at_s, kinds in made["changes"]], 0.0, end_s),
-    }
-    least = dict(zip(hours, clairvoyant(plan, hour), strict=True))
-    fixed = {"workers": plan.workers * end_s, "GPUs": plan.gpus * end_s}
-    rows = [
-        {"hours of": of, "served": hours[of] / 3600, "clairvoyant": least[of] / 3600}
-        | {"ratio": hours[of] / least[of], "fixed": fixed[of] / 3600}
-        for of in hours
-    ]
+    least = clairvoyant(plan, hour)
+    rows = []
+    for of, size in (("workers", dict.fromkeys(gpus, 1)), ("GPUs", gpus)):
+        here, known = ([(at, sum(size[k] for k in ks)) for at, ks in one] for one in (made["changes"], least))
+        hours, fewest = (paid_s(one, 0.0, end_s) / 3600 for one in (here, known))
+        row = {"hours of": of, "served": hours, "clairvoyant": fewest, "ratio": hours / fewest}
+        fixed = sum(g.workers * size[g.worker_type.name] for g in plan.groups) * end_s / 3600
+        rows.append(row | {"fixed": fixed} | apart(here, known, end_s))
     rows += [{"hours of": f"{at_s:.0f} s: {', '.join(kinds)}"} for at_s, kinds in made["changes"]]
-    rows += [{"hours of": said} for said in made["said"]]
+    rows += [{"hours of": said} for said in (*made["said"], f"steps: {made['slower']:.2f} x the profile's")]
     bars = {
         f"attainment of {len(met)} requests": bar(float(np.mean(met)), plan.attainment.target, at_least=True),
         "worker-hours over the clairvoyant's": bar(rows[0]["ratio"], OVER),
