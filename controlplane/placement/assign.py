@@ -198,7 +198,7 @@ def has_seat(ledger: Ledger, w: int) -> bool:
 
 @compiled
 def has_room(ledger: Ledger, w: int, r: int) -> bool:
-    """Whether a worker has a seat for `r`, and KV memory beside what it has been given."""
+    """Whether a worker has a seat and free KV memory for `r`."""
     worker = ledger.workers[w]
     others = worker.decoding + worker.queued
     if others == 0 or worker.role == state.PREFILL_ONLY:

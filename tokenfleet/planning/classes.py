@@ -121,7 +121,9 @@ def in_shares(workload: Workload, request: PlanRequest, name: str) -> Workload:
     if not any(more):
         return workload
     if workload.prefixes is not None or workload.sessions is not None:
-        raise BadInput("--slo: share: the trace's requests share prefixes or sessions, so none is drawn anew")
+        raise BadInput(
+            "--slo: share: not for a trace whose requests share prefixes or sessions; leave it out"
+        )
     rng, rows = np.random.default_rng([request.seed, 43]), np.arange(len(workload))
     of = [np.flatnonzero(workload.slo_class == c) for c in range(len(counts))]
     freed = [rng.choice(own, max(-n, 0), replace=False) for own, n in zip(of, more, strict=True)]
