@@ -81,7 +81,7 @@ def test_what_a_server_answers_instead_of_metrics_is_said(capsys):
         NoCounts("answers with status 404", answers=True),
         NoCounts("not Prometheus metrics", answers=True),
         NoCounts(SEVERAL.format(2), answers=True),
-        NoCounts("does not answer: Connect call failed ('127.0.0.1', 9)"),
+        NoCounts("does not answer: Connect call failed ('127.0.0.1', 9)", refuses=True),
     ]
 
 
