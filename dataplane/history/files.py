@@ -21,11 +21,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any, TextIO
 
 import numpy as np
@@ -55,6 +56,7 @@ SCHEMA: Mapping[str, type[pl.DataType] | pl.DataType] = {
     "hash_ids": pl.List(pl.UInt64),
     "block_tokens": pl.Int64,
 }
+MOST_UNWRITTEN = 10_000  # rows, while a disk stands still
 SEGMENT_S = 600.0  # the age at which a segment is packed
 LAST_FILES = 64  # that a start reads for the lengths of requests
 BLOCK_TOKENS = 64
@@ -71,23 +73,43 @@ class HistoryLimits:
 
 
 class HistoryWriter:
-    """Appends rows to the present segment; packing and deletion happen in a thread."""
+    """Appends rows to the present segment, packs and deletes, all in a thread: a disk may stand still for
+    seconds, and streams must not."""
 
     def __init__(self, folder: Path, limits: HistoryLimits) -> None:
         """Take over what killed writers left. Raises BadInput for a folder that cannot be written."""
         self._folder, self._limits = folder, limits
         self._segment: TextIO | None = None
         self._rows, self._opened_s = 0, 0.0
-        self._packer = ThreadPoolExecutor(1, thread_name_prefix="history")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
+        self._room = BoundedSemaphore(MOST_UNWRITTEN)
+        self._is_behind = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._open()
         except OSError as error:
             raise BadInput(f"--data: {folder}: cannot be written: {error.strerror}") from None
-        self._packer.submit(self._tidy)
+        self._thread.submit(self._tidy)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Keep a row; it is with the kernel when this returns, so only a dead machine loses it."""
+        """Keep a row; who is killed loses those that the disk has not taken, at most MOST_UNWRITTEN."""
+        self.later(self._add, row)
+
+    def later(self, write: Callable[..., None], *given: Any) -> None:
+        """Write in the thread, in this order; nothing while MOST_UNWRITTEN others wait for the disk."""
+        if self._room.acquire(blocking=False):
+            self._is_behind = False
+            self._thread.submit(write, *given).add_done_callback(self._written)
+        elif not self._is_behind:
+            self._is_behind = True
+            log.error("request history: %s takes no writes; what follows is left out", self._folder)
+
+    def _written(self, write: Future[None]) -> None:
+        self._room.release()
+        if (error := write.exception()) is not None:
+            log.error("request history: %s: a row is lost", self._folder, exc_info=error)
+
+    def _add(self, row: Mapping[str, Any]) -> None:
         if self._segment is None:
             return
         try:
@@ -95,7 +117,7 @@ class HistoryWriter:
             if full or (self._rows and time.monotonic() - self._opened_s >= SEGMENT_S):
                 self._segment.close()
                 self._open()
-                self._packer.submit(self._tidy)
+                self._tidy()
             self._segment.write(json.dumps(row) + "\n")
             self._rows += 1
         except OSError as error:  # a full disk must not end a request
@@ -103,12 +125,12 @@ class HistoryWriter:
             self._segment = None
 
     def close(self) -> None:
-        """Pack what is there."""
+        """Write what waits, and pack what is there."""
+        self._thread.shutdown()
         if self._segment is not None:
             self._segment.close()
             self._segment = None
-        self._packer.submit(self._tidy)
-        self._packer.shutdown()
+        self._tidy()
 
     def _open(self) -> None:
         stem = f"requests-{time.time_ns():019d}-{os.getpid()}"
@@ -205,9 +227,8 @@ def last_lengths(folder: Path, model: str, most: int) -> pl.DataFrame:
     rows = 0
     for path in sorted(_segments(folder), key=lambda path: path.stem, reverse=True)[:LAST_FILES]:
         with suppress(OSError, pl.exceptions.PolarsError):
-            part = _rows(path).filter(wanted).select(columns).collect()
-            parts.append(part)
-            rows += len(part)
+            parts.append(_rows(path).filter(wanted).select(columns).collect())
+            rows += len(parts[-1])
         if rows >= most:
             break
     none = pl.DataFrame(schema={name: SCHEMA[name] for name in columns})

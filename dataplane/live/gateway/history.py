@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -150,15 +150,19 @@ class History:
         if not rows:
             return
         self._unwritten += rows
-        if now_s - self._written_s < WRITE_EVERY_S:
-            return
-        self._write_steps(now_s)
+        if now_s - self._written_s >= WRITE_EVERY_S:
+            self._pass_on(now_s)
 
-    def _write_steps(self, now_s: float) -> None:
+    def _pass_on(self, now_s: float) -> None:
+        if self._requests is not None:
+            self._requests.later(self._write_steps, self._unwritten)
+        self._unwritten, self._written_s = [], now_s
+
+    def _write_steps(self, rows: Sequence[str]) -> None:
         if self._steps is None or self._folder is None:
             return
         try:
-            self._steps.write("".join(self._unwritten))
+            self._steps.write("".join(rows))
             if self._steps.tell() > STEP_FILE_BYTES:
                 self._steps.close()
                 os.replace(self._folder / "steps.csv", self._folder / "steps.1.csv")
@@ -168,11 +172,10 @@ class History:
             with suppress(OSError):
                 self._steps.close()
             self._steps = None
-        self._unwritten, self._written_s = [], now_s
 
     def close(self) -> None:
         """Write what is buffered."""
-        self._write_steps(time.time())
+        self._pass_on(time.time())
         for file in (self._requests, self._steps):
             if file is not None:
                 file.close()

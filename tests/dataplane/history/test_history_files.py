@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import polars as pl
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_history import NOON_S, row, written
 
+from dataplane.history import files
 from dataplane.history.files import SCHEMA, HistoryLimits, HistoryWriter, let_go, pack, read_history
 from tokenfleet.traces import read_trace
 
@@ -34,17 +36,39 @@ def test_a_window_is_read_from_open_and_packed_segments_alike(tmp_path):
     writer = HistoryWriter(tmp_path, HistoryLimits())
     for i in range(10, 20):
         writer.add(row(i))
+    while len(prompts(tmp_path)) < 20:
+        time.sleep(0.01)
     assert prompts(tmp_path, NOON_S + 5, NOON_S + 15) == list(range(15, 25))
     writer.close()
     assert prompts(tmp_path, NOON_S + 5, NOON_S + 15) == list(range(15, 25))
 
 
-def test_a_killed_writer_loses_no_row_and_the_next_packs_what_it_left(tmp_path):
+def test_who_adds_a_row_does_not_wait_for_a_disk_that_stands_still(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(files, "MOST_UNWRITTEN", 5)
+    writer, moves = HistoryWriter(tmp_path, HistoryLimits()), threading.Event()
+
+    def stand_still():
+        moves.wait(60)
+
+    writer.later(stand_still)
+    for i in range(7):  # it would wait here for ever, were it to write itself
+        writer.add(row(i))
+    assert [record.message.endswith("what follows is left out") for record in caplog.records] == [True]
+    moves.set()
+    while len(prompts(tmp_path)) < 4:
+        time.sleep(0.01)
+    writer.add(row(7))
+    writer.close()
+    assert prompts(tmp_path) == [10, 11, 12, 13, 17]
+
+
+def test_a_killed_writer_loses_no_row_that_is_written_and_the_next_packs_what_it_left(tmp_path):
     code = (
         "import json, os, sys, signal; from pathlib import Path;"
         "from dataplane.history.files import HistoryWriter, HistoryLimits;"
         "w = HistoryWriter(Path(sys.argv[1]), HistoryLimits());"
-        "[w.add(one) for one in json.load(sys.stdin)]; os.kill(os.getpid(), signal.SIGKILL)"
+        "[w.add(one) for one in json.load(sys.stdin)]; w._thread.submit(int).result();"
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
     rows = [row(i) for i in range(7)]
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], input=json.dumps(rows), text=True, cwd=ROOT)

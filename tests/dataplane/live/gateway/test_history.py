@@ -29,6 +29,7 @@ for prompt, output in json.load(sys.stdin):
     request = SimpleNamespace(request_id="r", prompt_token_ids=[1] * prompt, sampling_params=None)
     tracked = Tracked(request, Ticket("", "", Slo(1.0, 0.1), 0), 0.0, 1, output_token_ids=[7] * output)
     history.add(tracked, "finished")
+history._requests._thread.submit(int).result()
 print(json.dumps([history.expected_tokens(prompt) for prompt in (1, 50, 500, 2000)]), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
