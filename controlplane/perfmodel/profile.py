@@ -2,8 +2,7 @@
 
 A fit keeps its absolute relative errors e = |predicted / measured - 1| at their mean, 95th percentile and
 maximum. The error of what no sample shows (composed profiles, `Residuals.unseen_relative`) joins them as
-independent errors do. `relative_error` reads them at a confidence. `draw_profile` draws profiles as they
-might really be.
+independent errors do. `relative_error` reads them at a confidence.
 """
 
 from __future__ import annotations
@@ -147,15 +146,17 @@ class Frontend:
     """Seconds of a request's first token outside steps: HTTP, tokenisation, the way to the engine.
 
     It delays all of a request's tokens alike and keeps no engine busy. `doubt_s`: standard deviation of
-    `per_request_s`, which no engine's measurement shows.
+    `per_request_s`, which no engine's measurement shows. `late_s`: mean of what chance adds to it, for each
+    request another exponential time; drawn profiles have it (`uncertainty.py`).
     """
 
     per_request_s: float = 0.0
     per_prompt_token_s: float = 0.0
     doubt_s: float = 0.0
+    late_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("per_request_s", "per_prompt_token_s", "doubt_s"):
+        for name in ("per_request_s", "per_prompt_token_s", "doubt_s", "late_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise BadInput(f"frontend: {name}: must be a number of at least 0, got {getattr(self, name)}")
 
@@ -191,6 +192,11 @@ class EngineLimits:
                 f"engine: max_batched_tokens: {self.max_batched_tokens} is below max_seqs {self.max_seqs};"
                 " a chunked step must hold a token for each sequence"
             )
+
+    @property
+    def first_steps(self) -> float:
+        """Base times in a first token on a worker that serves: its own, half of another, those ahead."""
+        return 0.0 if self.mode == EngineMode.PREFILL_FIRST else 1.5 + self.steps_ahead
 
 
 def steps_ahead_of(version: str) -> float:
@@ -447,20 +453,6 @@ def _two_sided(confidence: float) -> float:
     return NormalDist().inv_cdf(0.5 + confidence / 2)
 
 
-def draw_profile(profile: Profile, rng: np.random.Generator) -> Profile:
-    """A profile as it might really be: decode and prefill each faster or slower by one log-normal factor.
-
-    Their spread is the residuals'. One factor per phase rather than per coefficient: errors of neighbouring
-    batches go together, and coefficients fitted jointly trade off against each other. What a first token
-    takes outside steps is drawn apart.
-    """
-    decode, prefill = (float(x) for x in np.exp(profile.residuals.spread * rng.standard_normal(2)))
-    front = profile.frontend
-    rest_s = max(front.per_request_s + front.doubt_s * float(rng.standard_normal()), 0.0)
-    drawn = with_times(profile, decode, prefill)
-    return replace(drawn, frontend=replace(front, per_request_s=rest_s))
-
-
 def with_times(profile: Profile, decode: float, prefill: float) -> Profile:
     """The profile with the terms of decode and of prefill multiplied by these factors."""
     alone = profile.prefill.scaled(prefill) if profile.prefill is not None else None
@@ -489,8 +481,7 @@ def speculating(profile: Profile, speculation: Speculation) -> Profile:
     most = profile.engine.max_seqs
     fitted = profile.fitted.sequences if profile.fitted is not None else float(most)
     step = verified_step(profile.step, speculation, fitted, most)
-    # A first token is of a whole step, and its request comes, on a worker that serves, amid another.
-    waits = 0.0 if profile.engine.mode == EngineMode.PREFILL_FIRST else 1.5 + profile.engine.steps_ahead
-    whole_s = waits * verified_base_s(profile.step, speculation) * (1.0 - 1.0 / speculation.tokens_per_step)
+    waits_s = profile.engine.first_steps * verified_base_s(profile.step, speculation)
+    whole_s = waits_s * (1.0 - 1.0 / speculation.tokens_per_step)
     frontend = replace(profile.frontend, per_request_s=profile.frontend.per_request_s + whole_s)
     return replace(profile, step=step, frontend=frontend, speculation=speculation)

@@ -73,8 +73,14 @@ class RunState:
         return self.cluster.sending.order[: int(self.cluster.sending.counts["sent"][0])]
 
     def outcome(self) -> Outcome:
-        """The outcome of the requests so far."""
-        return outcome_of(self.workload, self.ledger, self.engines, self.pace)
+        """The outcome of the requests so far, as clients see it (`Frontend.late_s`)."""
+        found = outcome_of(self.workload, self.ledger, self.engines, self.pace)
+        mean_s = np.array([profile.frontend.late_s for profile in self.profiles])
+        if not mean_s.any():
+            return found
+        mean_s = np.where(found.worker < 0, 0.0, mean_s[self.ledger.workers["variant"][found.worker]])
+        late_s = -mean_s * np.log1p(-self.rules.draws[:, 1])
+        return replace(found, first_token_s=found.first_token_s + late_s, finish_s=found.finish_s + late_s)
 
 
 class RunOptions(TypedDict, total=False):

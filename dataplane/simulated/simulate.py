@@ -4,6 +4,10 @@
 part begins goes along with it, at the head of its rows and in its order. So the outcome of every request is
 the one that a run of all of them at once would give it. Requests that share prefixes or wait for each other
 need the whole. So do policies that move requests, place them together or use their number.
+
+**A still fleet** is one in which no request can move: requests are placed by targets, and each worker is
+alone of its type. Heartbeats still bring its ledger up to date for placement. The rules that would decline
+every move are left out, and the loads that they compare with limits.
 """
 
 from __future__ import annotations
@@ -17,14 +21,15 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.placement.ledger import NONE
-from controlplane.placement.policies import EXACT, Policy, read_policy
+from controlplane.placement.policies import BY_TARGETS, EXACT, Policy, read_policy
 from controlplane.types import Slo
+from controlplane.worker_type import name_in_role
 from controlplane.workload import Workload
+from dataplane.simulated.beats import pass_beats
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
 from dataplane.simulated.outcome import Outcome
 from dataplane.simulated.run import ENDLESS, OFFER_EVERY_S, RunOptions, RunState, WorkerSpec, prepare
-from dataplane.simulated.still import is_still, run_still
 
 __all__ = [
     "OFFER_EVERY_S",
@@ -40,6 +45,7 @@ __all__ = [
 
 COLUMNS = ("arrival_s", "ttft_target_s", "tpot_target_s", "worker", "first_token_s", "finish_s",
            "preemptions", "migrations")  # fmt: skip
+NO_LIMITS = np.full(3, np.nan)  # no load is past them
 
 
 def simulate(
@@ -60,10 +66,20 @@ def simulate(
     if state.rules.policy != EXACT and not state.migrates:
         advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
     elif control is None and is_still(state, workers):
-        run_still(state)
+        beat_s = ControlSettings().beat_s
+        pass_beats(state.ledger, state.engines, state.cluster, state.rules, NO_LIMITS, beat_s, beat_s)
     else:
         drive(SimulatedPlane(state, control or ControlSettings()))
     return state.outcome()
+
+
+def is_still(run: RunState, workers: Sequence[WorkerSpec]) -> bool:
+    """Whether no request can move: each worker is alone of its type and role, and none comes or goes."""
+    if not run.migrates or run.policy not in BY_TARGETS - {Policy.EXACT}:
+        return False
+    names = [name_in_role(spec.profile.type_name, spec.role) for spec in workers]
+    stays = all(spec.ready_s <= 0 and not spec.fails_s and spec.drain_s is None for spec in workers)
+    return stays and len(set(names)) == len(names)
 
 
 def can_stream(workload: Workload, policy: Policy | str) -> bool:

@@ -37,7 +37,8 @@ from unittest.mock import patch
 import numpy as np
 from scipy import stats
 
-from controlplane.perfmodel.profile import Profile, draw_profile
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.uncertainty import draw_profile
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType

@@ -35,7 +35,8 @@ from typing import Any
 import numpy as np
 
 from controlplane.perfmodel.capacity import answered_s, worker_seconds
-from controlplane.perfmodel.profile import draw_profile, rank_of
+from controlplane.perfmodel.profile import rank_of
+from controlplane.perfmodel.uncertainty import draw_profile
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import Workload

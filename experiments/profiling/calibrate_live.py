@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from controlplane.perfmodel.profile import Profile, draw_profile
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.uncertainty import draw_profile
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate

@@ -204,7 +204,7 @@ def prefixes_of(lists: Sequence[Sequence[int]], block_tokens: int) -> Prefixes:
     return Prefixes(block_tokens, offsets, ids)
 
 
-def _figures(log: RequestLog | Outcome, measured: NDArray[np.bool_]) -> dict[str, dict[str, float]]:
+def figures_of(log: RequestLog | Outcome, measured: NDArray[np.bool_]) -> dict[str, dict[str, float]]:
     """Means and quantiles of the requests that were measured, in seconds, and what was served a second."""
     if isinstance(log, Outcome):
         arrival_s, ttft_s, tpot_s = log.arrival_s, log.ttft_s, log.tpot_s
@@ -246,6 +246,13 @@ def target_of(ladder: Ladder) -> RequestTarget:
     return RequestTarget(ttft_s=max(TIMES * p90_s, p50_s + MORE_S))
 
 
+def steady(ladder: Ladder) -> int:
+    """The number of rates, from the lowest up, that held the target as measured."""
+    target = target_of(ladder)
+    shares = [_in_time(r.log.ttft_s[r.measured], r.log.tpot_s[r.measured], target) for r in ladder.runs]
+    return _held(shares, ladder.settings.attainment)
+
+
 def _held(shares: Sequence[float], attainment: float) -> int:
     """The number of rates, from the lowest up, that hold the target."""
     return next((i for i, share in enumerate(shares) if share < attainment), len(shares))
@@ -269,12 +276,11 @@ def accuracy_of(ladder: Ladder, profile: Profile, calibrates: bool) -> dict[str,
         known = np.concatenate([run.measured for run in learn])
         profile, _, fit = calibrated(log, profile, known, workers, caches, policy)
     target = target_of(ladder)
-    rows, seen, said = [], [], []
+    rows, said = [], []
     for run in ladder.runs:
         outcome = replay(run.log, profile, workers, caches, policy)
         m = run.measured
-        measured, predicted = _figures(run.log, m), _figures(outcome, m)
-        seen.append(_in_time(run.log.ttft_s[m], run.log.tpot_s[m], target))
+        measured, predicted = figures_of(run.log, m), figures_of(outcome, m)
         said.append(_in_time(outcome.ttft_s[m], outcome.tpot_s[m], target))
         errors = {
             name: {what: predicted[name][what] / value - 1.0 for what, value in row.items()}
@@ -282,7 +288,7 @@ def accuracy_of(ladder: Ladder, profile: Profile, calibrates: bool) -> dict[str,
         }
         told = {"rate_rps": run.rate_rps, "requests": int(m.sum()), "measured": measured, "errors": errors}
         rows.append(told | {"hits": _hits(outcome, m)})
-    held = _held(seen, ladder.settings.attainment)
+    held = steady(ladder)
     expected = _held(said, ladder.settings.attainment)
     rates = [run.rate_rps for run in ladder.runs]
     judged = rows[skipped:held]

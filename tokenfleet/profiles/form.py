@@ -178,8 +178,9 @@ def profile_document(profile: Profile) -> dict[str, Any]:
     content["hinges"] = _hinge_rows(profile.step.hinges)
     if profile.frontend != Frontend():
         content["frontend"] = _numbers(profile.frontend, "per_request_s per_prompt_token_s")
-        if profile.frontend.doubt_s:
-            content["frontend"]["doubt_s"] = profile.frontend.doubt_s
+        for name in ("doubt_s", "late_s"):
+            if seconds := getattr(profile.frontend, name):
+                content["frontend"][name] = seconds
     if profile.speculation is not None:
         drafts = profile.speculation
         content["speculation"] = {"acceptance": list(drafts.acceptance)} | _numbers(drafts, "draft_s round_s")

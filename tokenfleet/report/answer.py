@@ -305,7 +305,7 @@ def _uncertainty(plan: PlanFile, shares: dict[str, float]) -> str:
         return f"{text}: rate and lengths may change. Traces of more days narrow it."
     if all(profile.kind == "measured" for profile in plan.inputs.profiles):
         return f"{text}: measured, with some scatter. `tokenfleet calibrate` on a running engine narrows it."
-    return f"{text}: predicted, not measured. `tokenfleet fit` or `calibrate` narrows it."
+    return f"{text}: predicted. A minute of `tokenfleet calibrate --endpoint` narrows it."
 
 
 def plateau_text(flat: Plateau) -> str:

@@ -15,11 +15,11 @@ from controlplane.perfmodel.profile import (
     KvModel,
     Profile,
     Residuals,
-    draw_profile,
     relative_error,
 )
 from controlplane.perfmodel.samples import StepSamples, concatenated, folds
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
+from controlplane.perfmodel.uncertainty import draw_profile
 
 PLAIN = StepModel(0.012, 4e-5, 3e-5, 8e-8)
 

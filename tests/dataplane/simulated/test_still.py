@@ -9,8 +9,7 @@ from made_moves import profile
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.control_loop import ControlSettings
-from dataplane.simulated.simulate import WorkerSpec, prepare, simulate
-from dataplane.simulated.still import is_still
+from dataplane.simulated.simulate import WorkerSpec, is_still, prepare, simulate
 
 COLUMNS = ("worker", "first_token_s", "finish_s", "preemptions", "migrations", "busy_s")
 

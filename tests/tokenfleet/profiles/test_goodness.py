@@ -9,8 +9,9 @@ import pytest
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel, Profile, draw_profile, with_times
+from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel, Profile, with_times
 from controlplane.perfmodel.step import StepModel
+from controlplane.perfmodel.uncertainty import draw_profile
 from controlplane.prefixes import Prefixes
 from controlplane.workload import Workload
 from tokenfleet.profiles.fit_log import calibrated, replay

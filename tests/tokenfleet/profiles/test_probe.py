@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import draw_profile, with_times
+from controlplane.perfmodel.profile import with_times
+from controlplane.perfmodel.uncertainty import draw_profile
 from tokenfleet.profiles.fit_log import calibrated, replay
 from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles

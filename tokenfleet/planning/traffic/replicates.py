@@ -5,7 +5,7 @@ draws from (seed, i) alone:
 
 * its arrivals (bootstrap);
 * how far the traffic's levels have drifted, unless it is steady;
-* the workers' coefficients (from the profiles' residuals);
+* the workers' step times and first tokens (`perfmodel.uncertainty`);
 * the policy's seed.
 
 Two fleets meet the same resampled traces (common random numbers), so their difference is the fleets' and not
@@ -26,7 +26,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from controlplane.perfmodel.profile import Profile, draw_profile
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.uncertainty import draw_profile
 from controlplane.prefixes import Prefixes
 from controlplane.workload import Workload
 from tokenfleet.planning.traffic.draws import Units, next_like, time_scale, units_of

@@ -1,0 +1,88 @@
+"""A profile drawn as it might really be, by the errors of profiles on other engines than its own.
+
+A composed profile was never compared with the engine that a plan is for. It is taken to be off as composed
+profiles of dense models were on other engines. `experiments/profiling/intervals.py` prints their errors,
+DENSE, as quantiles at AT. They are not symmetric: first tokens come late more often than early. Drawn are
+
+* decode: the logarithm of measured over predicted step times;
+* first: the same of a first token's prefill, of the steps that it waits for, and of the rest;
+* late_steps: of two requests alike one waits longer, and a simulated engine knows no such chance. So each
+  request reaches its client late by a time of its own, exponential, so many steps in the mean. Engines and
+  placement do not see it.
+
+A profile that states a larger error than those did (`Residuals.unseen_relative`) is drawn wider. With m the
+median, q the quantile at a standard normal z's place and o what the stated error is beyond theirs, a factor's
+logarithm is m + sign(z) · hypot(q - m, o·z).
+
+A measured profile was fitted to its own engine and is drawn by its residuals. So is one that states nothing
+unseen, and any with experts or windows: two stacks of those teach too little.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from controlplane.perfmodel.profile import Frontend, Profile, with_times
+
+AT = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+class ErrorsElsewhere(NamedTuple):
+    """Quantiles at AT of each number, and the error that those profiles stated, the median."""
+
+    decode: tuple[float, ...]
+    first: tuple[float, ...]
+    late_steps: tuple[float, ...]
+    unseen: float
+
+
+# experiments/profiling/intervals.py --write puts these here.
+DENSE = ErrorsElsewhere(
+    decode=(-0.051, -0.039, 0.006, 0.025, 0.084, 0.186, 0.211),
+    first=(-0.534, -0.456, -0.146, -0.012, 0.085, 0.253, 0.295),
+    late_steps=(0.0, 0.0, 0.0, 0.125, 0.762, 1.702, 1.937),
+    unseen=0.1,
+)
+
+
+def draw_profile(profile: Profile, rng: np.random.Generator, known: ErrorsElsewhere = DENSE) -> Profile:
+    """A profile as it might really be: decode and first tokens faster or slower by one factor each.
+
+    One factor per phase rather than per coefficient: errors of neighbouring batches go together, and
+    coefficients fitted jointly trade off against each other. What a first token takes outside steps is drawn
+    apart.
+    """
+    z, own, front = rng.standard_normal(4).tolist(), profile.residuals, profile.frontend
+    rest_s = max(front.per_request_s + front.doubt_s * z[2], 0.0)
+    drawn = replace(profile, frontend=replace(front, per_request_s=rest_s))
+    if profile.source.kind != "composed" or not own.unseen_relative or not is_dense(profile):
+        return with_times(drawn, math.exp(own.spread * z[0]), math.exp(own.spread * z[1]))
+    beyond = math.sqrt(max(own.unseen_relative**2 - known.unseen**2, 0.0))
+    decode, first = _at(known.decode, z[0], beyond), _at(known.first, z[1], beyond)
+    return with_errors(drawn, math.exp(decode), math.exp(first), _at(known.late_steps, z[3]))
+
+
+def is_dense(profile: Profile) -> bool:
+    """Whether it has neither experts nor layers that keep a window or a state."""
+    return not profile.kv.request_tokens and all(hinge.of != "experts" for hinge in profile.step.hinges)
+
+
+def with_errors(profile: Profile, decode: float, first: float, late_steps: float) -> Profile:
+    """The profile with factors on decode and on all that a first token takes, and tokens late by chance."""
+    front, base_s = profile.frontend, profile.step.base_s
+    rest_s = first * front.per_request_s + (first - 1.0) * profile.engine.first_steps * base_s
+    token_s, late_s = first * front.per_prompt_token_s, front.late_s + late_steps * base_s
+    front = Frontend(max(rest_s, 0.0), token_s, front.doubt_s, late_s)
+    return replace(with_times(profile, decode, first), frontend=front)
+
+
+def _at(quantiles: tuple[float, ...], z: float, beyond: float = 0.0) -> float:
+    """The number at a standard normal, further from the median by an independent error."""
+    middle = quantiles[len(AT) // 2]
+    off = float(np.interp(NormalDist().cdf(z), AT, quantiles)) - middle
+    return middle + math.copysign(math.hypot(off, beyond * z), z)
