@@ -11,8 +11,8 @@ is judged: its prompts are not answered by the engine alone.
 
 Library profiles of dense models are drawn by the errors of the other stacks, and by their residuals, as plans
 did before. Calibrated ones and a mixture's are drawn by their residuals. An interval is from the 5th to the
-95th percentile of DRAWS draws, its width relative to the prediction. Rates past the measured saturation point,
-those calibrated on, and calibrations that are refused are not judged. `--write` puts the tables in place.
+95th percentile of DRAWS draws, its width relative to the prediction. Rates past the measured saturation
+point, those calibrated on, and calibrations that are refused are not judged. `--write` writes both tables.
 """
 
 from __future__ import annotations
