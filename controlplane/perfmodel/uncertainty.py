@@ -4,15 +4,15 @@ A composed profile was never compared with the engine that a plan is for. It is 
 profiles of dense models were on other engines. `experiments/profiling/intervals.py` prints their errors,
 DENSE, as quantiles at AT. They are not symmetric: first tokens come late more often than early. Drawn are
 
-* decode: the logarithm of measured over predicted step times;
-* first: the same of a first token's prefill, of the steps that it waits for, and of the rest;
+* decode: the logarithm of measured over predicted step times.
+* first: the same of a first token's prefill, of the steps that it waits for, and of the rest.
 * late_steps: of two requests alike one waits longer, and a simulated engine knows no such chance. So each
-  request reaches its client late by a time of its own, exponential, so many steps in the mean. Engines and
+  request reaches its client late by an exponential time of its own, with this mean. Engines and
   placement do not see it.
 
-A profile that states a larger error than those did (`Residuals.unseen_relative`) is drawn wider. With m the
-median, q the quantile at a standard normal z's place and o what the stated error is beyond theirs, a factor's
-logarithm is m + sign(z) · hypot(q - m, o·z).
+A profile that states a larger error than those did (`Residuals.unseen_relative`) is drawn wider. Let m be the
+median and q the quantile at a standard normal z's place. Let o be what the stated error is beyond theirs. A
+factor's logarithm is m + sign(z) · hypot(q - m, o·z).
 
 A measured profile was fitted to its own engine and is drawn by its residuals. So is one that states nothing
 unseen, and any with experts or windows: two stacks of those teach too little.
