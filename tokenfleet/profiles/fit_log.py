@@ -174,9 +174,9 @@ def calibrated(
     ]
     fit = goodness_of(log, replay(log, profile, workers, prefix_caching, policy), measured)
     doubt = float(np.hypot(max(float(error[:2].max()), CALIBRATION_NOISE), fit.doubt))
-    residuals = replace(profile.residuals, unseen_relative=doubt)
+    profile = replace(profile, residuals=replace(profile.residuals, unseen_relative=doubt))
     front = replace(profile.frontend, doubt_s=CALIBRATION_DOUBT[2] * float(error[2]))
-    return replace(profile, residuals=residuals, frontend=front), corrections, fit
+    return replace(profile, frontend=front, source=replace(profile.source, kind="measured")), corrections, fit
 
 
 def _moments(ttft_s: Columns, tpot_s: Columns, e2e_s: Columns) -> Columns:
