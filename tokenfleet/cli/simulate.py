@@ -259,7 +259,8 @@ def latency_rows(outcome: Outcome, slo: Slo | None) -> Iterator[tuple[str, str]]
     ):
         row = latency(values)
         quantiles = "   ".join(f"p{q * 100:.0f} {duration_text(row.at(q))}" for q in QUANTILES)
-        bound = "" if limit is None else f"   (limit {duration_text(limit)}, missed by {int(slow.sum()):,})"
+        missed = f"missed by {int(slow.sum()):,} requests"
+        bound = "" if limit is None else f"   (limit {duration_text(limit)}, {missed})"
         yield name, quantiles + bound
     if dropped := int((~np.isfinite(outcome.finish_s)).sum()):
         yield "Not served", f"{dropped:,} requests"
