@@ -162,7 +162,7 @@ def test_a_move_given_up_between_two_copies_leaves_no_block_behind(two_workers):
         assert (await moving).outcome == "aborted"
         await clean(fleet, A, B)
 
-    two_workers.play(story, bytes_per_s=2e6)  # slow, so that there is enough for a second copy
+    two_workers.play(story, bytes_per_s=5e5)  # slow, so that a second copy takes more than a second
 
 
 @pytest.mark.parametrize("mode", ["stop-and-copy", "recompute"])

@@ -141,7 +141,7 @@ def test_a_running_plan_is_cancelled(api, visit):
     tab.page.click("#submit:enabled")
     tab.page.click("#cancel:visible")
     tab.until("#status", "Cancelled")
-    assert tab.page.locator("#submit").is_enabled()
+    tab.page.locator("#submit:enabled").wait_for()
 
 
 def test_the_form_keeps_its_state_in_the_address(api, visit):
