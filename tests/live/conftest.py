@@ -37,14 +37,14 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
 # These lines are dealt out in this order, the longest first: all processes end together. Files of one line
 # stay in one process and share its fixtures. Any other file is a line of its own, behind.
 GROUPS = (
-    ("test_served_vllm",),
+    ("test_hosts", "test_zones"),
     (
         *("test_console_live", "test_console_access", "test_mixed_fleet", "test_gateway", "test_control_api"),
         *("test_compare_command", "test_fleet_changes_command", "test_step_times_served"),
     ),
-    ("test_hosts", "test_zones"),
-    ("test_live_migration",),
     ("test_model_families",),
+    ("test_served_vllm",),
+    ("test_live_migration",),
     ("test_api_command",),
     ("test_served_portfolio",),
     ("test_autoscale",),
