@@ -259,8 +259,7 @@ def latency_rows(outcome: Outcome, slo: Slo | None) -> Iterator[tuple[str, str]]
     ):
         row = latency(values)
         quantiles = "   ".join(f"p{q * 100:.0f} {duration_text(row.at(q))}" for q in QUANTILES)
-        missed = f"missed by {int(slow.sum()):,} requests"
-        bound = "" if limit is None else f"   (limit {duration_text(limit)}, {missed})"
+        bound = "" if limit is None else f"   (limit {duration_text(limit)}, {int(slow.sum()):,} late)"
         yield name, quantiles + bound
     if dropped := int((~np.isfinite(outcome.finish_s)).sum()):
         yield "Not served", f"{dropped:,} requests"

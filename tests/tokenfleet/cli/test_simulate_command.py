@@ -77,7 +77,7 @@ def test_the_first_line_says_whether_the_fleet_meets_its_target_and_what_it_cost
     first, ttft, *_ = capsys.readouterr().out.splitlines()
     missed = r"1x made-gpu TP1 \(1 GPU, \$2\.00/h\) misses the target: [\d.]+ % of 200 requests in SLO"
     assert re.match(missed, first)
-    assert re.search(r"\(limit 1 ms, missed by [1-9]\d* requests\)", ttft)
+    assert re.search(r"\(limit 1 ms, [1-9]\d* late\)", ttft)
 
 
 def test_a_target_is_missed_where_one_class_misses_its_own(
