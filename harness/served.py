@@ -223,7 +223,7 @@ def _take(got: Stream, line: bytes) -> None:
 
 
 def session() -> aiohttp.ClientSession:
-    """A client without limits of its own, but for a stream that is silent for as long as none should be."""
+    """A client that gives a stream up only after SILENT_S without a byte."""
     quiet = aiohttp.ClientTimeout(total=None, sock_read=SILENT_S)
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=quiet)
 

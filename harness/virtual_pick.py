@@ -74,7 +74,7 @@ def tailed(seed: int, rate: float, seconds: float) -> list[Ask]:
 
 
 def turns(seed: int, rate: float, seconds: float) -> list[Ask]:
-    """Sessions of TURNS requests, of which each begins with the last one's prompt and answer."""
+    """Sessions of TURNS requests. Each request begins with the prompt and answer before it."""
     draw = np.random.default_rng(seed)
     starts = np.cumsum(draw.exponential(TURNS / rate, int(rate * seconds / TURNS)))
     found = []
@@ -111,7 +111,7 @@ class Way(Protocol):
     """A way to choose a server. One for each run."""
 
     async def choose(self, ask: Ask) -> tuple[int, Any] | None:
-        """The engine's number, and what `got` and `over` are told; None: refused."""
+        """The engine's number, and what to hand to `got` and `over`; None where it is refused."""
 
     def got(self, of: Any) -> None:
         """A piece of its answer has passed."""

@@ -82,7 +82,7 @@ class Batch:
                     self.running.remove(one)
 
     def begin(self, prompt: int, words: int, session: int = 0) -> Running:
-        """A request of so many tokens comes; `words`: those that it makes."""
+        """Queue a request of `prompt` tokens that will generate `words` tokens."""
         one = Running(prompt, words, session)
         one.left = prompt - min(self.cached.get(session, 0), prompt - 1)
         self.waiting.append(one)

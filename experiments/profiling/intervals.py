@@ -5,9 +5,9 @@
 A stack is a source, an engine and a GPU. Its runs are `accuracy.py`'s sweeps, at most RATES rates of each,
 and the first requests of `vllm_logs`, before its queue grows. Each rate has three errors: of decode, of first
 tokens, and the steps that chance adds to one. They bring TPOT, mean TTFT and its p99 to those measured, by
-the slopes of simulated runs. `uncertainty.DENSE` has their quantiles, each stack counted once. A further
-stack scatters around a middle that only so many know, which widens them. LEFT_OUT teaches nothing, though it
-is judged: its prompts are not answered by the engine alone.
+the slopes of simulated runs. `uncertainty.DENSE` has their quantiles, each stack counted once. They are
+widened, since the median of a few stacks is uncertain itself. LEFT_OUT is judged but not learned from: its
+prompts are not answered by the engine alone.
 
 Library profiles of dense models are drawn by the errors of the other stacks, and by their residuals, as plans
 did before. Calibrated ones and a mixture's are drawn by their residuals. An interval is from the 5th to the

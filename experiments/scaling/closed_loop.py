@@ -14,7 +14,7 @@ neither.
 Live (`--live`). `serve --autoscale` before emulated engines, Poisson arrivals for `--minutes`. The fleet
 starts at the size that its wrong profile asks for. The engines' steps are 1.3 or 1 / 1.3 times as long as
 the profile says, and targets scale alike. The refit corrects placement and scaler, and attainment corrects
-the rest: the product as it is. Attainment is that of the fleet's history.
+the rest, as in the product. Attainment is counted over the fleet's history.
 
 Hindsight optimum: the fewest workers with the true profile that serve each window of five minutes alone at
 the target, without starts or drains. Requests count from 10 minutes after the start on; worker-hours (starts

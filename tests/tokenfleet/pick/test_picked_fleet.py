@@ -335,7 +335,7 @@ def test_a_request_that_is_retried_is_on_the_server_that_counts_it_before_its_an
         unseen.heard(other, page(1.0), fleet.now_s)
         assert (call.worker, fleet.running(other)) == (other, [call])
         unseen.heard(other, page(1.0), call.placed_s + 1.0)
-        assert dict(unseen.counts) == {"lost": 1}  # nobody else's request was added
+        assert dict(unseen.counts) == {"lost": 1}  # no request of another picker was added
         for one in (waiting, answered):
             one.exchange.closed()
         assert (held(fleet), fleet.calls) == ({}, {})
