@@ -111,11 +111,7 @@ def gap_tables(gaps: list[Any]) -> list[Any]:
     )
     found = table(columns, rows, left=("day (UTC)", "excess by cause"))
     told = [f"{day['day']}: {said}" for day in gaps for said in day["says"]]
-    return [
-        gap_line(gaps[-1]),
-        *([found] if len(gaps) > 1 else ()),
-        *told,
-    ]  # the line says all of a single day
+    return [gap_line(gaps[-1]), *([found] if len(gaps) > 1 else ()), *told]  # the line says all of one day
 
 
 def _or_dash(value: float | None, shown: Any) -> str:
