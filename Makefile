@@ -7,6 +7,9 @@ COVER := $(if $(COVERAGE),--cov=controlplane --cov=dataplane --cov=tokenfleet --
 DAILY := -m 'not nightly'
 LIVE := --dist loadscope --no-loadscope-reorder tests/live
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
+# Also where the environment tells Python to keep no compiled modules: each process of a fleet would compile
+# thousands anew.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo quick test nightly check pure unit live kernels serve-demo gpu-day wheel release docs reference clean
 
 help:
