@@ -18,16 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.gpu import (
-    facts,
-    host_tier,
-    interference,
-    order,
-    penalties,
-    shared_gpu,
-    staging,
-    transports,
-)
+from experiments.gpu import facts, host_tier, interference, order, penalties, shared_gpu, staging, transports
 from experiments.gpu.bench import Bench, Result, bench_here
 
 # A wrong order makes fast figures, so order comes before what it makes fast.

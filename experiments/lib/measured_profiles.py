@@ -9,14 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from controlplane.perfmodel.fit import fit_phases, pooled
-from controlplane.perfmodel.profile import (
-    EngineLimits,
-    KvModel,
-    Profile,
-    Residuals,
-    Source,
-    steps_ahead_of,
-)
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source, steps_ahead_of
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
@@ -41,10 +34,7 @@ from tokenfleet.profiles.measurements import read_request_log
 # Three sweeps share one batch, a single sequence after 512 tokens: over prompts and over batch sizes with
 # outputs of 128 tokens, and over longer outputs. That over prompts ran apart: on the A100 at TP 2 the shared
 # batch took 54.9 ms there, 60.0 ms in the others. Its steps are put at their level (`sweeps_apart`).
-SPLITWISE = {
-    "llama-2-70b": ("llama2-70b", (2, 4, 8)),
-    "bloom-176b": ("bloom-176b", (8,)),
-}
+SPLITWISE = {"llama-2-70b": ("llama2-70b", (2, 4, 8)), "bloom-176b": ("bloom-176b", (8,))}
 SPLITWISE_GPUS = ("a100-80gb", "h100-80gb")
 PROMPT_BATCH = 2048
 ONE_BY_ONE = 0.98  # of the time of the prompts alone

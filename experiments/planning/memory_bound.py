@@ -118,12 +118,7 @@ def with_moves(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
     return rows, bars
 
 
-WRONG = {
-    "halved": (4.0, 4.4),
-    "doubled": (4.0, 4.4),
-    "bimodal": (5.6, 6.0),
-    "reversed": (1.8, 2.0),
-}
+WRONG = {"halved": (4.0, 4.4), "doubled": (4.0, 4.4), "bimodal": (5.6, 6.0), "reversed": (1.8, 2.0)}
 
 
 def mispredicted(how: str, rate_rps: float, seed: int, requests: int) -> tuple[Workload, LengthTable]:

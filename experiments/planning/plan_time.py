@@ -33,12 +33,7 @@ def run(arguments: list[str]) -> tuple[float, float, dict[str, Any]]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tokenfleet",
-            *arguments,
-        ],
+        [sys.executable, "-m", "tokenfleet", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         check=True,

@@ -1,6 +1,6 @@
 """How many workers does each placement policy need at 99 % and 99.9 %? Llama-2 13B and 70B on A100.
 
-    python experiments/planning/policy_workers.py [--quick | --full] [--model M] [--rate R]
+    python experiments/planning/policy_workers.py [--quick] [--model M] [--rate R]
         [--exact] [--format table|json]
 
 The setting of Aladdin's evaluation: one A100 (13B, 600/30 ms) or two (70B, 1600/75 ms) a worker, engines
@@ -73,7 +73,7 @@ class Size:
     exact_requests: int
 
 
-QUICK, USUAL, FULL = Size(150, 1, 300), Size(300, 2, 600), Size(1000, 8, 3000)
+QUICK, USUAL = Size(150, 1, 300), Size(300, 2, 600)
 
 
 def row(
@@ -169,13 +169,12 @@ def beats() -> Iterator[list[float]]:
 
 def main() -> int:
     parser = flags(__doc__, SHAREGPT)
-    parser.add_argument("--full", action="store_true", help="more seeds and longer runs")
     parser.add_argument("--model", choices=[case.model for case in CASES], help="only one of the two")
     parser.add_argument("--rate", type=float, choices=RATES, help="only one rate; the ablation is of 20")
     parser.add_argument("--exact", action="store_true", help="the exact heartbeat next to the default")
     asked = parser.parse_args()
     rates = RATES if asked.rate is None else (asked.rate,)
-    size = QUICK if asked.quick else FULL if asked.full else USUAL
+    size = QUICK if asked.quick else USUAL
     lengths = sharegpt(asked.data)
     if asked.exact:
         return show("policy_workers", *equal_load(lengths, size, asked.seed), asked)

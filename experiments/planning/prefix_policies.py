@@ -215,8 +215,7 @@ def rows_of(asked: argparse.Namespace, name: str, model: str, load_at: Any) -> l
     for way in WAYS:
         found = [
             asked.resume.part(
-                f"{name} {model} {way} {seed}",
-                partial(carried, load_at, models()[model], way, name, seed),
+                f"{name} {model} {way} {seed}", partial(carried, load_at, models()[model], way, name, seed)
             )
             for seed in seeds
         ]

@@ -25,14 +25,7 @@ from typing import Any
 
 from controlplane.errors import ControlPlaneError
 from controlplane.perfmodel.fit import fit_prefill, fit_step
-from controlplane.perfmodel.profile import (
-    EngineLimits,
-    KvModel,
-    Profile,
-    Residuals,
-    Source,
-    steps_ahead_of,
-)
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source, steps_ahead_of
 from controlplane.perfmodel.step import PrefillModel
 from controlplane.types import EngineMode
 from experiments.lib.measured_profiles import (
@@ -198,9 +191,7 @@ def library(data: Path) -> Iterator[tuple[Path, Profile]]:
     # Judged on requests it did not learn from, then fitted to all of them.
     half, whole = rtx_profile(data, learn_even=True), rtx_profile(data)
     held = replace(
-        whole.residuals,
-        held_out_mean=half.residuals.held_out_mean,
-        held_out_max=half.residuals.held_out_max,
+        whole.residuals, held_out_mean=half.residuals.held_out_mean, held_out_max=half.residuals.held_out_max
     )
     alone = PrefillModel.of_step(whole.step)
     yield Path("rtx-pro-6000") / "llama-3.1-8b_tp1.yaml", replace(whole, residuals=held, prefill=alone)

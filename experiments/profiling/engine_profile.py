@@ -47,12 +47,7 @@ WORK = ("prefill_tokens", "sequences", "prefill_sum_sq")
 
 def measured(out: Path, budget: str, quick: bool, clock: str) -> None:
     """Run `tokenfleet profile` on the tiny model, or go on with what is there."""
-    run = [
-        sys.executable,
-        "-m",
-        "tokenfleet",
-        "profile",
-    ]
+    run = [sys.executable, "-m", "tokenfleet", "profile"]
     with tiny_model() as model:
         command = [*run, "--model", str(model), "--output", str(out), "--clock", clock, "--cores", "0"]
         command += ["--budget", budget]

@@ -37,15 +37,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.simulate import WorkerSpec, prepare
 from experiments.lib.results import bar, flags, show
-from harness.driven_vllm import (
-    BLOCK,
-    SIZES,
-    DrivenVllm,
-    Steps,
-    case,
-    compiled_run,
-    named,
-)
+from harness.driven_vllm import BLOCK, SIZES, DrivenVllm, Steps, case, compiled_run, named
 
 NEVER_MET = Slo(1e-6, 1e-6)
 CASES, QUICK = 80, 8  # of each size

@@ -43,16 +43,7 @@ from controlplane.workload import Workload
 from dataplane.history.files import read_history
 from dataplane.live.control.step_times import BELIEVED_STEPS
 from dataplane.simulated.simulate import WorkerSpec, simulate
-from experiments.lib.autoscaling import (
-    CASE,
-    SLOTS,
-    TARGET,
-    Bench,
-    line_at,
-    ours,
-    remembered,
-    servegen,
-)
+from experiments.lib.autoscaling import CASE, SLOTS, TARGET, Bench, line_at, ours, remembered, servegen
 from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.other_engines import times
 from experiments.lib.public_data import SERVEGEN, SHAREGPT

@@ -231,10 +231,7 @@ async def _hold(server: Server, streams: int) -> tuple[list[dict[str, Any]], dic
         got = [task.result() for task in tasks]
     errors = sum(bool(s.error) or s.tokens != HELD_TOKENS for s in got)
     row = {"part": "held", "streams": streams, "at once": most, "by gateway": str(per_gateway)}
-    return [row], {
-        "held: streams at once": bar(most, streams, True),
-        "held: errors": bar(errors, 0),
-    }
+    return [row], {"held: streams at once": bar(most, streams, True), "held: errors": bar(errors, 0)}
 
 
 def main() -> int:

@@ -1,7 +1,6 @@
 """The simulator against two real vLLM workers on this machine.
 
-    python experiments/serving/live_fidelity.py [--quick] [--engine vllm|emulated]
-        [--resume FOLDER] [--format table|json]
+    python experiments/serving/live_fidelity.py [--quick] [--resume FOLDER] [--format table|json]
 
 One fleet of two tiny-Llama workers serves a trace of Poisson arrivals and log-normal lengths (`tokenfleet
 compare --per-request`), and records the steps it takes (`serve --data`). The time is cut into stretches of
@@ -15,9 +14,7 @@ Requests go to the worker with the smallest share of its KV promised, in both pl
 Stretches alternate, since a machine that others share is now faster and now slower for minutes. Fitted to a
 first half and judged on a second, the difference between the two halves is nearly all there is in the errors;
 the rows `one half to the other` show it: the same replay, cut once.
-
-`--resume` keeps the replay, or judges one that is there already. With `--engine emulated`
-the workers keep a profile's step times on the real clock, which leaves the gateway.
+`--resume` keeps the replay, or judges one that is there already.
 """
 
 from __future__ import annotations
@@ -52,7 +49,8 @@ STRETCH_S = 20.0
 PROMPT, OUTPUT, SPREAD = 120.0, 24.0, 0.6  # medians, and the standard deviation of their logarithms
 Columns = NDArray[np.float64]
 SLO = "ttft=1s,tpot=60ms"
-MADE = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"  # what emulated workers are like
+MADE = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
+POLICY = "least-kv"  # a fleet without known step times places by KV alone
 KV_TOKENS = (256 << 20) // 2048  # served.ENGINE_FLAGS; 4 layers, 2 heads of 32, keys and values in float32
 
 
@@ -72,53 +70,41 @@ def tokenfleet(*words: str) -> str:
     return subprocess.run([*run, *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def replayed(requests: int, emulated: bool, seed: int) -> dict[str, str]:
+def replayed(requests: int, seed: int) -> dict[str, str]:
     """The requests and the steps of one replay, as the CSV that `compare` and `serve` write."""
     with tempfile.TemporaryDirectory(prefix="tokenfleet-") as name, tiny_model() as model:
         folder = Path(name)
         path = folder / "trace.csv"
         trace(path, requests, np.random.default_rng(seed))
-        serving = ["--workers", "2", "--data", str(folder / "data")]
-        with fleet(model, *serving, "--engine", "emulated" if emulated else "vllm") as server:
+        with fleet(model, "--workers", "2", "--data", str(folder / "data")) as server:
             words = ["compare", "--trace", str(path), "--endpoint", server.gateway]
             # Any profile will do here: the simulations that count come later.
             words += ["--control", server.control, "--profile", str(MADE), "--slo", SLO, "--format", "json"]
             words += ["--per-request", str(folder / "requests.csv")]
-            tokenfleet(*words, "--policy", policy(emulated))
+            tokenfleet(*words, "--policy", POLICY)
         return {
             "requests": (folder / "requests.csv").read_text(),
             "steps": (folder / "data" / "steps.csv").read_text(),
         }
 
 
-def policy(emulated: bool) -> str:
-    """A fleet that knows its step times places by them, one that does not by KV alone."""
-    return "spread" if emulated else "least-kv"
-
-
-def fitted(steps: Path, out: Path, emulated: bool) -> Profile:
+def fitted(steps: Path, out: Path) -> Profile:
     words = ["fit", "--measurements", str(steps), "--model", "tiny-llama", "--gpu", "cpu"]
-    kv, block, budget = KV_TOKENS, 32, 2048
-    if emulated:
-        made = read_profile(MADE)
-        kv, block, budget = made.kv.capacity_tokens, made.kv.block_tokens, made.engine.max_batched_tokens
-    words += ["--kv-tokens", str(kv), "--block-tokens", str(block), "--max-num-seqs", "256"]
-    tokenfleet(*words, "--max-num-batched-tokens", str(budget), "--output", str(out), "--format", "json")
+    words += ["--kv-tokens", str(KV_TOKENS), "--block-tokens", "32", "--max-num-seqs", "256"]
+    tokenfleet(*words, "--max-num-batched-tokens", "2048", "--output", str(out), "--format", "json")
     return read_profile(out)
 
 
-def simulated(live: pl.DataFrame, profile: Profile, emulated: bool, extra_s: Columns) -> pl.DataFrame:
+def simulated(live: pl.DataFrame, profile: Profile, extra_s: Columns) -> pl.DataFrame:
     """The whole replay with that profile: columns ttft_s and tpot_s, rows as in `live`."""
     sent = live["sent_unix_s"].to_numpy()
     workload = Workload(sent - sent[0], live["prompt_tokens"].to_numpy(), live["output_tokens"].to_numpy())
-    outcome = simulate(workload, [WorkerSpec(profile)] * 2, parse_slo(SLO), policy(emulated))
+    outcome = simulate(workload, [WorkerSpec(profile)] * 2, parse_slo(SLO), POLICY)
     ttft_s = first_tokens_s(outcome.ttft_s, profile, extra_s, np.random.default_rng(0))
     return pl.DataFrame({"ttft_s": ttft_s, "tpot_s": outcome.tpot_s})
 
 
-def judged(
-    folder: Path, live: pl.DataFrame, length_s: float, emulated: bool
-) -> tuple[dict[str, ComparedFigure], float]:
+def judged(folder: Path, live: pl.DataFrame, length_s: float) -> tuple[dict[str, ComparedFigure], float]:
     """The figures when stretches of this length learn and are judged in turn, and their slowdown.
 
     The slowdown is how many times as long steps of the second kind of stretch take as those of the first.
@@ -132,11 +118,11 @@ def judged(
     for learns in (0, 1):
         path = folder / f"learned{learns}.csv"
         steps.filter(pl.Series(of_step == learns)).write_csv(path)
-        profile = fitted(path, path.with_suffix(".yaml"), emulated)
+        profile = fitted(path, path.with_suffix(".yaml"))
         seen = live.filter(pl.Series(of_request == learns))
         sent, prompt, ttft = (seen[name].to_numpy() for name in ("sent_unix_s", "prompt_tokens", "ttft_s"))
         extra_s = learned_overheads_s(sent, prompt, ttft, read_steps(folder / "steps.csv"))
-        other = simulated(live, profile, emulated, extra_s).to_numpy()
+        other = simulated(live, profile, extra_s).to_numpy()
         theirs[of_request != learns] = other[of_request != learns]
         ratios.append(_ratio(read_measurements(path), folder / "learned0.yaml"))
     both = {"ttft_s": theirs[:, 0], "tpot_s": theirs[:, 1]}
@@ -146,21 +132,18 @@ def judged(
 
 
 def main() -> int:
-    parser = flags(__doc__, resumes=True)
-    parser.add_argument("--engine", choices=("vllm", "emulated"), default="vllm")
-    asked = parser.parse_args()
-    emulated = asked.engine == "emulated"
+    asked = flags(__doc__, resumes=True).parse_args()
     with tempfile.TemporaryDirectory(prefix="tokenfleet-") as name:
         folder = Path(name)
         requests = QUICK_REQUESTS if asked.quick else REQUESTS
-        part = f"replay {asked.engine} {requests} {asked.seed}"
-        for kind, csv in asked.resume.part(part, partial(replayed, requests, emulated, asked.seed)).items():
+        part = f"replay {requests} {asked.seed}"
+        for kind, csv in asked.resume.part(part, partial(replayed, requests, asked.seed)).items():
             (folder / f"{kind}.csv").write_text(csv)
         live = pl.read_csv(folder / "requests.csv")
         span_s = float(live["sent_unix_s"][-1] - live["sent_unix_s"][0])
-        turns, slower = judged(folder, live, STRETCH_S, emulated)
+        turns, slower = judged(folder, live, STRETCH_S)
         residuals = read_profile(folder / "learned0.yaml").residuals
-        halves, drift = judged(folder, live, span_s / 2 + 1, emulated)
+        halves, drift = judged(folder, live, span_s / 2 + 1)
     rows: list[dict[str, Any]] = [
         {"name": f.name, "live": f.live, "simulated": f.simulated, "error": f.error, "kind": f.kind}
         for f in turns.values()
