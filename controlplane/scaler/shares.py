@@ -1,4 +1,5 @@
 """Shares of the models of a portfolio: how many workers each may have, where all share GPUs and dollars.
+A model with workers of several types is a tenant for each type.
 
 A model has a *right* to the workers it was planned with. Where those of all are beyond the limits, its right
 is what the same program gives when each asks for them. Up to its right it gets what it needs, whatever others
@@ -42,7 +43,7 @@ _BUDGET = "budget-usd-per-h"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A model of the portfolio and its workers, each with `gpus` GPUs of type `gpu`, or with a part of one.
+    """A model of the portfolio and its workers of type `kind`, each with `gpus` GPUs or with a part of one.
 
     `floor`: the workers it always has. `asked`, `needed`: workers, as above. `share`: the last one sent to
     it. `held`: workers whose GPUs it has, those that start or leave among them. `is_heard`: whether a share
@@ -64,6 +65,12 @@ class Tenant:
     is_heard: bool = True
     zone: str | None = None
     fixed_usd_per_h: float = 0.0
+    kind: str = ""
+
+    @property
+    def key(self) -> str:
+        """Its name among all tenants."""
+        return f"{self.model} {self.kind}".strip()
 
     @property
     def wants(self) -> int:
@@ -161,14 +168,14 @@ class Claims:
 
 
 def rights(tenants: Sequence[Tenant], limits: Limits) -> dict[str, int]:
-    """The workers that each model has a right to, `right` being what it was planned with.
+    """The workers that each tenant has a right to, `right` being what it was planned with.
 
-    Raises BadInput where the limits do not leave each model one.
+    Raises BadInput where the limits do not leave each its floor.
     """
-    least = {p.model: max(p.floor, 1) for p in tenants}
-    if not limits.hold(tenants, [least[p.model] for p in tenants]):
-        where = {p.model: f" in {p.zone}" if p.zone else "" for p in tenants}
-        floors = ", ".join(f"{p.model} {least[p.model] * p.gpus:g} {p.gpu}{where[p.model]}" for p in tenants)
+    least = {p.key: p.floor for p in tenants}
+    if not limits.hold(tenants, list(least.values())):
+        in_zone = ((p, f" in {p.zone}" if p.zone else "") for p in tenants if p.floor)
+        floors = ", ".join(f"{p.model} {p.floor * p.gpus:g} {p.gpu}{where}" for p, where in in_zone)
         raise BadInput(f"limits: leave no room for the least of each model ({floors})")
     asking = [replace(p, asked=p.right, needed=p.right) for p in tenants]
     return divide(asking, limits, least, {})
@@ -178,7 +185,7 @@ def most_workers(tenant: Tenant, tenants: Sequence[Tenant], limits: Limits, up_t
     """The workers that a model could have while all others have their floors, at most `up_to`."""
 
     def are_too_many(workers: int) -> bool:
-        return not limits.hold(tenants, [workers if p.model == tenant.model else p.floor for p in tenants])
+        return not limits.hold(tenants, [workers if p.key == tenant.key else p.floor for p in tenants])
 
     return bisect_left(range(1, up_to + 1), True, key=are_too_many)
 
@@ -187,28 +194,26 @@ def divide(
     tenants: Sequence[Tenant], limits: Limits, least: Mapping[str, int], kept: Mapping[str, int]
 ) -> dict[str, int]:
     """The best division within the limits, which `least` keeps to; `kept`: workers that are kept first."""
-    top = {p.model: max(p.wants, least[p.model]) for p in tenants}
-    if limits.hold(tenants, [top[p.model] for p in tenants]):
+    top = {p.key: max(p.wants, least[p.key]) for p in tenants}
+    if limits.hold(tenants, [top[p.key] for p in tenants]):
         return top
     problem = pulp.LpProblem("shares", pulp.LpMaximize)
     chosen: dict[str, list[Any]] = {}
     worth: list[Any] = []
     for p in tenants:
-        numbers = range(least[p.model] + 1, top[p.model] + 1)
-        chosen[p.model] = [
+        numbers = range(least[p.key] + 1, top[p.key] + 1)
+        chosen[p.key] = [
             problem.add_variable(f"x{len(worth) + i}", cat="Binary") for i in range(len(numbers))
         ]
-        worth += [
-            value(p, k, kept.get(p.model, 0)) * x for k, x in zip(numbers, chosen[p.model], strict=True)
-        ]
+        worth += [value(p, k, kept.get(p.key, 0)) * x for k, x in zip(numbers, chosen[p.key], strict=True)]
     problem += pulp.lpSum(worth)
-    counts = [least[p.model] + pulp.lpSum(chosen[p.model]) for p in tenants]
+    counts = [least[p.key] + pulp.lpSum(chosen[p.key]) for p in tenants]
     for number, parts in enumerate(_parts(tenants)):
         counts += [whole for _, whole in whole_gpus(problem, parts, counts[: len(tenants)], number)]
     for _, row, most in limits.rows(tenants):
         keep_to(problem, np.array(row), counts, most)
     solve(problem, "no division of shares keeps to the limits")
-    return {m: least[m] + sum(round(pulp.value(x) or 0) for x in xs) for m, xs in chosen.items()}
+    return {key: least[key] + sum(round(pulp.value(x) or 0) for x in xs) for key, xs in chosen.items()}
 
 
 def value(tenant: Tenant, k: int, kept: int) -> float:
@@ -239,27 +244,27 @@ def share_out(
 
 def _answers(tenants: Sequence[Tenant], limits: Limits) -> tuple[dict[str, int], ...]:
     """Three divisions: one takes nothing that is asked for, one takes nothing needed, one is the best."""
-    least = {p.model: max(p.floor, min(p.needed, p.right)) for p in tenants}
-    asked = {p.model: min(p.share, p.asked) for p in tenants}
-    needed = {p.model: min(p.share, p.needed) for p in tenants}
+    least = {p.key: max(p.floor, min(p.needed, p.right)) for p in tenants}
+    asked = {p.key: min(p.share, p.asked) for p in tenants}
+    needed = {p.key: min(p.share, p.needed) for p in tenants}
     kept: tuple[dict[str, int], ...] = (asked, needed, {})
     return tuple(divide(tenants, limits, least, each) for each in kept)
 
 
 def in_turn(tenants: Sequence[Tenant], target: Mapping[str, int], limits: Limits) -> dict[str, int]:
     """The shares to tell now on the way to the target: lower ones at once, higher ones as there is room."""
-    told = {p.model: min(p.share, target[p.model]) if p.is_heard else p.share for p in tenants}
+    told = {p.key: min(p.share, target[p.key]) if p.is_heard else p.share for p in tenants}
     there = [p.most_held for p in tenants]
     for i, k in _in_order(tenants, target):
         raised = [max(n, k) if j == i else n for j, n in enumerate(there)]
-        if told[tenants[i].model] == k - 1 and limits.hold(tenants, raised):
-            told[tenants[i].model], there = k, raised
+        if told[tenants[i].key] == k - 1 and limits.hold(tenants, raised):
+            told[tenants[i].key], there = k, raised
     return told
 
 
 def _in_order(tenants: Sequence[Tenant], target: Mapping[str, int]) -> Iterable[tuple[int, int]]:
     """The workers to add, as (place of the tenant, number), the most urgent first: who is furthest below."""
     more = [
-        (i, k) for i, p in enumerate(tenants) if p.is_heard for k in range(p.share + 1, target[p.model] + 1)
+        (i, k) for i, p in enumerate(tenants) if p.is_heard for k in range(p.share + 1, target[p.key] + 1)
     ]
     return sorted(more, key=lambda one: (-tenants[one[0]].right / one[1], one))

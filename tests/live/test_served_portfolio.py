@@ -7,12 +7,13 @@ import urllib.request
 
 import aiohttp
 import pytest
-from made_plans import portfolio_json
+from made_plans import plan_of_fleet, portfolio_json
 from raw_stream import session, stream
 from served_fleet import serve
 from test_autoscale import check_whole, four_seats
 
 from controlplane.types import Slo
+from tokenfleet.cli.main import main
 
 GPUS = 4
 MODELS, ADAPTER = ("chat", "code", "mail"), "support"  # of chat
@@ -46,6 +47,70 @@ def sharing(model_folder, scratch):
     )  # fmt: skip
     yield fleet
     fleet.stop()
+
+
+@pytest.fixture(scope="module")
+def two_degrees(model_folder, scratch):
+    """Chat on a worker of one GPU and one of two, code on one of one GPU, and four GPUs."""
+    path = scratch / "degrees.json"
+    planned = portfolio_json({"chat": 1, "code": 1}, 4, 1.0, Slo(2.0, 0.05))
+    parts = [
+        {"gpu": "h100-sxm", "tp_degree": tp, "workers": 1, "usd_per_hour": 5.0 * tp, "role": "any"}
+        for tp in (1, 2)
+    ]
+    chat = planned["models"][0]
+    fields = {name: chat["plan"][name] for name in ("slo", "schedule_detail")}
+    chat["plan"] = plan_of_fleet(parts, "llama-3.1-8b", **fields)
+    path.write_text(json.dumps(planned))
+    fleet = serve(
+        model_folder, "--portfolio", str(path), "--engine", "emulated", "--scale-in-after", "20s",
+        folder=scratch,
+    )  # fmt: skip
+    yield fleet
+    fleet.stop()
+
+
+def test_a_model_of_two_tp_degrees_has_a_share_of_each_and_gets_its_gpus_back(two_degrees, capsys):
+    narrow, wide = "h100-sxm TP1", "h100-sxm TP2"
+
+    def held():
+        """The workers of each model and type; at no look are there more GPUs than the limit."""
+        seen = two_degrees.ask("GET", "/v1/fleet")
+        assert all(limit["held"] <= limit["most"] == 4 for limit in seen["limits"])
+        return {(one["name"], one["kind"]): one["held"] for one in seen["shares"]}
+
+    def scale(model, workers, kind):
+        two_degrees.ask("POST", f"/models/{model}/v1/fleet/scale", {"workers": workers, "kind": kind})
+
+    whole = {("chat", narrow): 1, ("chat", wide): 1, ("code", narrow): 1}
+    assert held() == whole
+    listed = two_degrees.ask("GET", "/models/chat/v1/fleet")["workers"]
+    assert sorted((w["kind"], w["tp_degree"]) for w in listed) == [(narrow, 1), (wide, 2)]
+    for name in ("chat", "code"):
+        check_whole(asyncio.run(load_alone(two_degrees, name, 12)), 100)
+    assert main(["fleet", "--control", two_degrees.control, "status"]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:4] for line in shown if line[:1] == ["chat"]] == [
+        ["chat", "1", "h100-sxm", "1"],
+        ["chat", "2", "h100-sxm", "1"],
+    ]
+    # What one type of chat leaves is code's, for as long as chat does not ask for it again.
+    scale("chat", 0, wide)
+    scale("code", 3, narrow)
+    two_degrees.until(lambda: held() == {("chat", narrow): 1, ("chat", wide): 0, ("code", narrow): 3})
+    scale("chat", 1, wide)
+    two_degrees.until(lambda: held() == whole)
+    for name in ("chat", "code"):
+        check_whole(asyncio.run(load_alone(two_degrees, name, 12)), 100)
+        for outcome in ("failed", "rejected"):
+            assert two_degrees.metric("tokenfleet_requests_total", fleet=name, outcome=outcome) == 0
+
+
+async def load_alone(fleet, model, streams):
+    """So many streams of one model at once."""
+    async with session() as http:
+        asked = {"model": model, "prompt": [5] * 20, "max_tokens": 100}
+        return await asyncio.gather(*(stream(http, fleet.gateway, **asked) for _ in range(streams)))
 
 
 def test_three_models_serve_on_two_gpus_and_a_fourth_half_goes_to_who_asks_for_it(sharing):

@@ -7,6 +7,7 @@ one line. The tree is pydantic's, since the HTTP API publishes it as its schema.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,6 +70,12 @@ class FleetPart(_Part):
     gpus: Annotated[int, Field(ge=1), means("of all these workers")]
     usd_per_hour: Annotated[Amount | None, means("US dollars; null: a price is not known")] = None
     role: Annotated[Literal["any", "prefill", "decode"], means("any: does both")] = "any"
+
+    def of(self, workers: int) -> FleetPart:
+        """The part with another number of workers."""
+        usd = None if self.usd_per_hour is None else self.usd_per_hour / self.workers * workers
+        gpus = self.gpus // self.workers * workers
+        return self.model_copy(update={"workers": workers, "gpus": gpus, "usd_per_hour": usd})
 
 
 class LatencyTargets(_Part):
@@ -612,15 +619,13 @@ class PlanFile(PlanBrief):
         paid = None if self.schedule_detail is None else self.schedule_detail.paid
         return 0.0 if paid is None else paid.cold_start_s
 
-    def with_workers(self, workers: int) -> PlanFile:
-        """The plan of a fleet of one type with another number of workers; its document stays what it was."""
-        (part,) = self.fleet
-        usd = None if part.usd_per_hour is None else part.usd_per_hour / part.workers * workers
-        gpus = part.gpus // part.workers * workers
-        changed = part.model_copy(update={"workers": workers, "gpus": gpus, "usd_per_hour": usd})
-        return self.model_copy(
-            update={"fleet": [changed], "workers": workers, "gpus": gpus, "usd_per_hour": usd}
-        )
+    def with_workers(self, counts: Sequence[int]) -> PlanFile:
+        """The plan with another number of workers of each type; its document stays what it was."""
+        parts = [part.of(n) for part, n in zip(self.fleet, counts, strict=True) if n]
+        dollars = [part.usd_per_hour for part in parts]
+        usd = None if None in dollars else sum(d for d in dollars if d is not None)
+        totals = {"workers": sum(counts), "gpus": sum(part.gpus for part in parts), "usd_per_hour": usd}
+        return self.model_copy(update={"fleet": parts} | totals)
 
     def _group(self, part: FleetPart) -> WorkerGroup:
         planned, max_gpus = self.profile_of(part), self.inputs.max_gpus

@@ -44,10 +44,16 @@ class ScaleOrder(_Order):
     auto: bool = Field(False, description="let the controller decide")
 
 
+class NeedOrder(_Order):
+    """What is needed of the workers that the controller asks for."""
+
+    workers: Workers = Field(description="of all kinds")
+
+
 class ShareOrder(_Order):
     """The most workers of one model of several."""
 
-    workers: Workers = Field(description="at most")
+    workers: dict[str, Workers] = Field(description="at most, of each kind")
 
 
 class RoleOrder(_Order):
@@ -252,7 +258,7 @@ def _open_controllers_door(app: FastAPI, operations: Operations) -> None:
         return {"workers": decision.workers}
 
     @app.post("/v1/decisions/need", status_code=202)
-    async def decide_need(order: Annotated[ShareOrder, Body()]) -> dict[str, int]:
+    async def decide_need(order: Annotated[NeedOrder, Body()]) -> dict[str, int]:
         """Record how many workers are needed of those that are asked for."""
         operations.needed = order.workers
         return {"workers": order.workers}

@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -90,7 +90,7 @@ class FleetSettings:
     may take of a worker, `move_share`: of a core's time. Both None: CPU_MOVES where copying takes the cores
     that compute, no bound elsewhere. `strictness`: of placement. `headroom`: the share of KV kept free on a
     worker with a high-priority request. `nodes_wait_s`: how long GPUs may be missing of a Ray cluster.
-    `share`: the most workers of one model of several, at first. `site`: where workers may be.
+    `share`: of one model of several, the most workers of each kind at first. `site`: where workers may be.
     `emulated_start_s`: how long emulated engines take to start. `otlp`: where spans are sent.
     """
 
@@ -124,7 +124,7 @@ class FleetSettings:
     control_keys_file: Path | None = None
     gateways: int = 1
     classes: tuple[SloClass, ...] = ()
-    share: int | None = None
+    share: Mapping[str, int] | None = None
     site: Site = ANYWHERE
     emulated_start_s: float = 0.0
     otlp: str | None = None

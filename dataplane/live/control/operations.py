@@ -208,10 +208,11 @@ class Operations:
         }
 
     def share(self) -> dict[str, Any]:
-        """The input of a portfolio's broker: the share, and the workers asked for, needed and held."""
+        """The input of a portfolio's broker, by kind: the share, and workers asked for, needed and held."""
         pool = self.cluster
-        asked = sum(pool.asked_kinds.values())
-        needed = asked if self.needed is None or not self.auto else min(asked, self.needed)
+        asked = needed = pool.asked_kinds
+        if self.needed is not None and self.auto and len(asked) == 1:  # of a mix it counts no workers
+            needed = {kind: min(n, self.needed) for kind, n in asked.items()}
         told = {"workers": pool.share, "asked": asked, "needed": needed, "held": pool.held}
         return told | {"cold_start_s": round(pool.cold_start_s, 3), "drain_s": round(pool.drain_s, 3)}
 
@@ -295,8 +296,8 @@ class Operations:
         self.cluster.scale({named: workers}, reason)
         self._decide_automatically(False)
 
-    def allow(self, workers: int) -> dict[str, Any]:
-        """Bound the workers by a share of what several models have, from now on; what is so then."""
+    def allow(self, workers: Mapping[str, int]) -> dict[str, Any]:
+        """Bound the workers of each kind by a share of what several models have, and tell what is so then."""
         if self.cluster.share is None:
             raise Conflict("share: this fleet is not one of a portfolio")
         self.cluster.allow(workers)

@@ -77,7 +77,7 @@ class Lives:
         for step in steps_to(wanted, standing, time.monotonic(), START_LIMIT_S, reason):
             if isinstance(step, Launch):
                 for _ in range(step.workers):
-                    if roster.has_room:  # else once there is
+                    if roster.has_room(kind):  # else once there is
                         self._begin(kind, step.reason)
                 continue
             member = roster.named(step.worker)
@@ -196,7 +196,7 @@ class Lives:
         await asyncio.sleep(wait_s)
         roster, kind = self._roster, gone.kind
         here = roster.number_in("starting", kind) + roster.number_in("serving", kind)
-        if here < roster.wanted_kinds.get(kind, 0) + roster.surge[kind] and roster.has_room:
+        if here < roster.wanted_kinds.get(kind, 0) + roster.surge[kind] and roster.has_room(kind):
             self._begin(kind, f"replaces {gone.worker}")
 
     async def _watch(self, every_s: float) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from controlplane.errors import BadInput
 from controlplane.migration.evacuation import Order
+from controlplane.scaler.mix import label
 from controlplane.snapshot import Facts
 from controlplane.types import Role, WorkerId
 from dataplane.live.engine_api.processes import Record, cancel_all
@@ -41,7 +42,7 @@ class WorkerPool(Roster):
         max_workers: int,
         types: FleetTypes,
         revision: Revision = FIRST,
-        share: int | None = None,
+        share: Mapping[str, int] | None = None,
         health_every_s: float = 5.0,
         measure: Measure | None = None,
         record: Record | None = None,
@@ -129,10 +130,15 @@ class WorkerPool(Roster):
         for kind in self.types.names:
             self.lives.settle(kind, reason)
 
-    def allow(self, share: int) -> None:
-        """Have at most `share` workers from now on, whatever is asked for: those beyond them are drained."""
-        self.share, asked = share, self.asked_kinds
-        reason = f"its share of the portfolio is {share} workers, {sum(asked.values())} are asked for"
+    def allow(self, share: Mapping[str, int]) -> None:
+        """Have at most `share` workers of each kind from now on, whatever is asked for, and drain the others.
+
+        Raises BadInput for other kinds than the fleet has.
+        """
+        if share.keys() != set(self.types.names):
+            raise BadInput(f"workers: expected a number for each of {', '.join(self.types.names)}")
+        self.share, asked = dict(share), self.asked_kinds
+        reason = f"its share of the portfolio is {label(share)}, and {label(asked)} are asked for"
         self.want(asked, reason)
         self.note()
         for kind in asked:
@@ -238,6 +244,6 @@ class WorkerPool(Roster):
             return f"--max-workers {self.max_workers} leaves no room for another"
         if limit is not None and sum(m.kind == kind for m in members) >= limit:
             return f"no more than {limit} of {kind} are available"
-        if not self.has_room:
-            return f"its share of the portfolio, {self.share} workers, leaves no room for another"
+        if not self.has_room(kind):
+            return f"its share of the portfolio, {label(self.share or {})}, leaves no room for another"
         return self.host.room(kind)

@@ -1,7 +1,8 @@
 """The roster of a fleet's workers: who is there, how many are wanted, and both written down at every change.
 
-In a portfolio the roster of a model has a *share*: the most workers whose GPUs it holds at any moment. Those
-that start, leave, or are lost and not yet ended count as well. The share holds whatever is asked for.
+In a portfolio the roster of a model has a *share*: of each kind the most workers whose GPUs it holds at any
+moment. Those that start, leave, or are lost and not yet ended count as well. The share holds whatever is
+asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class PoolRecord:
     next: int
     wanted: dict[str, int]
     asked: dict[str, int]
-    share: int | None
+    share: dict[str, int] | None
     cold_start_s: float
     drain_s: float
     revision: Revision
@@ -62,8 +63,8 @@ class RolloutRecord:
 class Roster:
     """The workers of a fleet, and the wanted number of each kind.
 
-    `record`: where it writes down what a successor must know. `share`: the most workers there may be at any
-    moment; None for as many as are asked for.
+    `record`: where it writes down what a successor must know. `share`: the most workers of each kind
+    there may be at any moment; None for as many as are asked for.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class Roster:
         max_workers: int,
         events: EventLog,
         revision: Revision,
-        share: int | None = None,
+        share: Mapping[str, int] | None = None,
         record: Record | None = None,
     ) -> None:
         self.types, self.max_workers, self.events = types, max_workers, events
         self.revision = revision  # of those launched from now on
-        self.share = share
+        self.share = None if share is None else dict(share)
         self.asked_kinds = self.wanted_kinds = dict.fromkeys(types.names, 0)
         self.surge: Counter[str] = Counter()  # more than the wanted, by kind, while one replaces another
         self.cold_start_s = 0.0  # what the last launch took, and
@@ -120,14 +121,13 @@ class Roster:
         return self.number_in("starting")
 
     @property
-    def held(self) -> int:
-        """The workers whose GPUs are taken: those that start, serve or leave, and those not yet ended."""
-        return len(self._there)
+    def held(self) -> Counter[str]:
+        """The workers whose GPUs are taken, by kind: those that start, serve or leave, or have to end."""
+        return Counter(member.kind for member in self._there.values())
 
-    @property
-    def has_room(self) -> bool:
-        """Whether its share leaves room for one worker more."""
-        return self.share is None or self.held < self.share
+    def has_room(self, kind: str) -> bool:
+        """Whether its share leaves room for one worker more of a kind."""
+        return self.share is None or self.held[kind] < self.share[kind]
 
     # Lives.
 
@@ -179,8 +179,8 @@ class Roster:
         return {name: kinds[name] for name in self.types.names}
 
     def shared(self, asked: Mapping[str, int]) -> dict[str, int]:
-        """What of these numbers the share, which is of one kind, allows."""
-        return {kind: n if self.share is None else min(n, self.share) for kind, n in asked.items()}
+        """What of these numbers the share allows."""
+        return {kind: n if self.share is None else min(n, self.share[kind]) for kind, n in asked.items()}
 
     def want(self, asked: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
         """Set the numbers asked for and, as far as the share allows, wanted; an event says what changes."""

@@ -39,8 +39,8 @@ LAST_CHANGES = 100
 class FrontSettings:
     """Where the front answers, and where the fleet of each model does: its gateway and its control API.
 
-    `tenants`: the models' rights and workers. `key`: of the fleets' control APIs, where they have any.
-    `hold_s`: how long a division must be the better one before it takes away workers that are needed.
+    `tenants`: the models' rights and workers, by type. `key`: of the fleets' control APIs, where they have
+    any. `hold_s`: how long a division must be the better one before it takes away workers that are needed.
     """
 
     host: str
@@ -62,9 +62,7 @@ class Broker:
 
     def __init__(self, settings: FrontSettings, http: aiohttp.ClientSession) -> None:
         self._settings, self._http = settings, http
-        self._tenants = {
-            tenant.model: replace(tenant, share=0, is_heard=False) for tenant in settings.tenants
-        }
+        self._tenants = {tenant.key: replace(tenant, share=0, is_heard=False) for tenant in settings.tenants}
         self._times: dict[str, tuple[float, float]] = {}  # cold start and drain of each fleet, once heard
         self._claims = Claims()
         self.view: dict[str, Any] = {"shares": [], "limits": [], "changes": []}
@@ -80,41 +78,52 @@ class Broker:
 
     async def look(self) -> None:
         """Ask all fleets, divide, and tell those whose share changes."""
-        await asyncio.gather(*(self._hear(model) for model in self._tenants))
+        await asyncio.gather(*(self._hear(model) for model in self._settings.controls))
         tenants = list(self._tenants.values())
-        if len(self._times) == len(tenants):  # of a fleet never heard it is not known what it has
+        # Of a fleet never heard it is not known what it has.
+        if len(self._times) == len(self._settings.controls):
             cold_start_s = max(start for start, _ in self._times.values())
             drain_s = max(drain for _, drain in self._times.values())
             patience = Patience(PATIENCE * cold_start_s, max(self._settings.hold_s, cold_start_s + drain_s))
             now_s = time.monotonic()
             self._claims, told = share_out(patience, self._claims, tenants, self._settings.limits, now_s)
-            changed = {
-                tenant.model: told[tenant.model] for tenant in tenants if told[tenant.model] != tenant.share
-            }
+            changed = {tenant.model for tenant in tenants if told[tenant.key] != tenant.share}
             # What is lowered is in force once its fleet has answered; others are given it at a later look.
-            await asyncio.gather(*(self._tell(model, share) for model, share in changed.items()))
+            await asyncio.gather(*(self._tell(model, told) for model in sorted(changed)))
         self._show()
 
     async def _hear(self, model: str) -> None:
-        told = await self._ask(model, "GET", None)
-        if told is None:
-            self._tenants[model] = replace(self._tenants[model], is_heard=False)
-        else:
+        if (told := await self._ask(model, "GET", None)) is not None:
             self._take(model, told)
+            return
+        for tenant in self._of(model):
+            self._tenants[tenant.key] = replace(tenant, is_heard=False)
 
-    async def _tell(self, model: str, share: int) -> None:
-        before = self._tenants[model]
-        # It may be in force though no answer comes: then the larger of both counts until one does.
-        self._tenants[model] = replace(before, share=max(share, before.share), is_heard=False)
-        if (told := await self._ask(model, "PUT", {"workers": share})) is not None:
-            self._take(model, told)
-            said = {"at_s": time.time(), "model": model, "before": before.share, "share": share}
+    def _of(self, model: str) -> list[Tenant]:
+        return [tenant for tenant in self._tenants.values() if tenant.model == model]
+
+    async def _tell(self, model: str, shares: Mapping[str, int]) -> None:
+        before = self._of(model)
+        # They may be in force though no answer comes: then the larger of both counts until one does.
+        for p in before:
+            self._tenants[p.key] = replace(p, share=max(shares[p.key], p.share), is_heard=False)
+        order = {"workers": {p.kind: shares[p.key] for p in before}}
+        if (told := await self._ask(model, "PUT", order)) is None:
+            return
+        self._take(model, told)
+        for p in before:
+            share = shares[p.key]
+            if share == p.share:
+                continue
+            said = {"at_s": time.time(), "model": model, "kind": p.kind, "before": p.share, "share": share}
             self.view["changes"] = [*self.view["changes"], said][-LAST_CHANGES:]
-            log.info("%s: share %d -> %d (asks for %d)", model, before.share, share, before.asked)
+            log.info("%s: share %d -> %d (asks for %d)", p.key, p.share, share, p.asked)
 
     def _take(self, model: str, told: Mapping[str, Any]) -> None:
-        now = {"share": told["workers"], **{name: told[name] for name in ("asked", "needed", "held")}}
-        self._tenants[model] = replace(self._tenants[model], is_heard=True, **now)
+        fields = {"share": "workers", "asked": "asked", "needed": "needed", "held": "held"}
+        for p in self._of(model):
+            now = {field: told[name].get(p.kind, 0) for field, name in fields.items()}
+            self._tenants[p.key] = replace(p, is_heard=True, **now)
         self._times[model] = told["cold_start_s"], told["drain_s"]
 
     async def _ask(self, model: str, method: str, order: object) -> dict[str, Any] | None:
@@ -146,6 +155,7 @@ class Broker:
         shares = [
             {
                 "name": p.model,
+                "kind": p.kind,
                 "gpu": p.gpu,
                 "gpus_per_worker": p.gpus,
                 "zone": p.zone,

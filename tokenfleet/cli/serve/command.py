@@ -23,7 +23,7 @@ from dataplane.live.kv.nixl import check_installed
 from tokenfleet.cli.flags import model_at, takes
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.loop import autoscale_asked, loop_lines, replanning_of
-from tokenfleet.cli.serve.members import Asked, members_of
+from tokenfleet.cli.serve.members import Asked, ServedFleet, members_of
 from tokenfleet.cli.serve.processes import (
     Doors,
     bound,
@@ -104,7 +104,7 @@ def serve_command(flags: ServeFlags) -> None:
     tokenfleet serve --portfolio out/portfolio.json --model chat=./llama-70b --model code=./llama-8b
     """
     asked = members_of(flags)
-    checked = {name: _checked(member.flags, member.plan) for name, member in asked.members.items()}
+    checked = {name: _checked(member) for name, member in asked.members.items()}
     if flags.port == flags.control_port:
         raise BadInput(f"--control-port: {flags.port} is the port of the endpoint, too")
     needs_live_extra()
@@ -152,8 +152,7 @@ def _serve_all(
         flags = replace(member.flags, port=port, control_port=control_port)
         fleet_locks = keys, (*operators, own) if operators else (), None
         settings = _settings(flags, checked[name], fleet_locks, held, name)
-        share = None if member.tenant is None else member.tenant.share
-        fleets[name] = replace(settings, share=share, site=_site(name, asked, checked)), of_fleet
+        fleets[name] = replace(settings, share=member.share, site=_site(name, asked, checked)), of_fleet
         gateway, controls[name] = (address(flags.host, p, None) for p in (port, control_port))
         gateways |= dict.fromkeys((name, *member.adapters), gateway)
     front = FrontSettings(
@@ -165,7 +164,7 @@ def _serve_all(
         controls,
         next(iter(checked.values())).shutdown_s,
         certificate,
-        tuple(member.tenant for member in asked.members.values() if member.tenant is not None),
+        tuple(tenant for member in asked.members.values() for tenant in member.tenants),
         asked.limits,
         parse_duration_s(asked.flags.scale_in_after, "--scale-in-after"),
         own.secret,
@@ -177,7 +176,7 @@ def _site(name: str, asked: Asked, checked: Mapping[str, Checked]) -> Site:
     """The site of a portfolio model's workers, with the other models' groups that begin there."""
     from dataplane.live.pool.fleet_types import Begun, Site
 
-    zones = {other: None if m.tenant is None else m.tenant.zone for other, m in asked.members.items()}
+    zones = {other: member.zone for other, member in asked.members.items()}
     there = [other for other, zone in zones.items() if zone == zones[name]]
     beside = (
         Begun(group, asked.members[other].on_demand)
@@ -207,7 +206,8 @@ def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
         checked.types.check_host_memory(arguments)
 
 
-def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
+def _checked(member: ServedFleet) -> Checked:
+    flags, plan = member.flags, member.plan
     if flags.engine not in ("vllm", "emulated"):
         raise BadInput(f"--engine: expected vllm or emulated, got {flags.engine!r}")
     model = model_at(*flags.model)
@@ -215,6 +215,8 @@ def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
     engine_words(flags)  # refused here, if at all
     replanning_of(flags, "")
     autoscale = autoscale_asked(flags, plan, types.workers)
+    if autoscale is not None and len(member.tenants) > 1:
+        autoscale = replace(autoscale, most_kinds=member.share or {})
     most = most_workers(flags, sum(types.workers.values()), plan is not None)
     check_budget(flags, types)
     if flags.reclaim_notice is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from controlplane.errors import BadInput
 from controlplane.scaler.shares import Limits, Tenant, most_workers, rights
+from controlplane.worker_type import WorkerType
 from tokenfleet.cli.flags import adapter_at
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.workers import bounds_of, engine_flag_names
@@ -28,15 +30,24 @@ ADAPTERS_AT_ONCE = 8  # in one batch; an engine sets memory aside for each
 class ServedFleet:
     """A fleet to serve: its flags, and its plan if it has one.
 
-    In a portfolio it also has its share, its model's adapters, and how many of its workers are on demand
-    (None: that is not given).
+    In a portfolio it also has its share of each type of worker, its model's adapters, and how many of its
+    workers are on demand (None: that is not given).
     """
 
     flags: ServeFlags
     plan: PlanFile | None
-    tenant: Tenant | None = None
+    tenants: Sequence[Tenant] = ()
     adapters: Sequence[str] = ()
     on_demand: float | None = None
+
+    @property
+    def share(self) -> dict[str, int] | None:
+        """The workers of each type at first, and at most until another share is sent; None: any."""
+        return {tenant.kind: tenant.share for tenant in self.tenants} or None
+
+    @property
+    def zone(self) -> str | None:
+        return self.tenants[0].zone if self.tenants else None
 
 
 @dataclass(frozen=True)
@@ -59,15 +70,15 @@ def members_of(flags: ServeFlags) -> Asked:
     low, high = (1, None) if flags.autoscale is None else bounds_of(flags.autoscale)
     planned = read_planned_portfolio(flags.portfolio)
     limits = Limits(planned.gpus, planned.max_gpus, planned.budget_usd_per_h, planned.zones)
-    tenants = [_tenant(name, planned, (low, high), flags.as_is) for name in planned.plans]
+    tenants = [p for name in planned.plans for p in _tenants(name, planned, (low, high), flags.as_is)]
     _check_parts(tenants)
-    right = rights(tenants, limits)
+    right = _rights(tenants, limits)
     where = _where(flags, (*planned.plans, *chain(*planned.adapters.values())))
     members = {}
-    for tenant, plan in zip(tenants, planned.plans.values(), strict=True):
-        name, adapters = tenant.model, planned.adapters.get(tenant.model, ())
-        most = most_workers(tenant, tenants, limits, UNBOUNDED)
-        most = max(FEW_WORKERS, 2 * tenant.right) if most == UNBOUNDED else most
+    for name, plan in planned.plans.items():
+        adapters = planned.adapters.get(name, ())
+        own_right = {p: right[p.key] for p in tenants if p.model == name}
+        most = _most(own_right, tenants, limits)
         most = min(most, high or most)
         own = replace(
             flags,
@@ -82,10 +93,17 @@ def members_of(flags: ServeFlags) -> Asked:
                 *("--served-model-name", name),
             ],
         )
-        share = replace(tenant, right=right[name], share=right[name])
-        plan = plan.with_workers(right[name])
-        members[name] = ServedFleet(own, plan, share, adapters, planned.on_demand.get(name))
+        plan = plan.with_workers(list(own_right.values()))
+        shares = [replace(p, right=n, share=n) for p, n in own_right.items() if n]
+        members[name] = ServedFleet(own, plan, shares, adapters, planned.on_demand.get(name))
     return Asked(flags, members, limits)
+
+
+def _most(own_right: Mapping[Tenant, int], tenants: Sequence[Tenant], limits: Limits) -> int:
+    """The most workers that a model may have; of several types no more than its right to each."""
+    right, first = sum(own_right.values()), next(iter(own_right))
+    most = right if len(own_right) > 1 else most_workers(first, tenants, limits, UNBOUNDED)
+    return max(FEW_WORKERS, 2 * right) if most == UNBOUNDED else most
 
 
 def _adapter_flags(where: Mapping[str, str], engine: str) -> list[str]:
@@ -127,12 +145,41 @@ def _check_parts(tenants: Sequence[Tenant]) -> None:
             )
 
 
-def _tenant(name: str, planned: PlannedPortfolio, bounds: tuple[int, int | None], as_is: bool) -> Tenant:
-    """A model's workers as they were planned. Raises BadInput for what no portfolio is served with."""
-    plan = planned.plans[name]
-    if len(plan.fleet) > 1:
-        raise BadInput(f"--portfolio: {name}: is planned on several kinds of worker; plan it with one")
-    worker_type = plan.groups[0].worker_type
+def _tenants(
+    name: str, planned: PlannedPortfolio, bounds: tuple[int, int | None], as_is: bool
+) -> list[Tenant]:
+    """A model's workers as they were planned, by type. Raises BadInput for what no portfolio is served with.
+
+    Of several types the cheapest is always kept.
+    """
+    plan, (low, high) = planned.plans[name], bounds
+    if {part.role for part in plan.fleet} != {"any"}:
+        raise BadInput(f"--portfolio: {name}: is planned on prefill and decode workers; plan it without them")
+    least = min(plan.groups, key=lambda group: (group.worker_type.usd_per_h or 0.0, group.worker_type.gpus))
+    tenants: dict[str, Tenant] = {}
+    for group in plan.groups:
+        worker_type, workers = group.worker_type, group.workers
+        _check_type(name, worker_type, planned, as_is)
+        kind = WorkerType(None, worker_type.tp_degree).name if as_is else worker_type.name
+        if kind in tenants:
+            raise BadInput(f"--as-is: {name} was planned on several types of GPU; plan it on one")
+        if len(plan.fleet) == 1:
+            workers = max(low, min(workers, high or workers))
+        tenants[kind] = Tenant(
+            name,
+            str(worker_type.gpu),
+            worker_type.reserved_gpus,
+            worker_type.usd_per_h or 0.0,
+            workers,
+            floor=min(low, workers) if group == least else 0,
+            zone=planned.zone_of.get(name),
+            fixed_usd_per_h=planned.on_demand_usd_per_h.get(name, 0.0) if group == least else 0.0,
+            kind=kind,
+        )
+    return list(tenants.values())
+
+
+def _check_type(name: str, worker_type: WorkerType, planned: PlannedPortfolio, as_is: bool) -> None:
     if planned.budget_usd_per_h is not None and worker_type.usd_per_h is None:
         raise BadInput(f"--portfolio: {name}: {worker_type.name} has no price to hold against the budget")
     if as_is and worker_type.reserved_gpus < 1:
@@ -140,18 +187,16 @@ def _tenant(name: str, planned: PlannedPortfolio, bounds: tuple[int, int | None]
         raise BadInput(
             f"--as-is: {name} was planned on 1/{n} of a GPU, and other engines are not held to that"
         )
-    usd_per_h = worker_type.usd_per_h or 0.0
-    low, high = bounds
-    return Tenant(
-        name,
-        str(worker_type.gpu),
-        worker_type.reserved_gpus,
-        usd_per_h,
-        max(low, min(plan.workers, high or plan.workers)),
-        floor=low,
-        zone=planned.zone_of.get(name),
-        fixed_usd_per_h=planned.on_demand_usd_per_h.get(name, 0.0),
-    )
+
+
+def _rights(tenants: Sequence[Tenant], limits: Limits) -> dict[str, int]:
+    """The right of each tenant. A model of several types has its whole plan, where the limits allow that.
+
+    It asks for no more than its right, since the share of one type takes no account of the others.
+    """
+    types = Counter(p.model for p in tenants)
+    whole = [replace(p, floor=p.right) if types[p.model] > 1 else p for p in tenants]
+    return rights(whole if limits.hold(whole, [p.floor for p in whole]) else tenants, limits)
 
 
 def _where(flags: ServeFlags, names: Sequence[str]) -> dict[str, str]:

@@ -121,7 +121,9 @@ def core_job(settings: FleetSettings, doors: Doors, tell: Say, name: str = "") -
         estate = Estate(order["number"], folder, *doors, loads, Record(folder / "record.json"), pulse)
         asked = settings
         if order["again"]:  # of what it had by then, others may have all but one worker's GPUs
-            asked = replace(settings, share=1, site=replace(settings.site, beside=()))
+            least = min(settings.types, key=lambda t: (t.usd_per_h or 0.0, t.gpus)).name
+            share = {kind: int(kind == least) for kind in settings.types.names}
+            asked = replace(settings, share=share, site=replace(settings.site, beside=()))
         return _run_core(asked, tell, name, estate)
 
     return core, pulse.descriptor

@@ -16,7 +16,7 @@ from dataplane.live.pool.member import NEXT, SHOWN, Life, LifeEvent, Member, ste
 
 PAIRS = list(product(Life, LifeEvent))
 LATER = {life: set(NEXT[life].values()) for life in Life}
-MOST, SHARE = 5, 4
+MOST, SHARE, KIND = 5, 4, "TP1"
 
 
 def member(life=Life.STARTING):
@@ -77,7 +77,7 @@ def orders(pool, front, host, rng):
             lambda: pool.drain(worker, "a test"),
             lambda: pool.cancel_drain(worker, "a test"),
             lambda: pool.evacuate([worker], rng.choice([0.05, 1.0]), "a test"),
-            lambda: pool.allow(rng.randint(1, SHARE)),
+            lambda: pool.allow({KIND: rng.randint(1, SHARE)}),
             lambda: front.engines[rng.choice(serving)].kill("kill -9") if serving else None,
             lambda: setattr(host, "failures", 1),
             lambda: (host.may_stop.clear, host.may_stop.set)[rng.random() < 0.7](),
@@ -101,22 +101,22 @@ def test_a_pool_comes_to_the_wanted_number_whatever_befalls_it(monkeypatch, seed
         front = Front((), profile(), QueueSettings())
         host = FrontHost(front)
         types = FleetTypes([WorkerGroup(WorkerType(None), 3)])
-        pool = WorkerPool(host, front.core, MOST, types, share=SHARE, health_every_s=0.01)
+        pool = WorkerPool(host, front.core, MOST, types, share={KIND: SHARE}, health_every_s=0.01)
         await pool.start()
         for i in range(4):
             await front.send(f"r{i}", [i + 1] * 30, max_tokens=600)
         for _ in range(25):
-            with_room = pool.held <= SHARE
+            with_room = pool.held[KIND] <= SHARE
             with suppress(BadInput):
                 orders(pool, front, host, rng)()
-            assert not with_room or pool.held <= SHARE
+            assert not with_room or pool.held[KIND] <= SHARE
             await asyncio.sleep(rng.choice([0.0, 0.0, 0.01]))
         host.may_stop.set()
         host.failures = 0
         pool.scale({"TP1": 3}, "a test")
-        pool.allow(3)
+        pool.allow({KIND: 3})
         async with asyncio.timeout(25):
-            while not pool.serving == pool.held == 3:
+            while not pool.serving == pool.held[KIND] == 3:
                 await asyncio.sleep(0.005)
         await front.ended(*(f"r{i}" for i in range(4)))
         await pool.close()

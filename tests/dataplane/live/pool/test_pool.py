@@ -335,23 +335,23 @@ def test_a_worker_that_died_with_its_core_is_replaced(deaths):
 
 def test_a_share_is_not_exceeded_while_a_lost_or_drained_worker_has_not_ended(play):
     async def story(front, fleet, host):
-        fleet.allow(2)
+        fleet.allow({"TP1": 2})
         host.may_stop.clear()
         front.engines["w0"].kill("kill -9")
         await until(lambda: "w0" in host.stopped)
         fleet.scale({"TP1": 4}, "a controller asks for more")
-        assert (fleet.held, names(fleet), names(fleet, "starting")) == (2, ["w1"], [])
+        assert (fleet.held["TP1"], names(fleet), names(fleet, "starting")) == (2, ["w1"], [])
         host.may_stop.set()
         await until(lambda: names(fleet) == ["w1", "w2"])
         assert (fleet.asked_kinds, fleet.wanted_kinds) == ({"TP1": 4}, {"TP1": 2})
 
         host.may_stop.clear()
-        fleet.allow(1)
+        fleet.allow({"TP1": 1})
         fleet.drain(WorkerId(names(fleet)[0]), "an operator asked")
         await until(lambda: host.stopped == ["w0", "w1", "w2"] or host.stopped == ["w0", "w2", "w1"])
-        fleet.allow(2)
+        fleet.allow({"TP1": 2})
         fleet.scale({"TP1": 2}, "the controller asks again")
-        assert (fleet.held, names(fleet, "starting")) == (2, [])
+        assert (fleet.held["TP1"], names(fleet, "starting")) == (2, [])
         host.may_stop.set()
         await until(lambda: names(fleet) == ["w3", "w4"])
 
@@ -363,12 +363,12 @@ def test_a_larger_share_takes_back_a_worker_that_drains_and_is_followed_at_once(
         for i in range(2):
             await front.send(f"r{i}", [i + 1] * 30, max_tokens=3000)
         await asyncio.gather(*(front.until(f"r{i}", 5) for i in range(2)))
-        fleet.allow(1)
+        fleet.allow({"TP1": 1})
         (leaving,) = names(fleet, "draining")
-        fleet.allow(3)
+        fleet.allow({"TP1": 3})
         assert leaving in names(fleet)
         fleet.scale({"TP1": 4}, "a test")
         await until(lambda: len(names(fleet)) == 3)
-        assert fleet.held == 3
+        assert fleet.held["TP1"] == 3
 
     play(story)

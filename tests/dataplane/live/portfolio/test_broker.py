@@ -12,7 +12,7 @@ from controlplane.scaler.shares import Limits, Tenant  # noqa: E402
 from dataplane.live.portfolio.broker import Broker, FrontSettings  # noqa: E402
 from dataplane.live.portfolio.front import session  # noqa: E402
 
-GPUS = 6
+GPUS, KIND = 6, "h100 TP1"
 MODELS = ("chat", "code", "mail")
 
 
@@ -29,10 +29,11 @@ class Fleet:
         if self.refuses:
             request.transport.abort()
         if request.method == "PUT" and not self.refuses:
-            self.share = (await request.json())["workers"]
+            self.share = (await request.json())["workers"][KIND]
             if self.forgets:
                 request.transport.abort()
         told = {"workers": self.share, "asked": self.asked, "needed": self.asked, "held": self.held}
+        told = {name: {KIND: n} for name, n in told.items()}
         return web.json_response(told | {"cold_start_s": 0.0, "drain_s": 0.0})
 
     def step(self):
@@ -51,7 +52,7 @@ async def served():
         await runners[-1].setup()
         await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
         urls[name] = f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
-    tenants = tuple(Tenant(name, "h100", 1, 5.0, right=2, share=2) for name in MODELS)
+    tenants = tuple(Tenant(name, "h100", 1, 5.0, right=2, share=2, kind=KIND) for name in MODELS)
     settings = FrontSettings(
         "", 0, "", 0, {}, urls, 1, None, tenants, Limits({"h100": GPUS}), hold_s=0.0, key="k"
     )

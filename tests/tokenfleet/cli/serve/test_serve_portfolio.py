@@ -12,7 +12,7 @@ from made_plans import on_parts, plan_json, plan_of_fleet, portfolio_json
 from controlplane.errors import BadInput
 from dataplane.live.pool.fleet_types import MARKET, Begun, Site
 from tokenfleet.cli.main import main
-from tokenfleet.cli.serve.command import _site
+from tokenfleet.cli.serve.command import _checked, _site
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.members import members_of
 from tokenfleet.cli.serve.processes import _run_core
@@ -45,7 +45,8 @@ def test_each_model_is_served_by_its_plan_within_what_the_limits_leave_it(file):
 def test_plans_that_peak_at_different_times_begin_with_fair_parts_of_the_limits(file):
     found = asked(file(portfolio_json({"chat": 6, "code": 2}, 4)))
     shares = {
-        name: (one.plan.workers, one.tenant.right, one.tenant.share) for name, one in found.members.items()
+        name: (one.plan.workers, one.tenants[0].right, one.tenants[0].share)
+        for name, one in found.members.items()
     }
     assert shares == {"chat": (3, 3, 3), "code": (1, 1, 1)}
 
@@ -95,7 +96,7 @@ def in_zones(zone_of, most, **fields):
 
 def test_models_that_share_gpus_have_parts_of_what_the_limits_leave(file):
     found = asked(file(portfolio_json(dict.fromkeys(("chat", "code", "mail"), 1), 2, workers_per_gpu=2)))
-    tenants = [one.tenant for one in found.members.values()]
+    tenants = [one.tenants[0] for one in found.members.values()]
     assert [(p.gpus, p.usd_per_h, p.right) for p in tenants] == [(0.5, 2.5, 1)] * 3
     assert {one.flags.autoscale for one in found.members.values()} == {"1..2"}
     types = planned_types(found.members["chat"].plan, (), as_is=False)
@@ -113,7 +114,7 @@ ZONED = in_zones({"chat": "east", "code": "east", "mail": "eu-west.1"}, {"east":
 
 def test_a_model_of_a_zone_has_what_others_leave_of_that_zone(file):
     found = asked(file(ZONED))
-    assert {n: one.tenant.zone for n, one in found.members.items()} == {
+    assert {n: one.zone for n, one in found.members.items()} == {
         "chat": "east",
         "code": "east",
         "mail": "eu-west.1",
@@ -154,14 +155,14 @@ def test_a_model_has_as_many_workers_on_demand_as_planned_and_their_dollars_coun
     found = asked(file(partly(limits=[{"name": "budget-usd-per-h", "most": 30}])))
     members = found.members
     assert {name: one.on_demand for name, one in members.items()} == {"chat": 2, "code": math.inf}
-    tenants = [one.tenant for one in members.values()]
+    tenants = [one.tenants[0] for one in members.values()]
     assert [(p.usd_per_h, p.fixed_usd_per_h, p.right) for p in tenants] == [(5.0, 9.0, 3), (5.0, 0.0, 1)]
     assert found.limits.used(tenants, [3, 1]) == [("budget-usd-per-h", 29.0, 30.0)]
     assert members["chat"].flags.autoscale == "1..3"  # a fourth, of $5, is beyond the budget
     # Of one on spot none; older plans do not say what is on spot.
     on_spot, untold = (asked(file(partly(*told))).members["chat"] for told in ((True, None), (None, None)))
     assert (on_spot.on_demand, untold.on_demand) == (0, None)
-    assert on_spot.tenant.fixed_usd_per_h == untold.tenant.fixed_usd_per_h == 0.0
+    assert on_spot.tenants[0].fixed_usd_per_h == untold.tenants[0].fixed_usd_per_h == 0.0
 
 
 def ray_nodes(*markets):
@@ -218,13 +219,74 @@ def test_workers_begin_on_nodes_that_are_bought_as_they_were_planned_where_nodes
 
 
 TWO = portfolio_json({"chat": 1, "code": 1}, 4)
-MIXED = plan_of_fleet(
+SPLIT = plan_of_fleet(
     [
-        {"gpu": gpu, "tp_degree": 1, "workers": 1, "usd_per_hour": 2.0, "role": "any"}
-        for gpu in ("h100-sxm", "a100-sxm")
+        {"gpu": "h100-sxm", "tp_degree": 1, "workers": 1, "usd_per_hour": 2.0, "role": role}
+        for role in ("prefill", "decode")
     ],
     "llama-3.1-8b",
 )
+
+
+def mixed(types, gpus, **fields):
+    """A plan of chat on so many workers of each GPU and TP degree, and of code on one H100."""
+    document = portfolio_json({"chat": 1, "code": 1}, gpus, **fields)
+    parts = [
+        {"gpu": gpu, "tp_degree": tp, "workers": n, "usd_per_hour": 5.0 * n * tp, "role": "any"}
+        for (gpu, tp), n in types.items()
+    ]
+    document["models"][0]["plan"] = plan_of_fleet(parts, "llama-3.1-8b")
+    return document
+
+
+def test_a_model_of_two_tp_degrees_has_a_share_of_each_and_its_whole_plan_before_others_grow(file):
+    types = {("h100-sxm", 2): 2, ("h100-sxm", 4): 1}
+    found = asked(file(mixed(types, 9)))
+    chat, code = found.members.values()
+    wide, narrow = "h100-sxm TP4", "h100-sxm TP2"
+    assert chat.share == {narrow: 2, wide: 1}
+    assert [(p.kind, p.gpus, p.right, p.floor) for p in chat.tenants] == [(narrow, 2, 2, 1), (wide, 4, 1, 0)]
+    assert (chat.flags.autoscale, code.flags.autoscale) == ("1..3", "1..7")
+    assert _checked(chat).autoscale.most_kinds == chat.share
+    assert _checked(code).autoscale.most_kinds == {}
+    # Of nine GPUs it needs eight, though code was planned with two workers as well.
+    document = mixed(types, 9)
+    document["models"][1]["plan"] = plan_json(2)
+    assert asked(file(document)).members["chat"].share == chat.share
+    # Seven are too few for all of it: it has a fair part, and code keeps one.
+    less = asked(file(mixed(types, 7))).members
+    assert [sum(p.gpus * p.right for p in one.tenants) for one in less.values()] == [6, 1]
+    assert less["chat"].plan.workers == sum(less["chat"].share.values())
+    with pytest.raises(BadInput, match=r"chat 2 h100-sxm, code 1 h100-sxm"):
+        asked(file(mixed(types, 2)))
+
+
+def test_a_model_of_two_gpu_types_is_served_within_the_limits_of_each(file):
+    types = {("h100-sxm", 1): 1, ("a100-sxm", 1): 2}
+    document = mixed(types, 2)
+    document["limits"] += [{"name": "gpus.a100-sxm", "most": 2}]
+    found = asked(file(document))
+    assert found.members["chat"].share == {"h100-sxm TP1": 1, "a100-sxm TP1": 2}
+    tenants = [p for one in found.members.values() for p in one.tenants]
+    assert found.limits.used(tenants, [1, 2, 1]) == [("gpus.h100-sxm", 2, 2), ("gpus.a100-sxm", 2, 2)]
+    sites = {
+        n: SimpleNamespace(types=planned_types(one.plan, (), as_is=False)) for n, one in found.members.items()
+    }
+    begun = _site("code", found, sites).begun(sites["code"].types.groups)
+    assert [(one.group.worker_type.name, one.group.workers) for one in begun] == [
+        ("h100-sxm TP1", 1),
+        ("h100-sxm TP1", 1),
+        ("a100-sxm TP1", 2),
+    ]
+    where = {"engine": "vllm", "model": ["chat=a", "code=b"], "as_is": True}
+    with pytest.raises(BadInput, match=r"^--as-is: chat was planned on several types of GPU"):
+        asked(file(document), **where)
+    degrees = asked(file(mixed({("h100-sxm", 1): 1, ("a100-sxm", 2): 1}, 9)), **where).members["chat"]
+    assert degrees.share == {"TP1": 1, "TP2": 1}
+    with pytest.raises(
+        BadInput, match=r"^--autoscale: expected MIN..MAX around the plan's 3 workers, got 1..2"
+    ):
+        _checked(asked(file(document), autoscale="1..2").members["chat"])
 
 
 CUT_UNALIKE = portfolio_json({"chat": 1, "code": 1}, 8)
@@ -244,7 +306,10 @@ for _model, _parts in zip(CUT_UNALIKE["models"], (2, 4), strict=True):
         (CUT_UNALIKE, "workers have 0.25, 0.5 of a h100-sxm; expected the same of all that share one"),
         (TWO | {"models": [{"name": "a/b", "plan": {}}]}, "models.0.name"),
         (TWO | {"models": [{"name": "chat", "plan": plan_json(fleet=[])}]}, "models.0.plan"),
-        (TWO | {"models": [{"name": "chat", "plan": MIXED}]}, "chat: is planned on several kinds of worker"),
+        (
+            TWO | {"models": [{"name": "chat", "plan": SPLIT}]},
+            "chat: is planned on prefill and decode workers",
+        ),
         (TWO | {"limits": [{"name": "gpus.h100-sxm", "most": 1}]}, "no room for the least of each model"),
         (partly(on_demand=4), "models.0.on_demand_workers: expected at most the plan's 3, got 4"),
         (partly(usd=None), "models.0.constant_usd_per_hour: missing; some of its workers are on spot"),
