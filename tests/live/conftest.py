@@ -135,11 +135,13 @@ def shared_inodes(fleet: ServedFleet) -> set[int]:
 def vllm_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
     """Two real vLLM workers and two gateways, as many workers until a test lets the controller decide.
 
-    fp32: batching changes a bf16 result, also without any move.
+    fp32: batching changes a bf16 result, also without any move. The targets hold at any speed of the machine:
+    a drain moves what keeps them elsewhere.
     """
     flags = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
     scaling = ("--workers", "2", "--autoscale", "1..2", "--scale-in-after", "3s", "--gateways", "2")
-    fleet = serve(model_folder, *scaling, engine_flags=flags, folder=scratch)
+    slo = ("--slo", "ttft=60s,tpot=5s")
+    fleet = serve(model_folder, *scaling, *slo, engine_flags=flags, folder=scratch)
     fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
     yield fleet
     shared = shared_inodes(fleet)

@@ -55,7 +55,8 @@ image_fleet = family_fleet("blip2")
 def lora_fleet(model_folder, scratch):
     one = made(scratch, "lora", "one")
     lora = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", f"one={one}")
-    served = serve(model_folder, "--workers", "2", engine_flags=(*FLAGS, *lora), folder=scratch)
+    flags = ("--workers", "2", "--policy", "jsq")  # as above
+    served = serve(model_folder, *flags, engine_flags=(*FLAGS, *lora), folder=scratch)
     yield served
     served.stop()
 

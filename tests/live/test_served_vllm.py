@@ -26,20 +26,21 @@ def workers(fleet, state="serving"):
     return [w for w in fleet.ask("GET", "/v1/fleet")["workers"] if w["state"] == state]
 
 
+async def run(fleet, streams, tokens, disturb=None):
+    """What these streams got, with `disturb` called once they run."""
+    async with session() as http:
+        running = [
+            asyncio.create_task(stream(http, fleet.gateway, **body(i, tokens))) for i in range(streams)
+        ]
+        if disturb is not None:
+            await begun(fleet, streams, running)
+            await asyncio.to_thread(disturb)
+        return await asyncio.gather(*running)
+
+
 async def runs(fleet, streams, tokens, disturb):
     """The same streams undisturbed, and with `disturb` called once they run."""
-    async with session() as http:
-
-        def start():
-            return [
-                asyncio.create_task(stream(http, fleet.gateway, **body(i, tokens))) for i in range(streams)
-            ]
-
-        expected = await asyncio.gather(*start())
-        running = start()
-        await begun(fleet, streams, running)
-        await asyncio.to_thread(disturb)
-        return expected, await asyncio.gather(*running)
+    return await run(fleet, streams, tokens), await run(fleet, streams, tokens, disturb)
 
 
 def test_without_a_profile_it_was_measured_before_it_served_and_places_by_targets(vllm_fleet):
@@ -153,14 +154,16 @@ def test_a_drain_under_load_loses_and_repeats_nothing_and_takes_what_is_cached_a
                 prompt = [(37 * n + k) % 2000 + 5 for k in range(500 + more)]
                 await stream(http, vllm_fleet.gateway, prompt=prompt, max_tokens=3)
 
+    expected = asyncio.run(run(vllm_fleet, STREAMS, 400))
+    # What has ended last is copied first: a slow machine has no time for what ended before it, too.
     before = {w["worker"]: w["prefix_tokens"]["queried"] for w in workers(vllm_fleet)}
     asyncio.run(turns(0))
     stays, leaves = sorted(
         workers(vllm_fleet), key=lambda w: told(w["worker"])["queried"] - before[w["worker"]]
     )
     assert told(leaves["worker"])["queried"] - before[leaves["worker"]] >= 1000
-    expected, got = asyncio.run(
-        runs(
+    got = asyncio.run(
+        run(
             vllm_fleet,
             STREAMS,
             400,
@@ -247,7 +250,8 @@ def test_a_burst_brings_another_worker_and_every_stream_ends_whole(vllm_fleet):
     vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
 
 
-@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGSTOP])
+# `test_worker_actor` holds that a worker ends an engine that hangs; it is then lost as a killed one is.
+@pytest.mark.parametrize("ends", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_streams_go_on_when_an_engine_dies_or_hangs_and_another_takes_its_place(vllm_fleet, ends):
     def kill():
         children = psutil.Process(workers(vllm_fleet)[0]["pid"]).children(recursive=True)
