@@ -72,7 +72,8 @@ def test_two_stock_servers_are_counted_exactly_advised_and_held_when_one_dies(se
         assert (counted["mean_prompt_tokens"], counted["mean_output_tokens"]) == (3.0, 8.0)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
             page = reply.read().decode()
-        assert f'tokenfleet_wanted_replicas{{model="tiny-llama"}} {counted["published_replicas"]:.1f}' in page
+        labels = f'model="tiny-llama",worker_type="{counted["worker_type"]}"'
+        assert f"tokenfleet_wanted_replicas{{{labels}}} {counted['published_replicas']:.1f}" in page
 
         servers[1].process.kill()
         held = until(documents, lambda one: one["held"])

@@ -82,14 +82,8 @@ def _followed(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
     recent = _blended(state.recent, traffic, traffic.at_s - (state.counted_s or traffic.at_s))
     outcomes = _outcomes(settings.slo, state.outcomes, traffic)
     arrivals = state.arrivals + (traffic.arrivals or 0.0)
-    return replace(
-        state,
-        counted_s=traffic.at_s,
-        has=traffic.servers,
-        arrivals=arrivals,
-        recent=recent,
-        outcomes=outcomes,
-    )
+    state = replace(state, counted_s=traffic.at_s, has=traffic.servers, arrivals=arrivals)
+    return replace(state, recent=recent, outcomes=outcomes)
 
 
 def _snapshot(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> Snapshot:

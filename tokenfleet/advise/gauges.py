@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from tokenfleet.advise.advice import Advice, AdviceSettings
 
 WANTED = "tokenfleet_wanted_replicas"
+LABELS = ("model", "worker_type")  # of a model served by two types each has its own advice
 
 
 class AdviceGauges(Collector):
@@ -27,10 +28,8 @@ class AdviceGauges(Collector):
             yield self._gauge(WANTED, "replicas that meet the targets", advice.published)
         yield self._gauge("tokenfleet_replicas", "replicas that answer", advice.has)
         yield self._gauge("tokenfleet_advice_held", "1 while metrics are missing", int(bool(advice.held)))
-        arrivals = CounterMetricFamily(
-            "tokenfleet_advice_arrivals", "requests that arrived", labels=["model"]
-        )
-        arrivals.add_metric([self.model], advice.arrivals)
+        arrivals = CounterMetricFamily("tokenfleet_advice_arrivals", "requests that arrived", labels=LABELS)
+        arrivals.add_metric([self.model, self._settings.worker_type.name], advice.arrivals)
         yield arrivals
         if advice.likely is not None:
             bounds = dict(zip(("low", "high"), advice.likely, strict=True))
@@ -41,12 +40,12 @@ class AdviceGauges(Collector):
             yield self._family("tokenfleet_advice_usd_per_hour", "cost of the replicas", "of", costs)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model"])
-        family.add_metric([self.model], value)
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family.add_metric([self.model, self._settings.worker_type.name], value)
         return family
 
     def _family(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model", label])
+        family = GaugeMetricFamily(name, text, labels=[*LABELS, label])
         for said, value in values.items():
-            family.add_metric([self.model, said], value)
+            family.add_metric([self.model, self._settings.worker_type.name, said], value)
         return family

@@ -48,13 +48,8 @@ def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tu
     yield "Cost", cost_text(settings, advice)
     if advice.spent is not None and advice.spent.hours >= SHORTEST_H:
         yield "Spent", spent_text(settings, advice.spent)
-    yield (
-        "Target",
-        (
-            f"{asked_text(settings.attainment)} of requests within TTFT {duration_text(slo.ttft_s)} and TPOT"
-            f" {duration_text(slo.tpot_s)}"
-        ),
-    )
+    within = f"TTFT {duration_text(slo.ttft_s)} and TPOT {duration_text(slo.tpot_s)}"
+    yield "Target", f"{asked_text(settings.attainment)} of requests within {within}"
     yield "In time", _shares_text(advice)
     if advice.regime is not None and advice.since_s is not None:
         yield "Traffic", _traffic_text(advice, clock)
@@ -169,6 +164,7 @@ def document(settings: AdviceSettings, advice: Advice, clock: Clock) -> dict[str
         "schema": SCHEMA,
         "at": _iso(advice.at_s, clock),
         "model": settings.served,
+        "worker_type": settings.worker_type.name,
         "replicas": advice.has,
         "starting": advice.starting,
         "wanted_replicas": advice.wanted,

@@ -31,13 +31,17 @@ FAILURES = 4  # polls without an answer, before KEDA keeps to the plan
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What KEDA scales: the object, its model's name, floor, ceiling, and the replicas without advice."""
+    """What KEDA scales: the object, its model's name, floor, ceiling, and the replicas without advice.
+
+    `worker_type`: the type whose advice is followed, where it is told.
+    """
 
     target: ScaleTarget
     model: str
     low: int
     high: int
     fallback: int
+    worker_type: str = ""
 
 
 def followed_plan(fleet: Deployment, release: str, target: ScaleTarget | None = None) -> Followed:
@@ -60,6 +64,7 @@ class _Advice(pydantic.BaseModel):
     wanted_replicas: int | None = pydantic.Field(ge=1)
     floor: int = pydantic.Field(ge=1)
     ceiling: int | None = pydantic.Field(ge=1)
+    worker_type: str = ""
 
 
 def followed_advice(text: str, where: str, target: ScaleTarget) -> Followed:
@@ -78,7 +83,8 @@ def followed_advice(text: str, where: str, target: ScaleTarget) -> Followed:
     if advice.ceiling is None:
         raise BadInput(f"{where}: ceiling: missing; run advise with --replicas MIN..MAX")
     most = max(advice.wanted_replicas or 0, advice.replicas, advice.floor)
-    return Followed(target, advice.model, advice.floor, advice.ceiling, min(most, advice.ceiling))
+    fallback = min(most, advice.ceiling)
+    return Followed(target, advice.model, advice.floor, advice.ceiling, fallback, advice.worker_type)
 
 
 def bounds(fleet: Deployment) -> tuple[int, int]:
@@ -134,13 +140,14 @@ def keda(followed: Followed, prometheus: str, scaler: str | None = None) -> dict
 
 
 def _by_prometheus(followed: Followed, prometheus: str) -> dict[str, Any]:
-    model = followed.model.replace("\\", "\\\\").replace('"', '\\"')
+    labels = {"model": followed.model} | ({"worker_type": of} if (of := followed.worker_type) else {})
+    asked = ",".join(f"{label}={json.dumps(value, ensure_ascii=False)}" for label, value in labels.items())
     return {
         "type": "prometheus",
         "metricType": "AverageValue",
         "metadata": {
             "serverAddress": prometheus,
-            "query": f'max({WANTED}{{model="{model}"}})',
+            "query": f"max({WANTED}{{{asked}}})",
             "threshold": "1",
             "ignoreNullValues": "false",
         },

@@ -151,10 +151,11 @@ def _fleet_alerts() -> list[dict[str, Any]]:
 
 def _advice_alerts() -> list[dict[str, Any]]:
     """Alerts on a fleet that `tokenfleet advise` watches."""
+    of = "max by (model, worker_type)"
     return [
         _alert(
             "TokenfleetAdvisesMore",
-            "max by (model) (tokenfleet_wanted_replicas) > max by (model) (tokenfleet_replicas)",
+            f"{of} (tokenfleet_wanted_replicas) > {of} (tokenfleet_replicas)",
             "15m",
             "ticket",
             "A vLLM fleet has had fewer replicas than `tokenfleet advise` asks for",
@@ -162,7 +163,7 @@ def _advice_alerts() -> list[dict[str, Any]]:
         ),
         _alert(
             "TokenfleetAdviceHeld",
-            "max by (model) (tokenfleet_advice_held) == 1",
+            f"{of} (tokenfleet_advice_held) == 1",
             "10m",
             "ticket",
             "`tokenfleet advise` has counted nothing for ten minutes",

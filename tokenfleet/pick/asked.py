@@ -22,13 +22,7 @@ TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"  # llm-d's
 MOST_MS = 86_400_000.0
 MOST_TOKENS = 1 << 31
 # Parts of a message whose tokens are not their bytes.
-MEDIA = {
-    "image_url",
-    "input_audio",
-    "video_url",
-    "audio_url",
-    "file",
-}
+MEDIA = {"image_url", "input_audio", "video_url", "audio_url", "file"}
 NAME_CHARS = 80
 
 

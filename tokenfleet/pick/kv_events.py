@@ -147,7 +147,7 @@ class KvFollower:
             async with asyncio.timeout(REPLAY_S):
                 await asked.send_multipart([b"", first.to_bytes(8, "big")])
                 while True:
-                    _, number, payload = await asked.recv_multipart()
+                    *_, number, payload = await asked.recv_multipart()  # with or without a topic
                     if number == END:
                         return
                     at = int.from_bytes(number, "big")

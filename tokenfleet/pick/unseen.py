@@ -28,6 +28,11 @@ MEAN_TOKENS = 500.0
 ARRIVES_S = 0.1  # from the choice of a server until that server counts the request
 
 
+def load_of(page: EngineCounts) -> int:
+    """The requests that a server has."""
+    return round(page.values.get("running", 0) + page.values.get("waiting", 0))
+
+
 @dataclass(slots=True)
 class _Seen:
     """A server's last scrape, and the requests that the ledger lacked then (below 0: had too many)."""
@@ -63,7 +68,7 @@ class Unseen:
         seen = self._last.get(server)
         calls = self._fleet.running(server)
         self._unseen = {call: None for call in self._unseen if not call.is_over}
-        count = round(page.values.get("running", 0) + page.values.get("waiting", 0))
+        count = load_of(page)
         self._find(server, count - max(len(calls), had))
         missing = count - max(len(calls := self._fleet.running(server)), had)
         before = missing if seen is None else seen.missing
@@ -135,17 +140,8 @@ class Unseen:
         output = page.values.get("ended_output_tokens", 0.0) / ended or MEAN_TOKENS
         for _ in range(count):
             self._number += 1
-            request = EngineRequest(
-                f"other-{self._number}",
-                [0] * max(round(prompt), 1),
-                [None],
-                None,
-                None,
-                0.0,
-                None,
-                None,
-                None,
-            )
+            name, tokens = f"other-{self._number}", [0] * max(round(prompt), 1)
+            request = EngineRequest(name, tokens, [None], None, None, 0.0, None, None, None)
             ticket = Ticket(request.request_id, "", EASY, 0)
             tracked = Tracked(request, ticket, self._fleet.now_s, max(round(output), 2), [0])
             call = Call(Asker(), EASY, "", "", is_streamed=False, placed_s=self._fleet.now_s)

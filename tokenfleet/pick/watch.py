@@ -26,7 +26,7 @@ from dataplane.live.engine_api.link import WorkerInfo
 from tokenfleet.advise.look import NoCounts
 from tokenfleet.advise.servers import Servers, url_of
 from tokenfleet.pick.fleet import PickedFleet
-from tokenfleet.pick.unseen import Unseen
+from tokenfleet.pick.unseen import Unseen, load_of
 from tokenfleet.profiles.engine_metrics import EngineCounts
 
 log = logging.getLogger(__name__)
@@ -67,13 +67,16 @@ class ServerWatch:
         self.on_server: list[Callable[[WorkerId, bool], None]] = []  # one has come, or gone
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look until `stop` is set."""
+        """Look until `stop` is set: every EVERY_S, or half of that after a long look."""
+        took_s = 0.0
         while not stop.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(EVERY_S):
+                async with asyncio.timeout(max(EVERY_S - took_s, EVERY_S / 2)):
                     await stop.wait()
+            began_s = time.monotonic()
             with suppress(BadInput):  # of a list that was never read: `look` has raised it before
                 await self.look()
+            took_s = time.monotonic() - began_s
 
     async def look(self) -> None:
         """Read the list and the metrics. Raises BadInput for a list that was never read."""
@@ -82,6 +85,7 @@ class ServerWatch:
         names = {server: await self._address(server) for server in pages}
         for gone in set(self._fleet.servers) - set(names.values()):
             self._part(gone, "it is not listed any more")
+        counted: dict[WorkerId, EngineCounts] = {}
         for server, page in pages.items():
             name = names[server]
             if name is None:
@@ -93,7 +97,10 @@ class ServerWatch:
             else:
                 if self._missed.pop(name, 0) >= SILENT_AFTER:
                     self._fleet.suspect(name, False)
-                self._unseen.heard(name, page, asked_s, had[name])
+                counted[name] = page
+        # Those that have the fewest first, by the ledger: another may show in this look what they lack.
+        for name in sorted(counted, key=lambda name: load_of(counted[name]) - had[name]):
+            self._unseen.heard(name, counted[name], asked_s, had[name])
 
     async def _address(self, server: str) -> WorkerId | None:
         """A server's IP and port, as gateways know it."""
@@ -114,10 +121,11 @@ class ServerWatch:
         if not self._fleet.is_attached(name):
             self._refuse(server, page.why)
             return
+        missed = self._missed.get(name, 0)
         if page.refuses:
             self._unseen.refused(name, asked_s)
-        self._missed[name] = self._missed.get(name, 0) + 1
-        if self._missed[name] == SILENT_AFTER:
+        self._missed[name] = max(missed + 1, SILENT_AFTER if page.refuses else 0)
+        if missed < SILENT_AFTER <= self._missed[name]:
             self._tell(f"{name}: {page.why}; chosen last from now on")
             self._fleet.suspect(name, True)
 

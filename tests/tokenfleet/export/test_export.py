@@ -173,6 +173,7 @@ def test_the_advise_command_beside_keda_is_one_that_advise_takes(capsys: pytest.
 def advice_text(**more: Any) -> str:
     """What `advise --format json` prints, of the fields that KEDA needs."""
     made = {"schema": "tokenfleet.advice/1", "model": "llama", "replicas": 8, "wanted_replicas": 3}
+    made |= {"worker_type": "h100-sxm TP1"}
     return json.dumps(made | {"floor": 2, "ceiling": 12} | more) + "\n"
 
 
@@ -193,7 +194,8 @@ def test_an_advice_becomes_a_scaledobject_of_the_operator_s_own_workload(
         assert trigger["metadata"] == {"scalerAddress": scaler, "model": "llama"}
         assert "--scaler 0.0.0.0:6000" in text
     else:
-        assert trigger["metadata"]["query"] == f'max({WANTED}{{model="llama"}})'
+        query = f'max({WANTED}{{model="llama",worker_type="h100-sxm TP1"}})'
+        assert trigger["metadata"]["query"] == query
         assert "--listen 0.0.0.0:9105" in text
 
 

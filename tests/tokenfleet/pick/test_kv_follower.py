@@ -60,8 +60,9 @@ class Publisher:
             client, _, first = await self.replay.recv_multipart()
             self.asked += 1
             for number in sorted(n for n in self.kept if n >= int.from_bytes(first, "big")):
-                await self.replay.send_multipart([client, b"", number.to_bytes(8, "big"), self.kept[number]])
-            await self.replay.send_multipart([client, b"", END, b""])
+                parts = [client, b"", b"kv", number.to_bytes(8, "big"), self.kept[number]]
+                await self.replay.send_multipart(parts)
+            await self.replay.send_multipart([client, b"", b"", END, b""])
 
 
 @asynccontextmanager

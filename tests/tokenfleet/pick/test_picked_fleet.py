@@ -15,11 +15,13 @@ from picked import TARGETS, held, made_fleet
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
+from tokenfleet.advise.look import NoCounts
 from tokenfleet.pick import messages as wire
 from tokenfleet.pick.asked import Unclear, read_body, tenant_of
 from tokenfleet.pick.call import Call
 from tokenfleet.pick.exchange import Exchange
 from tokenfleet.pick.unseen import Unseen
+from tokenfleet.pick.watch import ServerLimits, ServerWatch
 from tokenfleet.profiles.engine_metrics import EngineCounts
 
 INFO = WorkerInfo(
@@ -339,6 +341,66 @@ def test_a_request_that_is_retried_is_on_the_server_that_counts_it_before_its_an
         for one in (waiting, answered):
             one.exchange.closed()
         assert (held(fleet), fleet.calls) == ({}, {})
+
+    in_a_loop(story)
+
+
+class Looked:
+    """Servers whose pages a test writes, and a watch over them."""
+
+    def __init__(self, fleet):
+        self.of, self.lines = {}, []
+        limits = ServerLimits(4, 2048)
+        self.watch = ServerWatch(self, fleet, Unseen(fleet), limits, self.lines.append)
+
+    async def pages(self, at_s):
+        return dict(self.of)
+
+    def counts(self, server, running):
+        values = {"running": float(running), "waiting": 0.0, "first_tokens": 0.0, "gaps": 0.0}
+        self.of[server] = EngineCounts(0.0, values)
+
+
+def test_one_look_moves_a_retried_request_to_the_server_that_has_it_in_whatever_order_servers_are_listed():
+    async def story(fleet):
+        gateway = Gateway(fleet)
+        gateway.ask()
+        (call,) = fleet.calls.values()
+        call.placed_s -= 1.0  # it has had time to arrive
+        lacks, has, third = call.worker, *(one for one in SERVERS if one != call.worker)
+        looked = Looked(fleet)
+        for server in (has, lacks, third):
+            looked.counts(server, int(server == has))
+        await looked.watch.look()
+        assert (call.worker, fleet.running(has)) == (has, [call])
+        gateway.exchange.closed()
+
+    in_a_loop(story)
+
+
+def test_a_server_that_refuses_a_connection_gets_no_more_until_it_answers_again():
+    async def story(fleet):
+        looked, dead = Looked(fleet), SERVERS[0]
+        for server in SERVERS:
+            looked.counts(server, 0)
+
+        async def placed(count):
+            gateways = [Gateway(fleet) for _ in range(count)]
+            for one in gateways:
+                one.ask()
+            at = [call.worker for call in fleet.calls.values()]
+            for one in gateways:
+                one.exchange.closed()
+            return at
+
+        looked.of[dead] = NoCounts("does not answer: refused", refuses=True)
+        for _ in range(2):
+            await looked.watch.look()
+        assert dead not in await placed(6)
+        assert looked.lines == [f"{dead}: does not answer: refused; chosen last from now on"]
+        looked.counts(dead, 0)
+        await looked.watch.look()
+        assert dead in await placed(6)
 
     in_a_loop(story)
 

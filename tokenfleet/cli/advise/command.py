@@ -167,7 +167,10 @@ def _profile(flags: AdviseFlags, first: Mapping[str, EngineCounts], given: Profi
     profile = _chunked(given or _of_library(flags, next(iter(first.values())).model))
     kv_tokens, block_tokens = kv_of(first)
     if not kv_tokens:
-        warn(["the servers report no common KV size; the profile's is used"])
+        sizes = {f"{page.kv_tokens:,}": server for server, page in first.items() if page.kv_tokens}
+        told = ", ".join(f"{size} tokens at {server}" for size, server in sizes.items())
+        several = f"; are they of several types ({told})? run one advise for each" if len(sizes) > 1 else ""
+        warn([f"the servers report no common KV size; the profile's is used{several}"])
         return profile
     profile = profile.with_kv(None, kv_tokens)
     return replace(profile, kv=replace(profile.kv, block_tokens=block_tokens))
