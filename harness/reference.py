@@ -122,7 +122,7 @@ def _families(collected: Iterable[Any]) -> list[tuple[str, ...]]:
 
 def _advice_gauges() -> AdviceGauges:
     """Those of an advice that knows everything."""
-    priced: Any = SimpleNamespace(worker_type=SimpleNamespace(usd_per_h=1.0))
+    priced: Any = SimpleNamespace(worker_type=SimpleNamespace(name="", usd_per_h=1.0))
     gauges = AdviceGauges("", priced)
     known: Any = SimpleNamespace(published=1, has=1, held="", arrivals=0, likely=(1, 1), wanted=1)
     gauges.advice = known
