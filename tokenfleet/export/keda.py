@@ -33,7 +33,7 @@ FAILURES = 4  # polls without an answer, before KEDA keeps to the plan
 class Followed:
     """What KEDA scales: the object, its model's name, floor, ceiling, and the replicas without advice.
 
-    `worker_type`: the type whose advice is followed, where it is told.
+    `worker_type`: the type whose advice is followed; empty where the advice names none.
     """
 
     target: ScaleTarget
