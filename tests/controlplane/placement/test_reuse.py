@@ -85,7 +85,16 @@ def ids_at(caches, w: int, in_use: bool) -> set[int]:
         unused.add(free)
         free = int(caches.copies["later"][w, free])
     copies = caches.copies[w, : caches.workers["fresh"][w]]
-    return {int(c["id"]) for n, c in enumerate(copies) if n not in unused and (c["users"] > 0 or not in_use)}
+    holds = copies["users"] > 0 if in_use else np.ones(len(copies), bool)
+    holds[[n for n in unused if n < len(copies)]] = False
+    return set(copies["id"][holds].tolist())
+
+
+def not_prefilled_at(state, w: int) -> list[int]:
+    """The requests at worker `w` that wait or are prefilled."""
+    requests = state.ledger.requests
+    here = (requests["worker"] == w) & np.isin(requests["phase"], (QUEUED, PREFILLING))
+    return np.flatnonzero(here).tolist()
 
 
 def loads_by_hand(state, w: int, r: int) -> int:
@@ -102,11 +111,10 @@ def expected_by_hand(state, w: int, r: int, in_use: bool) -> int:
     """What worker `w` has or will have of a request, from the copies there and the lists of those at it."""
     led = state.ledger
     ids, there = state.workload.prefixes.of(r).tolist(), ids_at(led.caches, w, in_use)
-    for other in range(len(state.workload)):
+    for other in not_prefilled_at(state, w):
         row = led.requests[other]
-        if row["worker"] == w and row["phase"] in (QUEUED, PREFILLING):
-            full = int(row["prompt"] + row["key"]) // BLOCK
-            there |= set(state.workload.prefixes.of(other).tolist()[:full])
+        full = int(row["prompt"] + row["key"]) // BLOCK
+        there |= set(state.workload.prefixes.of(other).tolist()[:full])
     tokens = int(led.requests["prompt"][r])
     hits = 0
     while hits < min((tokens - 1) // BLOCK, len(ids)) and ids[hits] in there:
@@ -201,17 +209,15 @@ def test_every_sum_holds_at_every_instant_where_prefixes_are_shared(policy, host
     assert host is None or state.outcome().host_hit_rate > 0.01
 
 
-def work_by_hand(state, w: int, r: int, now_s: float) -> float:
+def work_by_hand(state, w: int, r: int, counted: tuple[int, int], now_s: float) -> float:
     """Seconds until worker `w` would have prefilled a request, were nobody to come after it."""
     led = state.ledger
     worker, k = led.workers[w], led.coefficients[led.workers["variant"][w]]
     profile = state.profiles[0]
-    tokens, cached, copies = int(led.requests["prompt"][r]), *counted_by_hand(state, w, r)
+    tokens, (cached, copies) = int(led.requests["prompt"][r]), counted
     queued, ahead = 0, 0
-    for other in range(len(state.workload)):
+    for other in not_prefilled_at(state, w):
         row = led.requests[other]
-        if row["worker"] != w or row["phase"] not in (QUEUED, PREFILLING):
-            continue
         queued += int(row["prompt"] + row["key"] - row["cached"])
         if row["phase"] == QUEUED and copies:
             ahead += int(led.host.loads[other])
@@ -249,9 +255,10 @@ def test_spread_takes_the_worker_with_least_added_work_among_those_that_may(seed
     for r in range(int(np.searchsorted(load.arrival_s, now_s, "right")), len(load)):
         led.requests["arrival_s"][r] = now_s
         chosen = int(assign(led, POLICY_CODE[Policy.SPREAD], KNOBS, r, now_s, False, ANY_PHASE, np.zeros(2)))
-        cached = [counted_by_hand(state, w, r)[0] for w in range(4)]
+        counted = [counted_by_hand(state, w, r) for w in range(4)]
+        cached = [tokens for tokens, _ in counted]
         may = [w for w in range(4) if fits(led, KNOBS, w, r, cached[w], now_s, False)]
-        work_s = [work_by_hand(state, w, r, now_s) for w in range(4)]
+        work_s = [work_by_hand(state, w, r, counted[w], now_s) for w in range(4)]
         if not may:
             assert chosen == NONE
             continue
