@@ -93,8 +93,9 @@ def stories(count, minutes=60, **more):
     return found
 
 
-def test_a_right_line_is_left_alone_in_19_stories_of_20():
-    told = stories(200)
+@pytest.mark.parametrize("many", [80, pytest.param(200, marks=pytest.mark.nightly)])
+def test_a_right_line_is_left_alone_in_19_stories_of_20(many):
+    told = stories(many)
     changed = [s for s in told if s.notes]
     assert len(changed) <= 0.05 * len(told), [(s.steep, s.rate, s.state.factor) for s in changed]
     assert all(0.9 < s.state.factor < 1.1 for s in changed)
