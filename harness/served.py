@@ -152,16 +152,19 @@ def fleet(
 
 
 @contextmanager
-def plain_server(model: Path, core: int, is_one_process: bool = False) -> Iterator[Server]:
+def plain_server(
+    model: Path, core: int, is_one_process: bool = False, port: int = 0, flags: Sequence[str] = ()
+) -> Iterator[Server]:
     """vLLM's own server with the same engine, pinned to a core, ready, and stopped afterwards.
 
     `is_one_process`: with the rank inside the engine's process, as our workers have it on a CPU too. Not
     vLLM's default there, and it then leaves the pinning to the kernel.
     """
-    port = free_port()
+    port = port or free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--port", str(port), "--host", "127.0.0.1", "--served-model-name", MODEL, *ENGINE_FLAGS, *PLAIN_FLAGS,
+        *flags,
     ]  # fmt: skip
     if is_one_process:
         from dataplane.live.engine_api.vllm_surface import ONE_PROCESS_EXECUTOR  # vLLM is slow to import
@@ -249,7 +252,7 @@ async def begun(server: Server, streams: int, running: Sequence[asyncio.Task[Any
 def _spawn(command: Sequence[str], said: Path, **environment: str) -> subprocess.Popen[str]:
     quiet = {
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
     }  # fmt: skip
     with said.open("w") as errors:
         return subprocess.Popen(
