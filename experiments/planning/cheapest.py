@@ -11,8 +11,7 @@ search was made on the cases for development. Those of `drawn` were drawn after 
 with two classes.
 
 `portfolios`: nine of two or three models with limits on the GPUs of a type, on all GPUs or on dollars. Each
-answer is held against every choice of cheaper fleets within the limits, as constant fleets. `cheaper` is so
-among fleets of one GPU type, which are what a portfolio chooses from; `mixed` with fleets of several.
+answer is held against every choice of cheaper fleets within the limits, mixes among them, as constant fleets.
 """
 
 from __future__ import annotations
@@ -171,9 +170,9 @@ def chosen(number: int, seed: int) -> dict[str, Any]:
         usd = plan.constant_usd_per_h
         row["plan"] = "; ".join(fleet_text(one.plan.fleet) for one in plan.rows)
     with open_threads(1) as threads:
-        found = [enumerated(cases, portfolio, usd or MOST_USD, mixed, threads) for mixed in (False, True)]
-    row |= {"usd/h": usd, "cheaper": saved(usd, found[0]), "mixed": saved(usd, found[1])}
-    return row | {"by": "; ".join(fleet.label for fleet in found[1] or ())}
+        found = enumerated(cases, portfolio, usd or MOST_USD, threads)
+    row |= {"usd/h": usd, "cheaper": saved(usd, found)}
+    return row | {"by": "; ".join(fleet.label for fleet in found or ())}
 
 
 def saved(usd: float | None, fleets: Sequence[Fleet] | None) -> float:
@@ -184,7 +183,7 @@ def saved(usd: float | None, fleets: Sequence[Fleet] | None) -> float:
 
 
 def enumerated(
-    cases: Sequence[Case], portfolio: Portfolio, usd: float, mixed: bool, threads: Threads
+    cases: Sequence[Case], portfolio: Portfolio, usd: float, threads: Threads
 ) -> Sequence[Fleet] | None:
     """The cheapest choice below a price that holds within the limits; None where there is none."""
     below, judges, least = [], [], []
@@ -193,8 +192,7 @@ def enumerated(
         made = gather(trace, request)
         search = Search.of(request, made.workload, made.worker_types, threads)
         judges.append(judge := cache(partial(holds, search)))
-        fleets = fleets_below((usd, 0, 0), made.worker_types)
-        below.append([f for f in fleets if mixed or len({g.worker_type.gpu for g in f.groups}) == 1])
+        below.append(fleets_below((usd, 0, 0), made.worker_types))
         first = next((f.cost[0] for f in below[-1] if judge(f)), None)
         if first is None:
             return None

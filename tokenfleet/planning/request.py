@@ -608,6 +608,8 @@ def _caps(request: PlanRequest, worker_type: WorkerType) -> dict[str, int]:
         # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
         most = int(request.budget_usd_per_h / worker_type.usd_per_h + 1e-9)
         caps[f"--budget-usd-per-h {request.budget_usd_per_h:g}"] = most
+    if worker_type.limit is not None:
+        caps[f"at most {worker_type.limit * worker_type.gpus} {worker_type.gpu}"] = worker_type.limit
     return caps
 
 

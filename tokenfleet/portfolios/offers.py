@@ -1,7 +1,11 @@
 """The fleets that the models of a portfolio could have: for each model and GPU type the planner's own.
 
 Each model is planned by itself on every GPU type that it may have, on demand, on spot or both, with its
-schedule. These plans, in each zone that the model may be in, are the offers among which choose.py chooses.
+schedule. It is planned once more on all types that a zone has, which may give a mix. These plans, in each
+zone that the model may be in, are the offers among which choose.py chooses.
+
+Where the cheapest fleets of all models exceed a limit of GPUs, mixes are planned again with fewer of those.
+Up to four numbers within the limit are tried, spread evenly, and none.
 
 Where the share on spot is limited, there are more offers: the fleet planned on spot, with some of its workers
 on demand. Those stay while others come and go. The fleet has as many standby workers, except while none of it
@@ -14,7 +18,9 @@ are on it.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,19 +43,27 @@ from tokenfleet.whatifs.cache import Cache
 from tokenfleet.whatifs.run import results_of
 
 WORKERS_PER_GPU = (2, 4)  # that share one
+MIXED = " + "  # between the GPU types of a mix
 PARTLY_ON_DEMAND = 8  # numbers of a fleet's workers
+FEWER_GPUS = 4  # numbers of a mix's GPUs of a scarce type
 
 
 class GpuPurchase(NamedTuple):
     """A GPU type, how it is bought, and how many workers are on one.
 
-    `on_demand`: the workers of a fleet on spot that are on demand. While as many or fewer serve, all are.
+    `gpu` has all types that a mix may be of. `on_demand`: the workers of a fleet on spot that are on demand.
+    While as many or fewer serve, all are. `most`: a type, or "" for all, and its GPUs that a mix may have.
     """
 
     gpu: str
     is_spot: bool = False
     workers_per_gpu: int = 1
     on_demand: int = 0
+    most: tuple[str, int] | None = None
+
+    @property
+    def gpus(self) -> list[str]:
+        return self.gpu.split(MIXED)
 
     def __str__(self) -> str:
         part = f" x 1/{self.workers_per_gpu}" if self.workers_per_gpu > 1 else ""
@@ -61,7 +75,7 @@ Without = dict[tuple[int, GpuPurchase], str]  # why a model, by its number, has 
 
 @dataclass(frozen=True)
 class Made:
-    """A model's fleet of one GPU type in one zone, and when it has how many workers.
+    """A model's fleet in one zone, and when it has how many workers.
 
     `on_demand_usd_per_h`: of a worker on demand, where some of a fleet on spot are on demand.
     """
@@ -79,19 +93,27 @@ class Made:
         """Standby workers: those beyond the ones that serve, for spot interruptions."""
         return 0 if self.plan.spares is None else self.plan.spares.workers
 
-    def bought(self, workers: int) -> tuple[float, float, float]:
-        """GPUs, those of them on spot, and dollars an hour when `workers` are planned.
+    def bought(self, workers: int) -> tuple[Counter[str], float, float]:
+        """GPUs by type, those of them on spot, and dollars an hour when `workers` are planned.
 
         Standby workers are on spot, and there are none while all that serve are on demand.
         """
         on_demand = min(self.kind.on_demand, workers - self.spares) if self.kind.on_demand else 0
         fleet = apportioned(self.fleet, on_demand if on_demand == workers - self.spares else workers)
-        gpus, usd = float(fleet.gpus), fleet.usd_per_hour or 0.0
+        gpus, usd = gpus_of(fleet), fleet.usd_per_hour or 0.0
         if not on_demand:
-            return gpus, gpus * self.kind.is_spot, usd
+            return gpus, float(fleet.gpus * self.kind.is_spot), usd
         worker_type = self.fleet.groups[0].worker_type
         more_usd = self.on_demand_usd_per_h - (worker_type.usd_per_h or 0.0)
-        return gpus, gpus - on_demand * worker_type.gpus, usd + on_demand * more_usd
+        return gpus, float(fleet.gpus - on_demand * worker_type.gpus), usd + on_demand * more_usd
+
+
+def gpus_of(fleet: Fleet) -> Counter[str]:
+    """The GPUs of a fleet by type."""
+    gpus = Counter[str]()
+    for group in fleet.groups:
+        gpus[str(group.worker_type.gpu)] += group.gpus
+    return gpus
 
 
 @dataclass(frozen=True)
@@ -137,7 +159,7 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> PlanTasks:
             for gpu, types in _on_offer(portfolio, model, request, gathered).items():
                 task = Task(len(tasks), gathered.workload, types, request, gathered.inputs, True)
                 tasks.append((number, GpuPurchase(gpu, request.spot), task))
-                parts[task.number] = {n: _on_parts(task, n) for n in _ways(portfolio, model, request)}
+                parts[task.number] = {n: _on_parts(task, n) for n in _ways(portfolio, model, request, gpu)}
         for request, gathered in _gathered(model, own, today) if of_adapters else ():
             for gpu, types in _on_offer(portfolio, model, request, gathered).items():
                 task = Task(len(bare), gathered.workload, types, request, gathered.inputs, False)
@@ -146,10 +168,10 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> PlanTasks:
     return PlanTasks(tuple(tasks), parts, tuple(warnings), bare, adapters)
 
 
-def _ways(portfolio: Portfolio, model: Model, request: PlanRequest) -> list[int]:
+def _ways(portfolio: Portfolio, model: Model, request: PlanRequest, gpu: str) -> list[int]:
     """The numbers of workers that may be on a GPU of the model, where they share it."""
     # Adapters take memory of a GPU that profiles do not know.
-    is_whole = request.spot or bool(model.adapters)
+    is_whole = request.spot or bool(model.adapters) or MIXED in gpu
     return [n for n in WORKERS_PER_GPU if n <= portfolio.models_per_gpu and not is_whole]
 
 
@@ -176,7 +198,10 @@ def _on_parts(task: Task, workers_per_gpu: int) -> Task | str:
 def _on_offer(
     portfolio: Portfolio, model: Model, request: PlanRequest, gathered: Gathered
 ) -> dict[str, tuple[WorkerType, ...]]:
-    """The types of worker that a model may have, by GPU. Raises BadInput where one has no price."""
+    """The types of worker that a model may have, by GPU and by those of a mix.
+
+    Raises BadInput where one has no price.
+    """
     offers: dict[str, tuple[WorkerType, ...]] = {}
     for gpu in sorted({t.gpu or "" for t in gathered.worker_types}):
         types = tuple(t for t in gathered.worker_types if t.gpu == gpu)
@@ -186,15 +211,22 @@ def _on_offer(
             offers[gpu] = types
         elif len(model.asked) == 1 or not request.spot:  # where it may be either, spot may have no price
             raise BadInput(f"{model.name}: no price known for {gpu}; give one with `prices`")
-    return offers
+    together = _together({gpu: _zones(portfolio, model, gpu) for gpu in offers})
+    return offers | {MIXED.join(gpus): tuple(t for g in gpus for t in offers[g]) for gpus in together}
 
 
-def _zones(portfolio: Portfolio, model: Model, gpu: str) -> Sequence[str | None]:
-    """The zones in which a model may have this type of GPU; one without a name where there are no zones."""
+def _together(zones: Mapping[str, Sequence[str | None]]) -> list[tuple[str, ...]]:
+    """The types of GPU of each zone, where `zones` has those of each type; every set once."""
+    every = sorted({zone for of in zones.values() for zone in of}, key=str)
+    return list(dict.fromkeys(tuple(gpu for gpu, of in zones.items() if zone in of) for zone in every))
+
+
+def _zones(portfolio: Portfolio, model: Model, *gpus: str) -> Sequence[str | None]:
+    """The zones in which a model may have these types of GPU; one without a name where there are no zones."""
     if not portfolio.zones:
         return [None]
     may = portfolio.zones if model.zones is None else model.zones
-    return [zone for zone in may if portfolio.zones[zone].get(gpu)]
+    return [zone for zone in may if all(portfolio.zones[zone].get(gpu) for gpu in gpus)]
 
 
 def _read(one: Model | AdapterTraffic) -> Trace:
@@ -232,6 +264,8 @@ def fleets_of(
     Raises Infeasible where a model has none.
     """
     made, without = _made_of(portfolio, asked.tasks, jobs, cache, told)
+    fewer = list(_of_fewer_gpus(portfolio, asked, made))
+    made += _made_of(portfolio, fewer, jobs, cache, lambda: None)[0]
     small = {(one.model, one.kind) for one in made if one.plan.gpus == 1}
     on_parts: list[tuple[int, GpuPurchase, Task]] = []
     for number, kind, task in asked.tasks:
@@ -251,6 +285,35 @@ def fleets_of(
         name = portfolio.models[number].name
         raise Infeasible(f"{name}: no GPU on offer serves it within its targets ({reasons})")
     return [*made, *_partly_on_demand(made, asked, portfolio.spot_share)], without
+
+
+def _of_fewer_gpus(
+    portfolio: Portfolio, asked: PlanTasks, made: Sequence[Made]
+) -> Iterator[tuple[int, GpuPurchase, Task]]:
+    """Mixes to plan again with fewer GPUs, of a type or of all, where the cheapest fleets exceed a limit."""
+    cheapest: dict[tuple[int, bool], Counter[str]] = {}
+    for one in sorted(made, key=lambda one: one.fleet.cost, reverse=True):
+        cheapest[one.model, one.kind.is_spot] = gpus_of(one.fleet) + Counter({"": one.fleet.gpus})
+    taken = sum(({m: c for (m, _), c in cheapest.items()}).values(), Counter[str]())
+    most = dict(portfolio.gpus) | ({} if portfolio.max_gpus is None else {"": portfolio.max_gpus})
+    scarce = [gpu for gpu, n in most.items() if taken[gpu] > n]
+    numbers = itertools.count()
+    for model, kind, task in asked.tasks:
+        has = cheapest.get((model, kind.is_spot), Counter[str]())
+        for gpu in scarce if MIXED in kind.gpu else ():
+            for n, fewer in _with_fewer(task, gpu, min(has[gpu] - 1, most[gpu])):
+                yield model, kind._replace(most=(gpu, n)), replace(fewer, number=next(numbers))
+
+
+def _with_fewer(task: Task, gpu: str, most: int) -> Iterator[tuple[int, Task]]:
+    """The task with numbers up to `most` of the GPUs of a type, or of all, that leave two types to mix."""
+    spread = np.linspace(1, most, max(0, min(most, FEWER_GPUS)))
+    for n in sorted({0, *np.rint(spread).astype(int).tolist()}) if most >= 0 else ():
+        limited = (replace(t, limit=n // t.gpus) if gpu == t.gpu else t for t in task.worker_types)
+        types = tuple(t for t in limited if t.limit != 0)
+        request = task.request if gpu else replace(task.request, max_gpus=n)
+        if len({t.gpu for t in types}) > 1 and request.max_gpus != 0:
+            yield n, replace(task, worker_types=types, request=request)
 
 
 def _partly_on_demand(made: Sequence[Made], asked: PlanTasks, spot_share: float | None) -> Iterator[Made]:
@@ -302,11 +365,13 @@ def _made_of(
     for number, kind, task in tasks:
         result, model = results[task.number], portfolio.models[number]
         plan = None if result["plan"] is None else parse_plan(result["plan"], f"{model.name} on {kind}")
-        if plan is None or not plan.feasible:
-            without[number, kind] = result["error"] if plan is None else plan.reason or "no fleet"
-        else:
+        if plan is not None and plan.feasible:
             first = _of_plan(number, kind, plan)
-            made += [replace(first, zone=zone) for zone in _zones(portfolio, model, kind.gpu)]
+            gpus = gpus_of(first.fleet)
+            if len(gpus) > 1 or MIXED not in kind.gpu:  # else it is a fleet of one type, which is there
+                made += [replace(first, zone=zone) for zone in _zones(portfolio, model, *gpus)]
+        elif MIXED not in kind.gpu:
+            without[number, kind] = result["error"] if plan is None else plan.reason or "no fleet"
     return made, without
 
 

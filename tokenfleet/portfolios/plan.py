@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from tokenfleet.portfolios.choose import (
     least_excess,
     raised,
 )
-from tokenfleet.portfolios.offers import GpuPurchase, Made, PlanTasks, Without, fleets_of
+from tokenfleet.portfolios.offers import GpuPurchase, Made, PlanTasks, Without, fleets_of, gpus_of
 from tokenfleet.portfolios.request import Portfolio
 from tokenfleet.whatifs.cache import Cache
 from tokenfleet.whatifs.run import results_of
@@ -109,7 +110,8 @@ def plan_portfolio(
     with the cheapest relaxation.
     """
     chosen = cheapest(portfolio, *fleets_of(portfolio, asked, jobs, cache, told), asked.warnings)
-    bare = [asked.bare.get((i, row.kind._replace(on_demand=0))) for i, row in enumerate(chosen.rows)]
+    kinds = [row.kind._replace(on_demand=0, most=None) for row in chosen.rows]
+    bare = [asked.bare.get(key) for key in enumerate(kinds)]
     alone = results_of([task for task in bare if task is not None], jobs, None, cache, lambda: None)
     rows = tuple(
         row if task is None else _with_adapters(row, asked.adapters[number], alone[task.number])
@@ -140,7 +142,7 @@ def cheapest(
 
     Raises Infeasible, with the cheapest relaxation, where the limits leave no choice.
     """
-    types = tuple(sorted({one.kind.gpu for one in made}))
+    types = tuple(sorted(set(chain.from_iterable(gpus_of(one.fleet) for one in made))))
     pools = [(gpu, zone) for gpu in types for zone in portfolio.zones or (None,)]
     starts_s = _starts_s(portfolio, made)
     edges_s = _edges_s(made, starts_s)
@@ -190,7 +192,9 @@ def _row(
     others |= {
         other.kind: usd[o]
         for o, other in enumerate(made)
-        if other.model == one.model and other.kind != one.kind and not other.kind.on_demand
+        if other.model == one.model
+        and other.kind != one.kind
+        and not (other.kind.on_demand or other.kind.most)
     }
     group = market.offers[taken].shared
     beside = [
@@ -230,12 +234,14 @@ def _offer(
     middles = (edges_s[:-1] + edges_s[1:]) / 2 - start_s
     gpus = np.zeros((len(middles), len(pools)))
     on_spot, usd = np.zeros(len(middles)), np.zeros(len(middles))
-    pool, parts = pools.index((made.kind.gpu, made.zone)), made.kind.workers_per_gpu
+    parts = made.kind.workers_per_gpu
     for w, at_s in enumerate(middles):
         counts = (s.workers for s in made.stretches if s.start_s <= at_s < s.end_s)
         taken, on_spot[w], usd[w] = made.bought(next(counts, made.fleet.workers))
-        gpus[w, pool] = taken / parts
+        for gpu, n in taken.items():
+            gpus[w, pools.index((gpu, made.zone))] = n / parts
     whole = (made.fleet.usd_per_hour or 0.0) / made.fleet.workers * parts
+    pool = pools.index((made.kind.gpu, made.zone)) if parts > 1 else 0
     shared = Group(pool, parts, round(whole, 6)) if parts > 1 else None
     return Offer(made.model, gpus, usd, on_spot, shared)
 

@@ -11,12 +11,21 @@ from planning_builders import save, worker
 import tokenfleet as tf
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import KvModel
+from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main
+from tokenfleet.planning.estimate import Trial
+from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.plan_file import read_plan
-from tokenfleet.portfolios.offers import _workers_on_demand
+from tokenfleet.planning.search import Search
+from tokenfleet.planning.threads import open_threads
+from tokenfleet.portfolios.offers import _workers_on_demand, gpus_of, tasks_of
+from tokenfleet.portfolios.plan import plan_portfolio
 from tokenfleet.portfolios.request import read_portfolio
 from tokenfleet.profiles.library import write_profile
+from tokenfleet.traces import read_traces
+from tokenfleet.whatifs.cache import Cache
 
 PRICES = "schema: tokenfleet.prices/1\nprices:\n" + "".join(
     f'- {{gpu: {gpu}, on_demand: {usd}, {spot}date: 2026-01-01, source: "made"}}\n'
@@ -128,15 +137,71 @@ def test_one_models_night_is_anothers_day(planned):
     assert plan["constant_usd_per_hour"] > sum(model["constant_usd_per_hour"] for model in alone["models"])
 
 
-def test_a_scarce_gpu_goes_to_one_and_its_price_is_told(planned):
+def test_a_scarce_gpu_is_mixed_with_another_and_its_price_is_told(planned):
     free = planned("{}")
     scarce = max(peaks(free, "made-gpu")) - 1
     plan = planned(f"{{gpus: {{made-gpu: {scarce}}}}}")
-    assert sorted(model["gpu"] for model in plan["models"]) == ["made-gpu", "slow-gpu"]
+    assert sorted(model["gpu"] for model in plan["models"]) == ["made-gpu", "made-gpu + slow-gpu"]
+    (mixed,) = (model for model in plan["models"] if "+" in model["gpu"])
+    assert {part["gpu"] for part in mixed["plan"]["fleet"]} == {"made-gpu", "slow-gpu"}
+    other = {one["gpu"]: one["usd_per_hour"] for one in mixed["others"]}
+    assert mixed["usd_per_hour"] < other["slow-gpu"]
     assert all(count <= scarce for count in peaks(plan, "made-gpu"))
     (limit,) = plan["limits"]
     assert (limit["name"], limit["more"]) == ("gpus.made-gpu", 1)
     assert limit["saves_usd_per_hour"] == pytest.approx(plan["usd_per_hour"] - free["usd_per_hour"])
+
+
+STEADY = """\
+schema: tokenfleet.portfolio/1
+limits: {limits}
+defaults: {{slo: {{ttft: 300ms, tpot: 20ms}}, attainment: 0.9, policy: spread, profile: [{profiles}],
+  prices: {prices}}}
+models: [{{name: one, trace: {one}}}, {{name: two, trace: {two}}}]
+"""
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_no_other_choice_of_mixes_within_the_limits_is_cheaper(folder, tmp_path, most):
+    rng = np.random.default_rng(7)
+    for name, rate in (("one", 10.0), ("two", 14.0)):
+        arrival = np.sort(rng.uniform(0.0, 40.0, int(40 * rate)))
+        lengths = rng.integers(200, 600, len(arrival)), rng.integers(2, 120, len(arrival))
+        save(Workload(arrival, *lengths), tmp_path / f"{name}.csv")
+    profiles = ", ".join(str(folder / name) for name in ("fast.yaml", "slow.yaml"))
+    text = STEADY.format(
+        limits=f"{{gpus: {{made-gpu: {most}}}}}", profiles=profiles, prices=folder / "prices.yaml",
+        one=tmp_path / "one.csv", two=tmp_path / "two.csv",
+    )  # fmt: skip
+    (tmp_path / "portfolio.yaml").write_text(text)
+    portfolio = read_portfolio(tmp_path / "portfolio.yaml")
+    plan = plan_portfolio(portfolio, tasks_of(portfolio), 1, Cache(None))
+    usd = plan.constant_usd_per_h
+    with open_threads(1) as threads:
+        holding = [holding_below(model, usd, threads) for model in portfolio.models]
+    gpus = {pair: gpus_of(pair[0]) + gpus_of(pair[1]) for pair in itertools.product(*holding)}
+    choices = [one.cost[0] + two.cost[0] for (one, two), n in gpus.items() if n["made-gpu"] <= most]
+    assert min(choices) == pytest.approx(usd)
+
+
+def holding_below(model, usd, threads):
+    """All fleets of a model up to a price that meet its target, mixes among them, as the planner judges."""
+    (request,) = model.asked
+    found = gather(read_traces(model.traces), request)
+    search = Search.of(request, found.workload, found.worker_types, threads)
+    fast, slow = found.worker_types
+    fleets = (
+        Fleet(tuple(WorkerGroup(t, n) for t, n in ((fast, i), (slow, j)) if n))
+        for i, j in itertools.product(range(8), repeat=2)
+    )
+    return [
+        fleet
+        for fleet in fleets
+        if fleet.groups
+        and fleet.cost[0] <= usd + 1e-9
+        and search.meets(search.replay(fleet, most_missed=search.may_miss))
+        and Trial(search, fleet).holds()
+    ]
 
 
 def test_limits_that_leave_no_choice_say_what_to_raise(asked):

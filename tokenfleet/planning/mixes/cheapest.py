@@ -102,6 +102,7 @@ class _Mixes:
         self._search, self._best = search, best
         self._types = tuple(s.worker_type for s in sizings)
         self._bounds = MixBounds(search, self._types)
+        self._limit = np.array([math.inf if t.limit is None else t.limit for t in self._types])
         usd = [t.usd_per_h for t in self._types]
         self._gpus = np.array([t.gpus for t in self._types], float)
         self._prices = self._gpus if None in usd else np.array(usd, float)
@@ -229,7 +230,7 @@ class _Mixes:
     def _cheaper(self, counts: Counts) -> Counts:
         """Those of some mixes that may be a cheaper answer, the cheapest first."""
         cost, gpus, workers = counts @ self._prices, counts @ self._gpus, counts.sum(axis=1)
-        keep = (counts > 0).sum(axis=1) > 1
+        keep = ((counts > 0).sum(axis=1) > 1) & (counts <= self._limit).all(axis=1)
         if self._best is None:
             keep &= cost <= self._most
         else:
