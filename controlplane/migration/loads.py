@@ -57,7 +57,7 @@ def loads(ledger: Ledger) -> Table:
                 out[w, GROWTH] += max(ledger.requests[r].predicted - ledger.requests[r].key, 1)
                 out[w, TPOT] = min(out[w, TPOT], ledger.requests[r].tpot_s)
                 r = ledger.requests[r].next
-        out[w, PEAK] = kv_peak(ledger, w, state.NONE)
+        out[w, PEAK] = kv_peak(ledger, w, state.NONE, np.inf)
         out[w, SHARED] = hits.shared_tokens(ledger, w)
     return out
 

@@ -233,4 +233,4 @@ def overflows(ledger: Ledger, w: int, r: int, cached: int, most: float, limit: f
     What others use of the request's prefix takes no memory; what sleeps of it is memory as any other.
     """
     limit += hits.cached_tokens(ledger, w, r, cached, True)
-    return most > limit and outlook.kv_peak(ledger, w, r) > limit
+    return most > limit and outlook.kv_peak(ledger, w, r, limit) > limit

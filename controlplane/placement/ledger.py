@@ -56,6 +56,7 @@ WORKER = np.dtype(
         ("queued_context", np.int64),  # tokens those will hold once prefilled
         ("queued_shared", np.int64),  # tokens of those that wait which others will hold for them
         ("running_n", np.int64),  # admitted requests, prefilling or decoding
+        ("peak_step", np.int64),  # the step at which its KV was last found to be largest
     ],
     align=True,
 )

@@ -246,10 +246,11 @@ def demand(ledger: Ledger, w: int, r: int) -> tuple[int, int, float]:
 
 
 @compiled
-def kv_peak(ledger: Ledger, w: int, r: int) -> float:
+def kv_peak(ledger: Ledger, w: int, r: int, enough: float) -> float:
     """(e): the most KV tokens that worker `w` should ever hold with all it has and `r`, unless that is NONE.
 
-    Demand at step n is Σ (context + n) over requests that last n steps; it peaks where one ends.
+    Demand at step n is Σ (context + n) over requests that last n steps; it peaks where one ends. Where it is
+    past `enough` at the step of the last peak, that demand is returned, and nothing is sorted.
     """
     k = ledger.coefficients[ledger.workers[w].variant]
     count = ledger.workers[w].running_n
@@ -270,11 +271,19 @@ def kv_peak(ledger: Ledger, w: int, r: int) -> float:
             holds[count] = ledger.requests[other].prompt + ledger.requests[other].key
             count += 1
             other = ledger.requests[other].next
+    then, held = max(ledger.workers[w].peak_step - ledger.workers[w].step, 1), 0.0
     for i in range(count):
         holds[i] += speed.window_blocks(k, holds[i] + lasts[i]) * int(k[speed.BLOCK_TOKENS])
+        if lasts[i] >= then:
+            held += holds[i] + then
+    shared = hits.shared_tokens(ledger, w)
+    if held - shared > enough:
+        return held - shared
     order = np.argsort(lasts[:count])
     held, peak = 0.0, 0.0
     for i in range(count - 1, -1, -1):
         held += holds[order[i]]
-        peak = max(peak, held + (count - i) * lasts[order[i]])
-    return peak - hits.shared_tokens(ledger, w)
+        if held + (count - i) * lasts[order[i]] > peak:
+            peak = held + (count - i) * lasts[order[i]]
+            ledger.workers[w].peak_step = ledger.workers[w].step + lasts[order[i]]
+    return peak - shared

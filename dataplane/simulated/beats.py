@@ -54,7 +54,7 @@ def forecast(ledger: Ledger, limits: Floats, w: int) -> tuple[float, float]:
     kept = limits[2] * capacity if high > 0 else 0.0
     peak = held + growth - hits.shared_tokens(ledger, w)
     if peak + kept > limits[1] * capacity:  # as if all ended at once, which no peak exceeds
-        peak = outlook.kv_peak(ledger, w, state.NONE)
+        peak = outlook.kv_peak(ledger, w, state.NONE, np.inf)
     bare = max(step / tpot_s, peak / (limits[1] * capacity))
     return bare, max(bare, (peak + kept) / (limits[1] * capacity))
 

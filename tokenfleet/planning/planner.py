@@ -198,6 +198,8 @@ def _of_winner(
     count = winner.confirmed or 0
     winner.tell_tried()
     best = _candidate(search, winner.mix or winner.fleet(count), winner.sure[count])
+    if explained:
+        search.watch.found(best.fleet)
     plan = replace(plan, best=best)
     if search.traffic.sampler is not None and explained:
         search.watch.stage("replaying the whole trace", 0.48)

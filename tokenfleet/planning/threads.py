@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from tokenfleet.planning.fleet import Fleet
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -72,6 +75,9 @@ class Watch:
 
     def stage(self, text: str, share: float) -> None:
         """A stage begins; `share` in [0, 1] of the work is behind it."""
+
+    def found(self, fleet: Fleet) -> None:
+        """The answer is known, if moves save no worker; its reasons are not yet."""
 
     def simulated(self) -> None:
         """One more simulation has run."""

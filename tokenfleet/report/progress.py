@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -21,6 +22,9 @@ from rich.progress import (
 
 from dataplane.startup import has_other_kernels, has_simulator
 from tokenfleet.planning.threads import Watch
+
+if TYPE_CHECKING:
+    from tokenfleet.planning.fleet import Fleet
 
 COMPILES = "Compiling the simulator: once, for a minute or two. Later runs load it from disk."
 
@@ -50,6 +54,15 @@ class Bar(Watch):
 
     def stage(self, text: str, share: float) -> None:
         self._progress.update(self._task, description=text, completed=share)
+
+    def found(self, fleet: Fleet) -> None:
+        if not self._progress.disable:
+            from tokenfleet.report.tables import gpu_text, usd_text  # they load the plan's whole document
+
+            kinds = [(group.workers, group.worker_type.profile) for group in fleet.groups]
+            parts = " + ".join(f"{n}x {gpu_text(profile.gpu)} TP{profile.tp_degree}" for n, profile in kinds)
+            cost = usd_text(fleet.usd_per_hour)
+            self._progress.console.print(f"{parts}, {cost}, meets the target. Looking for its reasons …")
 
     def simulated(self) -> None:
         with self._lock:

@@ -169,7 +169,17 @@ def test_what_is_left_to_spare_is_the_least_saved_less_the_prefill(at, asked):
 @given(workers(), requests(decoding=False))
 def test_e_peak_is_that_of_going_step_by_step(at, asked):
     led, r = ledger_of([at], asked, NOW_S, GENEROUS_S)
-    assert kv_peak(led, 0, r) == naive_kv_peak(at, asked)
+    assert kv_peak(led, 0, r, inf) == naive_kv_peak(at, asked)
+
+
+@given(workers(), requests(decoding=False), st.integers(0, 400), st.floats(0.2, 1.5))
+def test_e_peak_is_past_a_limit_as_told_by_the_step_of_an_earlier_peak(at, asked, later, share):
+    led, r = ledger_of([at], asked, NOW_S, GENEROUS_S)
+    peak = naive_kv_peak(at, asked)
+    led.workers[0]["peak_step"] = led.workers[0]["step"] + later
+    found = kv_peak(led, 0, r, share * peak)
+    assert (found > share * peak) == (peak > share * peak)
+    assert found <= peak
 
 
 @given(workers(), requests(decoding=False), st.floats(0.05, 1))

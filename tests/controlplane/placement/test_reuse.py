@@ -365,7 +365,7 @@ def test_a_request_that_loads_counts_with_its_prompt_its_answer_and_its_target()
     led.requests["predicted"][3], led.requests["predicted"][4] = 77, 5
     led.requests["tpot_s"][3] = 0.09
     assert demand(led, 0, 4) == (1640 + 360, 77 + 5, 0.09)
-    assert kv_peak(led, 0, NONE) == 1640 + 77
+    assert kv_peak(led, 0, NONE, np.inf) == 1640 + 77
 
 
 def test_several_that_come_for_a_text_in_host_memory_load_it_once():
