@@ -53,7 +53,7 @@ live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side
 
 nightly: .venv/all kernels  ## the tests that `make test` leaves out: rare and long
 	$(BIN)/pytest -n 2 -m nightly --ignore tests/live --durations 10
-	timeout -k 30 2700 $(BIN)/pytest -n 2 -m nightly $(LIVE) --durations 10
+	timeout -k 30 2700 $(BIN)/pytest -n 2 -m nightly $(LIVE) --timeout 900 --durations 10
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1
 	@echo "Starting two vLLM engines on CPU: one to two minutes until 'ready'."
