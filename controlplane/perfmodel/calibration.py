@@ -113,7 +113,8 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
             max_relative=float(residual.max()),
             samples=len(residual),
             held_out_mean=_held_out(equations),
-            unseen_relative=max(float(np.median(doubt)), prefill_doubt),
+            unseen_relative=float(np.median(doubt)),
+            unseen_prefill_relative=prefill_doubt,
         ),
         fitted=FittedRange(
             float(max(one.prefill_tokens / max(_prefilling(one, around), 1.0) for one in busy)),

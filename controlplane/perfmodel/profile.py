@@ -27,6 +27,7 @@ MOST_STEPS_AHEAD = 4
 GROUP_ROUNDING = 0.01  # of tokens in whole numbers
 NORMAL_MEAN_ABS = 0.7978845608  # E|z| of a standard normal
 MEAN_RANK = 0.575  # share of normal errors below their mean size
+UNSEEN = ("unseen_relative", "unseen_prefill_relative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,8 @@ class Residuals:
 
     `held_out_mean` and `held_out_max` are of samples the fit did not see, where there were enough.
     `unseen_relative` is a standard deviation for what no sample shows (a composed profile's host time
-    and mixed steps); it is stated, not measured, and widens every interval.
+    and mixed steps); it is stated, not measured, and widens every interval. `unseen_prefill_relative` is of
+    prefill alone, on top: what the prompts of a calibration leave open.
     """
 
     mean_relative: float
@@ -222,9 +224,10 @@ class Residuals:
     held_out_mean: float | None = None
     held_out_max: float | None = None
     unseen_relative: float = 0.0
+    unseen_prefill_relative: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("mean_relative", "p95_relative", "max_relative", "unseen_relative"):
+        for name in ("mean_relative", "p95_relative", "max_relative", *UNSEEN):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise BadInput(
                     f"residuals: {name}: must be a number of at least 0, got {getattr(self, name)}"

@@ -5,23 +5,27 @@
 A stack is a source, an engine and a GPU. Its runs are `accuracy.py`'s sweeps, at most RATES rates of each,
 and the first requests of `vllm_logs`, before its queue grows. Each rate has three errors: of decode, of first
 tokens, and the steps that chance adds to one. They bring TPOT, mean TTFT and its p99 to those measured, by
-the slopes of simulated runs. `uncertainty.DENSE` has their quantiles, each stack counted once. They are
-widened, since the median of a few stacks is uncertain itself. LEFT_OUT is judged but not learned from: its
-prompts are not answered by the engine alone.
+the slopes of simulated runs. A calibrated mean counts chance already: there TPOT and mean TTFT tell the first
+two, and p90 and p99 together the third, by halving. `uncertainty.DENSE` and CALIBRATED have their quantiles,
+each stack counted once. They are widened, since the median of a few stacks is uncertain itself. LEFT_OUT is
+judged but not learned from: its prompts are not answered by the engine alone.
 
-Library profiles of dense models are drawn by the errors of the other stacks, and by their residuals, as plans
-did before. Calibrated ones and a mixture's are drawn by their residuals. An interval is from the 5th to the
-95th percentile of DRAWS draws, its width relative to the prediction. Rates past the measured saturation
-point, those calibrated on, and calibrations that are refused are not judged. `--write` writes both tables.
+Profiles are drawn by the errors of the other stacks, and by their residuals; a mixture's by those of all
+dense stacks. An interval is from the 5th to the 95th percentile of DRAWS draws, its width relative to the
+prediction. Rates past the measured saturation point, those calibrated on, and calibrations that are refused
+are not judged. "Composed, later rates" are the library's on the rates of calibrated ones. `--write` writes
+the tables, and what is held to FROZEN, which may not get worse (tests/experiments/test_accuracy_ratchet.py).
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import defaultdict
 from dataclasses import replace
 from datetime import date
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +48,25 @@ RTX, UNQUEUED = "rtx-pro-6000", 120
 LLMD = ("l70-ocp-llmd", "l70-a100-llmd", "l8-ocp-llmd")
 STACKS = ("l70-k8s", "l70-h100", "l8-ocp-vllm", "apr29-llmd", "apr29", RTX)  # beginnings of sweeps' names
 DENSE, LEFT_OUT = (*DEVELOPMENT, *JUDGED, RTX), ("l8-ocp-llmd-long-low",)
-RATES, DRAWS, STEP, MOST = 7, 59, 0.1, 1.6
+COMPOSED, LATER, CALIBRATED = "composed", "composed, later rates", "calibrated"
+ELSEWHERE = "other stacks' errors"
+FROZEN = Path(__file__).with_suffix(".json")
+RATES, DRAWS, STEP, MOST, LATEST, HALVINGS = 7, 59, 0.1, 1.6, 16.0, 9
 FIGURES = ("TTFT mean", "TTFT p99", "TPOT", "whole time")
 BEGIN, END = "<!-- table: experiments/profiling/intervals.py --write -->\n", "<!-- end of intervals -->\n"
 Rows = list[dict[str, Any]]
 
 
 def stack_of(name: str) -> str:
-    return "llm-d" if name.startswith(LLMD) else next(one for one in STACKS if name.startswith(one))
+    return "llm-d" if name.startswith(LLMD) else next((one for one in STACKS if name.startswith(one)), name)
 
 
 @cache
-def judged(name: str, data: Path, calibrates: bool) -> tuple[Ladder, Profile, tuple[Run, ...]]:
+def judged(name: str, data: Path, kind: str) -> tuple[Ladder, Profile, tuple[Run, ...]]:
     """A sweep, its profile, and the runs that judge it."""
+    if kind == LATER:
+        return (*judged(name, data, COMPOSED)[:2], judged(name, data, CALIBRATED)[2])
+    calibrates = kind == CALIBRATED
     if name == RTX:
         log = read_request_log(data / REQUEST_LOG / "requests.jsonl")
         run = Run(3.4, log, np.arange(len(log.workload)) < UNQUEUED)
@@ -80,29 +90,55 @@ def figures(of: Any, run: Run) -> list[float]:
     return [said["ttft"]["mean"], said["ttft"]["p99"], said["tpot"]["mean"], said["e2e"]["mean"]]
 
 
-def errors(name: str, data: Path) -> list[list[float]]:
+def errors(name: str, data: Path, kind: str) -> list[list[float]]:
     """Of each rate the logarithms of the factors on decode and on first tokens, and the steps of chance."""
-    sweep, profile, runs = judged(name, data, False)
+    sweep, profile, runs = judged(name, data, kind)
     more, least = float(np.exp(STEP)), [-MOST, -MOST, 0.0]
-    moves = ((1.0, 1.0, 0.0), (more, 1.0, 0.0), (1.0, more, 0.0), (1.0, 1.0, STEP))
-    moved, found = [with_errors(profile, *by) for by in moves], []
+    moves, found = ((1.0, 1.0, 0.0), (more, 1.0, 0.0), (1.0, more, 0.0), (1.0, 1.0, STEP)), []
     for run in runs:
-        said = np.log([figures(replay(run.log, one, sweep.settings.workers), run)[:3] for one in moved])
+        served = partial(replay, run.log, workers=sweep.settings.workers)
+        said = np.log([figures(served(with_errors(profile, *by)), run)[:3] for by in moves])
         off, slopes = np.log(figures(run.log, run))[:3] - said[0], (said[1:] - said[0]).T / STEP
-        found.append(lsq_linear(slopes, off, (least, MOST)).x.tolist())
+        if kind == COMPOSED:
+            found.append(lsq_linear(slopes, off, (least, MOST)).x.tolist())
+            continue
+        factors = lsq_linear(slopes[::2, :2], off[::2], (-MOST, MOST)).x.tolist()
+        decode, first = np.exp(factors).tolist()
+        low, high = 0.0, LATEST
+        for _ in range(HALVINGS):
+            steps = (low + high) / 2
+            late = served(with_errors(profile, decode, first, steps))
+            both = [figures_of(of, run.measured)["ttft"] for of in (late, run.log)]
+            is_short = both[0]["p90"] * both[0]["p99"] < both[1]["p90"] * both[1]["p99"]
+            low, high = (steps, high) if is_short else (low, steps)
+        found.append([*factors, low])
     return found
 
 
-def learned(seen: Rows, without: str | None = None) -> ErrorsElsewhere:
+def seen_in(kind: str, asked: Any) -> Rows:
+    """The errors of every sweep of dense models."""
+    rows = []
+    for name in DENSE:
+        own = judged(name, asked.data, kind)[1].residuals.unseen_relative
+        part = asked.resume.part(f"errors {kind} {name}", partial(errors, name, asked.data, kind))
+        rows += [{"name": name, "stack": stack_of(name), "unseen": own, "errors": part}] * bool(part)
+    return rows
+
+
+def learned(seen: dict[str, Rows], kind: str, without: str | None = None) -> ErrorsElsewhere:
     """The errors of all stacks but one, each counted once."""
-    rows = [one for one in seen if one["stack"] != without and one["name"] not in LEFT_OUT]
+    rows = [one for one in seen[kind] if one["stack"] != without and one["name"] not in LEFT_OUT]
     stacks = [one["stack"] for one in rows]
     shares = [1.0 / stacks.count(one["stack"]) / len(one["errors"]) for one in rows]
     weights = np.repeat(shares, [len(one["errors"]) for one in rows])
     table = np.concatenate([one["errors"] for one in rows]).T
+    both = np.cov(table[:2], aweights=weights)
+    traded = round(float(both[0, 1] / both[1, 1]), 3) if kind == CALIBRATED else 0.0
+    table[0] -= traded * table[1]
     decode, first, late = (quantiles(of, weights, len(set(stacks))) for of in table)
     unseen = float(np.median([one["unseen"] for one in rows]))
-    return ErrorsElsewhere(decode, first, tuple(max(steps, 0.0) for steps in late), round(unseen, 3))
+    late = tuple(max(steps, 0.0) for steps in late)
+    return ErrorsElsewhere(decode, first, late, round(unseen, 3), traded)
 
 
 def quantiles(values: Any, weights: Any, stacks: int) -> tuple[float, ...]:
@@ -115,11 +151,11 @@ def quantiles(values: Any, weights: Any, stacks: int) -> tuple[float, ...]:
     return tuple(np.round([low, *found, high], 3).tolist())
 
 
-def intervals(name: str, data: Path, calibrates: bool, known: ErrorsElsewhere | None) -> list[Any]:
+def intervals(name: str, data: Path, kind: str, known: ErrorsElsewhere | None) -> list[Any]:
     """Of each rate and figure: whether the interval holds it, and how wide it is."""
-    sweep, profile, runs = judged(name, data, calibrates)
+    sweep, profile, runs = judged(name, data, kind)
     if known is None:  # by its residuals, as a measured one is
-        profile, known = replace(profile, source=replace(profile.source, kind="measured")), uncertainty.DENSE
+        profile = replace(profile, source=replace(profile.source, kind="published"))
     drawn = [draw_profile(profile, np.random.default_rng(k), known) for k in range(DRAWS)]
     rows = []
     for run in runs:
@@ -131,37 +167,53 @@ def intervals(name: str, data: Path, calibrates: bool, known: ErrorsElsewhere | 
     return rows
 
 
+def shares(rates: list[Any]) -> dict[str, list[float]]:
+    """Of each figure: the share of the rates that are held, and the median width."""
+    held, widths = np.array(rates).transpose(2, 1, 0)
+    both = np.round([held.mean(axis=1), np.median(widths, axis=1)], 4).T
+    return dict(zip(FIGURES, both.tolist(), strict=True))
+
+
+def table_of(found: dict[Any, Any]) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    rows, bars = [], {}
+    for (whose, how), sweeps in found.items():
+        rates = [rate for sweep in sweeps.values() for rate in sweep]
+        line = {"profile": whose, "drawn by": how, "rates": str(len(rates))}
+        for figure, (share, width) in shares(rates).items():
+            line[figure] = f"{100 * share:.0f} %, {width:.2f}"
+            if how == ELSEWHERE:
+                bars[f"{whose}: {figure}, points from 90 % held"] = bar(abs(round(100 * share) - 90.0), 4.0)
+                bars[f"{whose}: {figure}, width"] = bar(round(width, 2), 0.3)
+        rows.append(line)
+    return rows, bars
+
+
 def main() -> int:
     parser = flags(__doc__, LMBENCH, REQUEST_LOG, resumes=True)
     parser.add_argument("--write", action="store_true", help="put the tables where they are read")
     asked = parser.parse_args()
-    seen, found, rows, bars = [], defaultdict(list), [], {}
-    for name in DENSE:
-        own = judged(name, asked.data, False)[1].residuals.unseen_relative
-        part = asked.resume.part(f"errors {name}", partial(errors, name, asked.data))
-        seen.append({"name": name, "stack": stack_of(name), "unseen": own, "errors": part})
-    for calibrates, name in [(how, name) for how in (False, True) for name in (*DENSE, *MIXTURES)]:
-        whose = f"{'calibrated' if calibrates else 'composed'}, {'Scout' if name in MIXTURES else 'dense'}"
-        ways = {"residuals": None}
-        if whose == "composed, dense":
-            ways["other stacks' errors"] = learned(seen, stack_of(name))
-        for how, known in ways.items():
-            part = partial(intervals, name, asked.data, calibrates, known)
-            found[whose, how] += asked.resume.part(f"{whose} {name} {how}", part)
-    for (whose, how), rates in found.items():
-        held, widths = np.array(rates).transpose(2, 1, 0)
-        line = {"profile": whose, "drawn by": how, "rates": str(len(rates))}
-        for figure, share, width in zip(
-            FIGURES, 100 * held.mean(axis=1), np.median(widths, axis=1), strict=True
-        ):
-            line[figure] = f"{share:.0f} %, {width:.2f}"
-            bars[f"{whose}, {how}: {figure}, points from 90 % held"] = bar(abs(round(share) - 90.0), 4.0)
-            bars[f"{whose}, {how}: {figure}, width"] = bar(round(width, 2), 0.3)
-        rows.append(line)
+    found = defaultdict(dict)
+    seen = {kind: seen_in(kind, asked) for kind in (COMPOSED, CALIBRATED)}
+    for kind, name in product((COMPOSED, LATER, CALIBRATED), (*DENSE, *MIXTURES)):
+        known = learned(seen, CALIBRATED if kind == CALIBRATED else COMPOSED, stack_of(name))
+        whose = f"{kind}, {'Scout' if name in MIXTURES else 'dense'}"
+        for how, drawn_by in {"residuals": None, ELSEWHERE: known}.items():
+            part = partial(intervals, name, asked.data, kind, drawn_by)
+            if rates := asked.resume.part(f"{whose} {name} {how}", part):
+                found[whose, how][name] = rates
+    rows, bars = table_of(found)
     if asked.write:
-        text = "".join(f"    {name}={of},\n" for name, of in learned(seen)._asdict().items())
-        between(Path(uncertainty.__file__), "DENSE = ErrorsElsewhere(\n", text, ")\n\n\ndef draw_profile")
-        between(ROOT / "docs" / "figures" / "calibration.md", BEGIN, markdown(rows), END)
+        for table, kind in (("DENSE", COMPOSED), ("CALIBRATED", CALIBRATED)):
+            text = "".join(f"    {name}={of},\n" for name, of in learned(seen, kind)._asdict().items())
+            between(Path(uncertainty.__file__), f"{table} = ErrorsElsewhere(\n", text, ")\n")
+        between(ROOT / "docs" / "figures" / "intervals.md", BEGIN, markdown(rows), END)
+        held = {
+            whose: {name: shares(rates) for name, rates in sweeps.items()}
+            | {"all": shares([rate for rates in sweeps.values() for rate in rates])}
+            for (whose, how), sweeps in found.items()
+            if how == ELSEWHERE
+        }
+        FROZEN.write_text(json.dumps({"seen": seen, "held": held}, indent=1) + "\n", encoding="utf-8")
     return show("intervals", rows, bars, asked)
 
 

@@ -1,13 +1,20 @@
-"""No row of the accuracy matrix gets worse by more than its noise (experiments/profiling/accuracy.json)."""
+"""No row of the accuracy matrix gets worse by more than its noise, and no interval holds less.
+
+The rows are frozen in experiments/profiling: accuracy.json, intervals.json.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from controlplane.perfmodel import uncertainty
+from experiments.profiling import intervals
 from experiments.profiling.accuracy import DEVELOPMENT, FROZEN, JUDGED, digest, of_ladder, worse
 
 NAMES = (*DEVELOPMENT, *JUDGED)
+INTERVALS = json.loads(intervals.FROZEN.read_text(encoding="utf-8"))
+FAST = "apr29-root-short"
 KNOWN = json.loads(FROZEN.read_text(encoding="utf-8"))
 
 
@@ -37,3 +44,31 @@ def test_an_error_that_rises_past_its_noise_is_named() -> None:
     row |= {"ttft p99": [0.05, 0.01], "rates from the saturation point": [1.0, 0.0]}
     row |= {"points of hits": [0.0, 0.01]}
     assert list(worse(found, {"as it is": {"mine": row}})) == ["mine: ttft p99: 0.1, at most 0.05 + 0.01"]
+
+
+def test_plans_draw_the_errors_of_the_frozen_rates() -> None:
+    seen = INTERVALS["seen"]
+    assert intervals.learned(seen, intervals.COMPOSED) == uncertainty.DENSE
+    assert intervals.learned(seen, intervals.CALIBRATED) == uncertainty.CALIBRATED
+
+
+def test_calibrated_intervals_hold_what_they_say_and_are_no_wider_on_the_same_rates() -> None:
+    composed, calibrated = (
+        INTERVALS["held"][f"{kind}, dense"]["all"] for kind in (intervals.LATER, intervals.CALIBRATED)
+    )
+    assert all(0.86 <= share <= 0.94 for share, _ in calibrated.values())
+    assert all(calibrated[name][1] <= composed[name][1] for name in intervals.FIGURES)
+
+
+@pytest.mark.parametrize("kind", [intervals.COMPOSED, intervals.CALIBRATED])
+@pytest.mark.parametrize(
+    "name", [FAST, *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES if name != FAST)]
+)
+def test_no_interval_holds_fewer_rates_of_a_sweep_or_is_wider(bench_data: Path, name: str, kind: str) -> None:
+    frozen = INTERVALS["held"][f"{kind}, dense"].get(name)
+    known = intervals.learned(INTERVALS["seen"], kind, intervals.stack_of(name))
+    rates = intervals.intervals(name, bench_data, kind, known)
+    assert bool(rates) == bool(frozen), "a calibration is refused now, or no longer"
+    for figure, (share, width) in intervals.shares(rates).items() if rates else ():
+        assert share >= frozen[figure][0], figure
+        assert width <= 1.02 * frozen[figure][1], figure

@@ -138,7 +138,8 @@ def calibrated(
 
     A few minutes can tell these three numbers; each is drawn to what it was by CALIBRATION_DOUBT. The four
     coefficients of `fit_log` need a log in which they all matter. The misfit that remains is returned, and
-    joins the profile's uncertainty.
+    joins the profile's uncertainty. What the log leaves open of prefill is stated apart, for it is no error
+    of decode.
     """
     many = measured & (log.workload.output_tokens > 1)
     if not many.any():
@@ -173,8 +174,9 @@ def calibrated(
         for k, name in enumerate(("decode", "prefill"))
     ]
     fit = goodness_of(log, replay(log, profile, workers, prefix_caching, policy), measured)
-    doubt = float(np.hypot(max(float(error[:2].max()), CALIBRATION_NOISE), fit.doubt))
-    profile = replace(profile, residuals=replace(profile.residuals, unseen_relative=doubt))
+    doubt = float(np.hypot(max(float(error[0]), CALIBRATION_NOISE), fit.doubt))
+    residuals = replace(profile.residuals, unseen_relative=doubt, unseen_prefill_relative=float(error[1]))
+    profile = replace(profile, residuals=residuals)
     front = replace(profile.frontend, doubt_s=CALIBRATION_DOUBT[2] * float(error[2]))
     return replace(profile, frontend=front, source=replace(profile.source, kind="measured")), corrections, fit
 
@@ -265,6 +267,7 @@ def judged(log: RequestLog, profile: Profile, rows: NDArray[np.bool_], workers: 
         held_out_mean=float(held_out.mean()) if len(held_out) else None,
         held_out_max=float(held_out.max()) if len(held_out) else None,
         unseen_relative=profile.residuals.unseen_relative,
+        unseen_prefill_relative=profile.residuals.unseen_prefill_relative,
     )
     longest = float((log.workload.prompt_tokens + log.workload.output_tokens).max())
     engine = profile.engine

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, create_model
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import (
+    UNSEEN,
     EngineLimits,
     FittedRange,
     Frontend,
@@ -202,12 +203,7 @@ def profile_document(profile: Profile) -> dict[str, Any]:
     }
     if engine.steps_ahead:
         content["engine"]["steps_ahead"] = engine.steps_ahead
-    residuals = _numbers(profile.residuals, "mean_relative p95_relative max_relative samples")
-    for name in ("held_out_mean", "held_out_max", "unseen_relative"):
-        value = getattr(profile.residuals, name)
-        if value is not None:
-            residuals[name] = value
-    content["residuals"] = residuals
+    content["residuals"] = _residuals_document(profile.residuals)
     if profile.fitted is not None:
         content["fitted"] = _numbers(profile.fitted, "prefill_tokens sequences context_tokens")
     source = _numbers(profile.source, "kind what licence date")
@@ -215,6 +211,15 @@ def profile_document(profile: Profile) -> dict[str, Any]:
         source["host_s"] = profile.source.host_s
     content["source"] = source
     return content
+
+
+def _residuals_document(residuals: Residuals) -> dict[str, Any]:
+    document = _numbers(residuals, "mean_relative p95_relative max_relative samples")
+    for name in ("held_out_mean", "held_out_max", *UNSEEN):
+        value = getattr(residuals, name)
+        if value is not None and (value or name != UNSEEN[1]):
+            document[name] = value
+    return document
 
 
 def _kv_document(kv: KvModel) -> dict[str, Any]:

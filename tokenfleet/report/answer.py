@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import date
 
+from controlplane.perfmodel.uncertainty import calibrating_narrows
 from tokenfleet.planning.plan_file import (
     Affinity,
     Cliff,
@@ -304,8 +305,12 @@ def _uncertainty(plan: PlanFile, shares: dict[str, float]) -> str:
     if source == "drift":
         return f"{text}: rate and lengths may change. Traces of more days narrow it."
     if all(profile.kind == "measured" for profile in plan.inputs.profiles):
-        return f"{text}: measured, with some scatter. `tokenfleet calibrate` on a running engine narrows it."
-    return f"{text}: predicted. A minute of `tokenfleet calibrate --endpoint` narrows it."
+        text = f"{text}: measured, with some scatter"
+    elif calibrating_narrows("first" if plan.binding in ("ttft", "prefill") else "decode"):
+        return f"{text}: predicted. A minute of `tokenfleet calibrate --endpoint` narrows it."
+    else:
+        text = f"{text}: predicted"
+    return f"{text}. `tokenfleet compare` on one engine shows the error."
 
 
 def plateau_text(flat: Plateau) -> str:

@@ -1,4 +1,4 @@
-"""Composed profiles are drawn by other engines' errors, which are not symmetric; others by residuals."""
+"""Composed and calibrated profiles are drawn by other engines' errors, others by their residuals."""
 
 from dataclasses import replace
 
@@ -8,7 +8,14 @@ from builders.made_profiles import made_profile
 
 from controlplane.perfmodel.profile import Frontend, KvModel, Profile, Residuals
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
-from controlplane.perfmodel.uncertainty import AT, DENSE, draw_profile, is_dense, with_errors
+from controlplane.perfmodel.uncertainty import (
+    AT,
+    CALIBRATED,
+    DENSE,
+    ErrorsElsewhere,
+    draw_profile,
+    with_errors,
+)
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
@@ -47,14 +54,52 @@ def test_a_frontend_that_is_uncertain_is_drawn_beside_them() -> None:
     assert drawn.std() > without.std()
 
 
-def test_the_errors_are_in_order_and_experts_and_windows_have_none() -> None:
-    assert all(list(row) == sorted(row) and len(row) == len(AT) for row in DENSE[:3])
-    assert min(DENSE.late_steps) >= 0.0
-    dense = composed()
-    mixture = replace(dense, step=replace(STEP, hinges=(Hinge("experts", 8.0, 1e-4),)))
-    windowed = replace(dense, kv=replace(dense.kv, request_tokens=1024, window_tokens=1024))
-    assert [is_dense(one) for one in (dense, mixture, windowed)] == [True, False, False]
-    assert draw_profile(mixture, np.random.default_rng(1)).frontend == mixture.frontend
+@pytest.mark.parametrize("known", [DENSE, CALIBRATED])
+def test_the_errors_are_in_order(known: ErrorsElsewhere) -> None:
+    assert all(list(row) == sorted(row) and len(row) == len(AT) for row in known[:3])
+    assert min(known.late_steps) >= 0.0
+
+
+def test_experts_are_drawn_by_the_same_errors_and_wider_by_what_they_state() -> None:
+    mixture = replace(composed(0.25), step=replace(STEP, hinges=(Hinge("experts", 8.0, 1e-4),)))
+    assert draw_profile(mixture, np.random.default_rng(1)).frontend != mixture.frontend
+    assert np.ptp(np.quantile(decode_errors(mixture), (0.05, 0.95))) > 3 * (
+        DENSE.decode[-2] - DENSE.decode[1]
+    )
+
+
+def calibrated(prefill: float = 0.0) -> Profile:
+    """As a log of short prompts calibrates it: sure of decode, and of prefill as little as is asked."""
+    made = composed(CALIBRATED.unseen)
+    residuals = replace(made.residuals, unseen_prefill_relative=prefill)
+    source = replace(made.source, kind="measured")
+    return replace(made, residuals=residuals, source=source, frontend=Frontend(0.012, doubt_s=0.001))
+
+
+def test_a_calibrated_profile_is_drawn_by_calibrated_ones_errors_and_decodes_narrower() -> None:
+    found = np.quantile(decode_errors(calibrated()), AT)
+    assert found == pytest.approx(CALIBRATED.decode, abs=0.01)
+    assert found[-2] - found[1] < np.ptp(np.quantile(decode_errors(composed()), (0.05, 0.95)))
+
+
+def test_what_prompts_leave_open_is_drawn_on_prefill_and_never_on_decode() -> None:
+    pairs = [
+        [draw_profile(one, np.random.default_rng(k)).step for one in (calibrated(), calibrated(0.3))]
+        for k in range(400)
+    ]
+    assert all(wide.base_s == narrow.base_s for narrow, wide in pairs)
+    prefill = np.log([wide.per_prefill_token_s / narrow.per_prefill_token_s for narrow, wide in pairs])
+    assert prefill.std() == pytest.approx(0.3, rel=0.1)
+
+
+def test_a_calibrated_mean_counts_chance_already() -> None:
+    """Its rest shrinks by what chance adds; a composed one comes later by it."""
+    rest_s = calibrated().frontend.per_request_s
+    late_s = 0.5 * STEP.base_s
+    drawn = with_errors(calibrated(), 1.0, 1.0, 0.5).frontend
+    assert (drawn.per_request_s, drawn.late_s) == pytest.approx((rest_s - late_s, late_s))
+    assert with_errors(calibrated(), 1.0, 1.0, 9.0).frontend.per_request_s == 0.0
+    assert with_errors(composed(), 1.0, 1.0, 0.5).frontend.per_request_s == composed().frontend.per_request_s
 
 
 def test_chance_delays_first_tokens_alone_and_none_changes_nothing() -> None:

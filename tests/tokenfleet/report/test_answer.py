@@ -18,7 +18,7 @@ from tokenfleet.planning.estimate import rank, replicates_for
 from tokenfleet.planning.plan_file import ExpectedLoop, KvOffload, PlanFile
 from tokenfleet.planning.result import Plan
 from tokenfleet.profiles.library import write_profile
-from tokenfleet.report.answer import loop_text, offload_text
+from tokenfleet.report.answer import loop_text, offload_text, says
 from tokenfleet.report.page import plan_figures, plan_report
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.report.tables import gpu_text
@@ -71,6 +71,27 @@ def test_every_line_reads_plainly() -> None:
     prose = prose_of([text for plan in (busy(), tight) for text in said_of(plan).values()])
     assert prose.long_sentences == []
     assert prose.matches(BANNED_TURNS) == prose.matches(OLD_WORDS) == []
+
+
+def test_an_interval_too_wide_to_decide_says_what_to_measure() -> None:
+    """Four workers would do as predicted, and would not where the profile is off as others were."""
+    base = worker()
+    composed = replace(
+        base,
+        residuals=replace(base.residuals, unseen_relative=0.1),
+        source=replace(base.source, kind="composed"),
+    )
+    told = plan_json(planned(poisson(18.0, 1500), [worker_type(composed)], explained=True))
+    said = dict(told["says"])
+    undecided = (
+        r"4 workers are expected to reach 9[5-9][\d.]* %, but its lower bound of \d\d[\d.]* % is below"
+    )
+    assert re.match(undecided, said["Why not fewer?"])
+    assert told["binding"] == "prefill"
+    measured = r"step times \(9\d %\): predicted\. `tokenfleet compare` on one engine shows the error\."
+    assert re.fullmatch(measured, said["Main uncertainty"])
+    by_tpot = dict(says(PlanFile.model_validate(told | {"binding": "tpot"})))["Main uncertainty"]
+    assert by_tpot.endswith("predicted. A minute of `tokenfleet calibrate --endpoint` narrows it.")
 
 
 def test_no_line_has_another_policy_sized_on_another_footing() -> None:
