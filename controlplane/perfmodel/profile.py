@@ -346,7 +346,8 @@ class Profile:
     @property
     def label(self) -> str:
         part = f"1/{self.workers_per_gpu} of " if self.workers_per_gpu > 1 else ""
-        return f"{self.model} on {part}{self.type_name} ({self.source.kind})"
+        kind = "predicted" if self.source.kind == "composed" else self.source.kind
+        return f"{self.model} on {part}{self.type_name} ({kind})"
 
     def with_engine(
         self,

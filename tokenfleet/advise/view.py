@@ -24,7 +24,7 @@ def verdict(settings: AdviceSettings, advice: Advice) -> str:
     """The advice in a sentence."""
     has, wanted = replicas_text(advice.has), advice.wanted
     if wanted is None:
-        return f"None yet: {has}, and {_awaited(advice)}"
+        return f"None yet, since {_awaited(advice)}; {has} now"
     sure = ""
     if advice.likely is not None and advice.likely[0] != advice.likely[1]:
         sure = f" (90 % sure: {advice.likely[0]} to {advice.likely[1]})"
@@ -54,30 +54,22 @@ def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tu
     if advice.regime is not None and advice.since_s is not None:
         yield "Traffic", _traffic_text(advice, clock)
     if advice.line is not None:
-        slope, intercept = advice.line.workers_per_rps, advice.line.intercept
-        yield (
-            "Why",
-            f"replicas = ceil({slope:.3g} x req/s + {intercept:.2g}), at {advice.upper_rps:.3g} req/s",
-        )
+        rule = f"ceil({advice.line.workers_per_rps:.3g} x req/s + {advice.line.intercept:.2g})"
+        yield "Why", f"replicas = {rule}, at {advice.upper_rps:.3g} req/s"
     if advice.lengths is not None:
         binds = bottleneck(profile, slo, *advice.lengths)
-        yield (
-            "Bottleneck",
-            f"{binds.name}; 25 % more of it would save {percent(binds.spares)} of the replicas",
-        )
+        saves = f"25 % more of it would save {percent(binds.spares)} of the replicas"
+        yield "Bottleneck", f"{binds.name}; {saves}"
         if why := hopeless(profile, slo, *advice.lengths):
             yield "Beware", f"no number of replicas meets the target: {why}"
     if (change := advice.change) is not None and change.before is not None:
-        yield (
-            "Last change",
-            f"{clock(change.at_s):%H:%M:%S} from {change.before} to {change.after}: {change.why}",
-        )
+        at = f"{clock(change.at_s):%H:%M:%S}"
+        yield "Last change", f"{at} from {change.before} to {change.after}: {change.why}"
     busy = f"{advice.running:.0f} requests running, {advice.waiting:.0f} waiting"
     starting = f", {advice.starting} starting" if advice.starting else ""
     yield "Replicas", f"{advice.has} answer{starting}; {busy}; {advice.arrivals:,.0f} arrivals counted"
-    known = (
-        "calibrated by these servers" if profile is not settings.worker_type.profile else "not yet calibrated"
-    )
+    is_known = profile is not settings.worker_type.profile
+    known = "calibrated by these servers" if is_known else "not yet calibrated"
     yield "Step times", f"{profile.label}, {known}: off by up to {percent(doubt_of(profile))}"
 
 
@@ -124,15 +116,15 @@ def _awaited(advice: Advice) -> str:
     if advice.held:
         return "the metrics are missing"
     if advice.lengths is None:
-        return "no request has ended yet"
-    return "the traffic is counted for some 20 s first"
+        return "no request has ended"
+    return "counting the traffic takes some 20 s"
 
 
 def _traffic_text(advice: Advice, clock: Clock) -> str:
     assert advice.regime is not None
     assert advice.since_s is not None
     text = f"{advice.regime.rate_rps:.3g} req/s since {clock(advice.since_s):%H:%M:%S}"
-    text += f" (at most {advice.upper_rps:.3g})"
+    text += f" (the advice allows for {advice.upper_rps:.3g})"
     if advice.lengths is not None:
         text += f", {advice.lengths[0]:,.0f} prompt and {advice.lengths[1]:,.0f} output tokens on average"
     return text

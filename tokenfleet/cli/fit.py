@@ -206,7 +206,7 @@ def _say(
     profile: Profile, out: Path, output_format: OutputFormat, breaks: list[Break], speeds: list[HostSpeed]
 ) -> None:
     step, residuals = profile.step, profile.residuals
-    within = {f"{c:g}": relative_error(residuals, c) for c in CONFIDENCES}
+    errors = {c: relative_error(residuals, c) for c in CONFIDENCES}
     rows: dict[str, float | int | None] = {
         **coefficients(step),
         "hinges": len(step.hinges),
@@ -218,7 +218,7 @@ def _say(
     }
     if output_format == OutputFormat.JSON:
         answer: dict[str, object] = {"schema": "tokenfleet.fit/1", "profile": str(out), **rows}
-        answer["error_within"] = within
+        answer["error_within"] = {f"{c:g}": error for c, error in errors.items()}
         answer |= {"form": form_of(step), "breaks": [asdict(cell) for cell in breaks]}
         answer["machine"] = [
             {"window_s": s.window_s, "slowness": s.range, "off": s.off, "off_left": s.off_left}
@@ -229,7 +229,7 @@ def _say(
     from tokenfleet.report.tables import table
 
     lines = [(name, f"{value:.6g}") for name, value in coefficients(step).items()]
-    lines += [(f"error of {float(c):.0%} of steps", f"up to {100 * e:.1f} %") for c, e in within.items()]
+    lines += [(f"error of {100 * c:.0f} % of steps", f"up to {100 * e:.1f} %") for c, e in errors.items()]
     show(
         [
             f"{profile.label}: {residuals.samples:,} steps, {_error_text(residuals)}",
@@ -246,7 +246,7 @@ def _error_text(residuals: Residuals) -> str:
     held, mean = residuals.held_out_mean, residuals.mean_relative
     text = f"mean error {100 * mean:.1f} %"
     text += "" if held is None else f", {100 * held:.1f} % on held-out steps"
-    return text + f" (plans mislead from {100 * INEXACT:g} % on)" * (mean > INEXACT)
+    return text + f" (above {100 * INEXACT:g} % a plan misleads)" * (mean > INEXACT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,8 +448,8 @@ def _say_calibrated(
     print(f"Calibrated {made.label}: {_error_text(residuals)}; written to {flags.output}")
     for one in corrections:
         untold = "" if one.told else " (not determined)"
-        print(f"  {one.name:24} {one.factor:.3g}x the profile's ± {one.error:.2g}{untold}")
-    print(f"Model-error margin of a plan: {100 * residuals.unseen_relative:.1f} %")
+        print(f"  {one.name:24} {one.factor:.3g} ± {one.error:.2g} times the profile's{untold}")
+    print(f"Plans with this profile add a model-error margin of {100 * residuals.unseen_relative:.1f} %.")
     frontend_ms = made.frontend.per_request_s * 1e3
     print(f"KV memory: {made.kv.capacity_tokens:,} tokens. HTTP overhead: {frontend_ms:.1f} ms a request.")
     for line in said:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.terminal import answer, console
 from tokenfleet.texts import duration_text
@@ -85,6 +86,8 @@ def gap_command(
     from tokenfleet.service.gap import gaps
 
     folder = data or default_data_folder()
+    if not folder.is_dir():
+        raise BadInput(f"--data: {folder}: no such folder, expected that of a fleet")
     found = gaps(folder, 0.0, time.time(), days)
     nothing = [f"{folder}: no log of a fleet; `tokenfleet serve` writes one"]
     text = json.dumps({"schema": "tokenfleet.gaps/1", "days": found}, indent=1)

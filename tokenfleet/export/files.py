@@ -20,6 +20,7 @@ from tokenfleet.export.kuberay import KEYS, kuberay
 from tokenfleet.export.production_stack import production_stack
 from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules
 from tokenfleet.field_errors import nearest
+from tokenfleet.report.tables import asked_text
 
 SHUTDOWN_S = 60
 NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # of objects, to which KubeRay appends its own parts
@@ -184,7 +185,8 @@ def export_files(
 def _heading(fleet: Deployment) -> str:
     """The first line of every file: what the plan was."""
     groups = " + ".join(f"{g.workers} x {g.worker_type.name}" for g in fleet.groups)
-    return f"# Made by tokenfleet from a plan: {groups}, {fleet.attainment:g} within {fleet.slo_text}."
+    target = f"{asked_text(fleet.attainment)} of requests within {fleet.slo_text}"
+    return f"# Made by tokenfleet from a plan: {groups}, {target}."
 
 
 def _documents(heading: str, objects: Sequence[dict[str, Any]]) -> str:

@@ -86,10 +86,9 @@ def apportioned(mix: Fleet, workers: int) -> Fleet:
     """A number of workers in a mix's proportions, by largest remainders; the mix itself for its own count."""
     exact = [group.workers * workers / mix.workers for group in mix.groups]
     counts = [int(share) for share in exact]
-    # Of equal remainders the larger worker stays: half of "one small and one large" is the large one.
-    by_rest = sorted(
-        range(len(exact)), key=lambda i: (round(counts[i] - exact[i], 9), -mix.groups[i].worker_type.gpus, i)
-    )
+    # Of equal remainders the larger worker stays, of equal sizes the dearer: half of "A100 + H100" is "H100".
+    sizes = [(-g.worker_type.gpus, -(g.worker_type.usd_per_h or 0.0)) for g in mix.groups]
+    by_rest = sorted(range(len(exact)), key=lambda i: (round(counts[i] - exact[i], 9), *sizes[i], i))
     for i in by_rest[: workers - sum(counts)]:
         counts[i] += 1
     groups = (replace(group, workers=n) for group, n in zip(mix.groups, counts, strict=True))

@@ -245,12 +245,14 @@ class OneFewer(_Part):
     attainment: Annotated[Number | None, means("expected, else on the recorded trace")] = None
     low: Annotated[Number | None, means("its lower bound")] = None
     on_trace: Annotated[Number | None, means("attainment on the recorded trace")] = None
+    fleet: Annotated[list[FleetPart], means("its workers by type")] = []
 
 
 class BindingDetail(_Part):
     """The trial that shows the bottleneck."""
 
     workers: Annotated[Whole, means("of the fleet that fails")]
+    fleet: Annotated[list[FleetPart], means("its workers by type")] = []
     rate_scale: Annotated[Number, means("times the recorded traffic")]
     slo_class: Annotated[str | None, means("class that misses first")] = None
     relief: Annotated[dict[str, Number], means("attainment gained by relaxing each limit")]

@@ -374,7 +374,7 @@ def _one_fewer(search: Search, winner: Sizing) -> SmallerFleet:
         fails = f"its lower bound at confidence {search.request.confidence:g} is below the target"
     else:
         fails = "it holds too; the mix was chosen for its price, not its size"
-    return SmallerFleet(count, on_trace, verdict, fails)
+    return SmallerFleet(count, on_trace, verdict, fails, fleet)
 
 
 def _binding(search: Search, winner: Sizing) -> Binding:

@@ -107,6 +107,7 @@ class SmallerFleet:
     on_trace: float
     estimate: Estimate | None
     fails: str
+    fleet: Fleet | None = None
 
 
 @dataclass(frozen=True, slots=True)

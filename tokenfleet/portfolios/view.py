@@ -17,7 +17,7 @@ from tokenfleet.report.tables import fleet_text, gpu_text, share_text, table, us
 from tokenfleet.version import VERSION
 
 SCHEMA = "tokenfleet.portfolio-plan/1"
-_MODELS = ("model", "fleet", "constant", "on schedule", "lower bound", "on other GPUs")
+_MODELS = ("model", "fleet", "constant size", "on schedule", "lower bound", "on other GPUs")
 _LIMITS = ("limit", "maximum", "peak use", "gain if raised")
 
 
@@ -84,7 +84,7 @@ def headline(plan: PortfolioPlan) -> str:
         if count
     )
     models = f"{len(plan.rows)} model" + ("" if len(plan.rows) == 1 else "s")
-    return f"{models} can meet their targets within the limits: {usd_text(plan.usd_per_h)}, at most {most}"
+    return f"{models} can meet their targets within the limits: {usd_text(plan.usd_per_h)}, at peak {most}"
 
 
 def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
@@ -144,11 +144,12 @@ def _of_adapters(plan: PortfolioPlan) -> Iterator[str]:
 
 def _sentences(plan: PortfolioPlan) -> Iterator[str]:
     if plan.uses:
-        yield f"Without limits the fleets would cost {usd_text(plan.unlimited_usd_per_h)}."
+        without, now = usd_text(plan.unlimited_usd_per_h), usd_text(plan.usd_per_h)
+        yield f"Without limits the fleets would cost {'the same' if without == now else without}."
     if plan.constant_usd_per_h is None:
-        yield "Fleets that keep their size exceed the limits; only fleets that follow their schedules fit."
+        yield "Fleets of constant size exceed the limits; only fleets that follow their schedules fit."
     else:
-        yield f"Fleets that keep their size would cost {usd_text(plan.constant_usd_per_h)}."
+        yield f"Fleets of constant size would cost {usd_text(plan.constant_usd_per_h)}."
     yield from _shared(plan)
 
 

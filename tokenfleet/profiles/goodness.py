@@ -28,8 +28,8 @@ DOUBT = {"TTFT": BOUNDS["whole time"] / BOUNDS["TTFT"], "TPOT": 1.0, "whole time
 CAUSES = {
     "time": "the load or the caches before the log began",
     "prompt": "prefix hits from elsewhere, or a step budget other than the engine's",
-    "load": "KV memory or seats other than the engine's",
-    "tail": "requests placed otherwise than assumed, or KV memory too small",
+    "load": "KV memory or max_num_seqs other than the engine's",
+    "tail": "requests placed otherwise than assumed, or too little KV memory",
 }
 FEWEST = 10
 FLOOR_S = 1e-3
@@ -50,7 +50,7 @@ class Part:
     @property
     def text(self) -> str:
         """In words."""
-        return f"{self.latency} of {self.words} is {self.ratio:.2f} times what the profile predicts"
+        return f"{self.latency} of {self.words} is {self.ratio:.2f} times the predicted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Goodness:
         """What does not fit, and what may be the cause."""
         if self.worst is None:
             return "every part of the log fits within its noise"
-        return f"{self.worst.text}; check {CAUSES[self.worst.cause]}"
+        return f"{self.worst.text}; possible cause: {CAUSES[self.worst.cause]}"
 
     def refuse(self, where: str) -> None:
         """Raise BadInput where step times do not explain the log."""
@@ -125,7 +125,7 @@ def _off(seen: Floats, said: Floats, is_tail: bool) -> tuple[float, float]:
 
 def _parts(log: RequestLog, known: Rows, seen: Floats) -> Iterator[tuple[str, str, Rows]]:
     """The parts of a log, each with its kind and in words."""
-    yield "tail", "the slowest tenth", known
+    yield "tail", "the slowest tenth of requests", known
     begin, end = log.workload.arrival_s, log.last_token_s
     ended = np.sort(end[np.isfinite(end)])
     busy = np.arange(len(begin)) - np.searchsorted(ended, begin)  # in flight as each arrives

@@ -13,6 +13,7 @@ from datetime import date
 from controlplane.perfmodel.uncertainty import calibrating_narrows
 from tokenfleet.planning.plan_file import (
     Affinity,
+    BindingDetail,
     Cliff,
     Considered,
     ExpectedLoop,
@@ -59,9 +60,9 @@ _BINDS = {
 }
 _DRIFT = {
     "steady": "steady",
-    "changes": "drifting ({:.0f} % allowed for)",
-    "assumed": "assumed ({:.0f} % allowed for)",
-    "too short to tell": "too short to show drift ({:.0f} % allowed for)",
+    "changes": "drifting (rate ±{:.0f} %)",
+    "assumed": "assumed (rate ±{:.0f} %)",
+    "too short to tell": "too short to show drift (rate ±{:.0f} %)",
 }
 _DRAWN = re.compile("the recorded(?= tra(?:ce|ffic))")
 _SOURCES = {"arrivals": "arrivals", "drift": "traffic drift", "coefficients": "step times"}
@@ -189,7 +190,7 @@ def sampling_text(sampled: TraceSample) -> str:
 def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
     target = asked_text(plan.attainment.target)
     if plan.one_fewer is not None:
-        yield "Why not fewer?", fewer_text(plan.one_fewer, plan.attainment.target)
+        yield "Why not fewer?", fewer_text(plan.one_fewer, plan)
     if plan.workers_range is not None:
         low, high = plan.workers_range
         text = f"{low} to {high} workers, once your own trace replaces the assumptions (nine times in ten)"
@@ -201,10 +202,8 @@ def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield "Bottleneck", bottleneck_text(plan)
     if (room := plan.headroom) is not None:
         sure = asked_text(plan.attainment.confidence or 0.0)
-        meets = f"meets {target} up to {room.meets:g}x this traffic"
-        misses = f"misses {target} at {room.misses:g}x this traffic" if room.misses else ""
-        first = f"first {misses}" if misses else meets
-        yield "Headroom", f"{first} ({sure} confidence)"
+        misses = f", misses it at {room.misses:g}x" if room.misses else ""
+        yield "Headroom", f"meets {target} up to {room.meets:g}x this traffic{misses} ({sure} confidence)"
     if plan.demand_line is not None or plan.agents_line is not None:
         yield "Scaling rule", scaling_text(plan)
     if (doubt := plan.doubt) is not None:
@@ -215,9 +214,10 @@ def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield "Classes", classes_text(plan)
 
 
-def fewer_text(fewer: OneFewer, target: float) -> str:
+def fewer_text(fewer: OneFewer, plan: PlanFile) -> str:
     """Why one worker less does not do."""
-    workers, asked = workers_text(fewer.workers), asked_text(target)
+    target = plan.attainment.target
+    workers, asked = _few(fewer, plan), asked_text(target)
     reaches, expects = ("reaches", "is") if fewer.workers == 1 else ("reach", "are")
     if fewer.attainment is None or fewer.workers == 0:
         return "One worker is the smallest fleet."
@@ -225,12 +225,17 @@ def fewer_text(fewer: OneFewer, target: float) -> str:
         return f"{workers} cannot carry the load."
     if fewer.on_trace is not None and fewer.on_trace < target:
         return f"{workers} {reaches} {share_text(fewer.on_trace)} on the recorded trace, below {asked}."
+    expected = f"{workers} {expects} expected to reach {share_text(fewer.attainment)}"
     if fewer.attainment < target:
-        return f"{workers} {reaches} {share_text(fewer.attainment)}, below {asked}."
+        recorded = "" if fewer.on_trace is None else f" ({share_text(fewer.on_trace)} on the recorded trace)"
+        return f"{expected}, below {asked}{recorded}."
     if fewer.low is not None and fewer.low < target:
-        expected = f"{workers} {expects} expected to reach {share_text(fewer.attainment)}"
-        return f"{expected}, but its lower bound of {share_text(fewer.low)} is below {asked}."
-    return f"{workers} in these proportions may do, too; the mix was chosen for its price."
+        return f"{expected}, but the lower bound of {share_text(fewer.low)} is below {asked}."
+    return f"{workers} may do, too; the mix was chosen for its price."
+
+
+def _few(of: OneFewer | BindingDetail, plan: PlanFile) -> str:
+    return fleet_text(of.fleet, gpus_of(plan)) if of.fleet else workers_text(of.workers)
 
 
 def _cheaper_mixes(plan: PlanFile) -> Iterator[tuple[str, str]]:
@@ -262,7 +267,8 @@ def moves_text(moves: PlannedMoves, plan: PlanFile) -> str:
         return f"raise expected attainment from {before} to {after}."
     if on.late > off.late:
         return f"save nothing here ({late})."
-    both = f" ({on.late:,} of {plan.inputs.requests:,} late, with and without them)" if on.late else ""
+    be = "is" if on.late == 1 else "are"
+    both = f": {on.late:,} of {plan.inputs.requests:,} requests {be} late either way" if on.late else ""
     return f"save nothing here{both}."
 
 
@@ -274,11 +280,11 @@ def bottleneck_text(plan: PlanFile) -> str:
         text += f", worst at {window[0] / per:.3g} to {window[1] / per:.3g} {unit}"
     if detail is None:
         return text
-    few = f"with {workers_text(detail.workers)}"
+    few = f"with {_few(detail, plan)}"
     faster = "" if detail.rate_scale == 1.0 else f" at {detail.rate_scale:.3g}x the recorded traffic"
     first = "" if detail.slo_class is None else f"; class {detail.slo_class} misses first"
     name, gain = max(detail.relief.items(), key=lambda relief: relief[1])
-    helps = f". {_BINDS[name][1]} would gain {100 * gain:.2f} points there." if gain > 0 else ""
+    helps = f". {_BINDS[name][1]} would gain {100 * gain:.2f} points of attainment." if gain > 0 else ""
     return f"{text}, {few}{faster}{first}{helps}"
 
 
@@ -384,11 +390,8 @@ def cliff_text(reuse: Reuse) -> str:
     if not lost:
         return f"both hit rate and target hold up to {most:g}x the sessions"
     text = "; ".join(f"at {(at - 1) * 100:+.0f} % sessions {what}" for at, what in lost)
-    if len(lost) == 2:
-        return text
-    return (
-        f"{text}; {'the hit rate stays' if cliff.hits_lost is None else 'the target holds'} up to {most:g}x"
-    )
+    stays = "the hit rate stays" if cliff.hits_lost is None else "the target holds"
+    return text if len(lost) == 2 else f"{text}; {stays} up to {most:g}x"
 
 
 def affinity_text(other: Affinity) -> str:
@@ -397,9 +400,8 @@ def affinity_text(other: Affinity) -> str:
     if other.saved_workers <= 0:
         return f"saves nothing here: {other.policy}{hits} needs {workers_text(other.workers)}, too"
     usd = "" if other.saved_usd_per_hour is None else f", {usd_text(other.saved_usd_per_hour)},"
-    return (
-        f"saves {workers_text(other.saved_workers)}{usd} against {other.policy}{hits} on the recorded trace"
-    )
+    saves = f"saves {workers_text(other.saved_workers)}{usd}"
+    return f"{saves} against {other.policy}{hits} on the recorded trace"
 
 
 def offload_text(host: KvOffload) -> str:
@@ -429,7 +431,7 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
         saves = f"saves {share_text(detail.saved_share)} of the worker-hours"
         yield "Scaling schedule", f"{saves} at {share_text(detail.attainment)} attainment{low}"
     if plan.loop is not None:
-        yield "Autoscaled", loop_text(plan.loop, plan.workers, plan.usd_per_hour)
+        yield "Autoscaling", loop_text(plan.loop, plan.workers, plan.usd_per_hour)
     if spares is not None:
         rate = f"{spares.reclaims_per_h:g} spot interruptions an hour each"
         text = f"{spares.workers} of {workers_text(plan.workers)}, for {rate}"
@@ -444,15 +446,13 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
 def loop_text(loop: ExpectedLoop, fixed: int, fixed_usd: float | None) -> str:
     """What `serve --plan` is expected to cost on average, compared with the `fixed` workers."""
     if loop.saved_share <= 0:
-        return f"saves nothing here: the trace needs {workers_text(fixed)} throughout"
-    mean, all_fixed = f"{loop.mean_workers:.3g} workers", str(fixed)
+        return f"saves nothing: the trace needs {workers_text(fixed)} throughout"
+    mean, all_fixed = f"takes {loop.mean_workers:.3g} workers", str(fixed)
     if loop.usd_per_hour is not None and fixed_usd is not None:
-        mean, all_fixed = usd_text(loop.usd_per_hour), usd_text(fixed_usd)
-    cold = "" if loop.cold_starts else ", without cold starts"
-    return (
-        f"{mean} on average expected{cold}; {all_fixed} with a fixed fleet"
-        f" ({share_text(loop.saved_share)} of worker-hours saved)"
-    )
+        mean, all_fixed = f"costs {usd_text(loop.usd_per_hour)}", usd_text(fixed_usd)
+    cold = "" if loop.cold_starts else ", cold starts left out"
+    saved = f"saves {share_text(loop.saved_share)} of the worker-hours"
+    return f"{mean} on average (expected{cold}), a fixed fleet {all_fixed}; {saved}"
 
 
 def ages(profiles: Sequence[PlannedProfile]) -> str:

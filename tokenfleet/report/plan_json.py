@@ -207,6 +207,7 @@ def _one_fewer(fewer: SmallerFleet) -> dict[str, Any]:
         "low": _share(fewer.estimate.low if fewer.estimate else None),
         "on_trace": _share(fewer.on_trace),
         "fails": fewer.fails,
+        **({"fleet": fleet_json(fewer.fleet)["fleet"]} if fewer.fleet else {}),
     }
 
 
@@ -228,6 +229,7 @@ def _binding(bind: Binding | None) -> dict[str, Any]:
         return dict.fromkeys(("binding", "binding_window_s", "binding_detail"))
     detail = {
         "workers": bind.fleet.workers,
+        "fleet": fleet_json(bind.fleet)["fleet"],
         "rate_scale": bind.rate_scale,
         **({} if bind.slo_class is None else {"slo_class": bind.slo_class}),
         "attainment": _share(bind.attainment),

@@ -41,6 +41,7 @@ from dataplane.history.fleet_log import (
 )
 from tokenfleet.files import write_files
 from tokenfleet.service.hindsight_fleet import LEAD_S, MOST_REQUESTS, HindsightFleet, Requests, cheapest
+from tokenfleet.texts import duration_text
 
 SCHEMA = "tokenfleet.gap/1"
 # The parts of an excess cost by their names in JSON, and what people call them.
@@ -264,7 +265,7 @@ def is_priced(day: Gap) -> bool:
 
 def gap_line(day: Gap) -> str:
     """A day's excess cost in a line: paid, the hindsight optimum, and the reasons of 1 % or more by size."""
-    told = f"{day['day']} (UTC, {day['hours']:.1f} h): {shown(day, day['paid'])}"
+    told = f"{day['day']} (UTC, {duration_text(3600.0 * day['hours'])}): {shown(day, day['paid'])}"
     if day["least"] is None:
         told += f"; {'; '.join(day['says'])}"
     else:

@@ -59,7 +59,7 @@ class LastGap:
         """`gap` of `GET /v1/fleet`: the `day`, None where none is known; `line` tells it, or why not."""
         from tokenfleet.service.gap import gap_line
 
-        told = f"unknown: {self._missing}"
+        told = f"unknown; {self._missing}"
         if self.known is not None:
             told = "; ".join(filter(None, [gap_line(self.known), self._missing]))
         return {"line": told, "day": self.known}

@@ -156,7 +156,7 @@ class Member:
     since_s: float
     reason: str
     revision: int
-    phase: str = "starting its process"  # of its start
+    phase: str = "starting the process"  # of its start
     task: asyncio.Task[None] | None = None
     until_s: float | None = None
 

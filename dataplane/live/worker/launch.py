@@ -168,7 +168,7 @@ async def launch_worker(
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
         elif place.node:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
-        say("starting its process")
+        say("starting the process")
         actor = ray.remote(Worker).options(**options).remote(worker, gateways, core)
         # A node that has just died is one that Ray waits for.
         await asyncio.wait_for(actor.phase.remote(), PROCESS_S)

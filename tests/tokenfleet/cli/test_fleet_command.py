@@ -145,7 +145,7 @@ def test_status_says_which_step_times_are_in_force_since_when_and_how_far_off(
     assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
     said = capsys.readouterr().out
     assert "Placement: spread, for TTFT 400 ms, TPOT 30 ms" in said
-    times = r"Step times of cpu TP1: since \d\d:\d\d:\d\d, recent error 4\.12 %; learned from 893"
+    times = r"Step times of cpu TP1: in use since \d\d:\d\d:\d\d, recent error 4\.12 %; learned from 893"
     assert re.search(times, said)
     unmeasured = {"TP1": "no step was measured in time"}
     monkeypatch.setitem(FLEET, "placement", placement | {"by": "load", "unmeasured": unmeasured})
@@ -277,10 +277,10 @@ def test_status_calls_the_last_day_yesterday(
 ) -> None:
     yesterday = (datetime.now(UTC) - timedelta(days=1)).strftime("%Y-%m-%d")
     costs = "48.00 GPU-hours, 17 % above the hindsight optimum of 41.20 GPU-hours"
-    line = f"{yesterday} (UTC, 24.0 h): {costs}"
+    line = f"{yesterday} (UTC, 24 h): {costs}"
     monkeypatch.setitem(FLEET, "gap", {"line": line, "day": {"day": yesterday}})
     assert main(["fleet", "--control", control, "status"]) == 0
-    assert f"Yesterday (UTC, 24.0 h): {costs}\n" in capsys.readouterr().out
+    assert f"Yesterday (UTC, 24 h): {costs}\n" in capsys.readouterr().out
 
 
 def test_explain_begins_with_the_fleets_size_or_the_requests_place(

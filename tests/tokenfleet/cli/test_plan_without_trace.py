@@ -34,7 +34,7 @@ def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, tmp_p
     assert 1 <= low <= plan["workers"] <= high
     says = dict(plan["says"])
     assert says["Range"].startswith(f"{low} to {high} workers")
-    assert "assumed (25 % allowed for)" in says["Traffic"]
+    assert "assumed (rate ±25 %)" in says["Traffic"]
     assert "recorded" not in says["SLO attainment"]
     assert plan["doubt"]["traffic"] == "assumed"
     tables = {table["title"]: table["rows"] for table in plan["tables"]}

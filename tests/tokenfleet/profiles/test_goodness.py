@@ -89,7 +89,7 @@ def test_what_no_step_time_explains_is_refused_or_within_the_doubt(wrong: str) -
     everything = np.ones(REQUESTS, np.bool_)
     made, _, fit = calibrated(learn, ASSUMED, everything, workers)
     if fit.is_refused:
-        with pytest.raises(BadInput, match=r"mine.jsonl: does not fit: .* check "):
+        with pytest.raises(BadInput, match=r"mine.jsonl: does not fit: .* possible cause: "):
             fit.refuse("mine.jsonl")
         return
     rng = np.random.default_rng(3)

@@ -227,7 +227,7 @@ def test_a_worker_that_shares_its_gpu_takes_turns_and_has_an_equal_part_of_the_m
     assert float(half.step.step_s(*batch)) == pytest.approx(2 * float(whole.step.step_s(*batch)))
     assert half.frontend == whole.frontend  # on the host
     assert parse_profile(profile_text(half), "half") == half
-    assert (half.label, half.shared(2)) == ("llama-3.1-8b on 1/2 of h100-sxm TP1 (composed)", half)
+    assert (half.label, half.shared(2)) == ("llama-3.1-8b on 1/2 of h100-sxm TP1 (predicted)", half)
     (large,) = find_profiles("llama-2-13b", ["h100"], [1])
     (wide,) = find_profiles("llama-3.1-8b", ["h100"], [2])
     (unknown,) = find_profiles("llama-3.1-8b", ["rtx-pro-6000"], [1])

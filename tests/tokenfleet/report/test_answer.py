@@ -127,7 +127,9 @@ def test_the_headroom_is_where_replays_stop_meeting_the_target() -> None:
 
     assert held(room.meets) >= rank(looks, 0.9) > held(room.misses)
     said = said_of(busy())
-    assert said["Headroom"] == f"first misses 95 % at {room.misses:g}x this traffic (90 % confidence)"
+    assert said["Headroom"] == (
+        f"meets 95 % up to {room.meets:g}x this traffic, misses it at {room.misses:g}x (90 % confidence)"
+    )
     assert not re.search("utilisation|busy", " ".join(said.values()))
 
 
@@ -217,7 +219,7 @@ def test_the_loops_expected_cost_is_compared_with_the_fixed_fleets() -> None:
     mean = hours / sum(s["end_s"] - s["start_s"] for s in made["schedule"])
     assert loop["mean_workers"] == pytest.approx(mean, abs=1e-3)
     assert loop["saved_share"] == pytest.approx(made["schedule_detail"]["saved_share"], abs=1e-3)
-    assert loop_text(ExpectedLoop(**loop), fixed, made["usd_per_hour"]) in dict(made["says"])["Autoscaled"]
+    assert loop_text(ExpectedLoop(**loop), fixed, made["usd_per_hour"]) in dict(made["says"])["Autoscaling"]
     half = ExpectedLoop(
         fewest_workers=1,
         most_workers=4,
@@ -226,11 +228,11 @@ def test_the_loops_expected_cost_is_compared_with_the_fixed_fleets() -> None:
         saved_share=0.5,
         cold_starts=False,
     )
-    saved = "(50.00 % of worker-hours saved)"
+    saved = "saves 50.00 % of the worker-hours"
     assert loop_text(half, 4, 10.0) == (
-        f"$5.00/h on average expected, without cold starts; $10.00/h with a fixed fleet {saved}"
+        f"costs $5.00/h on average (expected, cold starts left out), a fixed fleet $10.00/h; {saved}"
     )
     paid = half.model_copy(update={"cold_starts": True})
-    assert loop_text(paid, 4, None) == f"2 workers on average expected; 4 with a fixed fleet {saved}"
+    assert loop_text(paid, 4, None) == f"takes 2 workers on average (expected), a fixed fleet 4; {saved}"
     none = half.model_copy(update={"saved_share": 0.0})
-    assert loop_text(none, 4, 10.0) == "saves nothing here: the trace needs 4 workers throughout"
+    assert loop_text(none, 4, 10.0) == "saves nothing: the trace needs 4 workers throughout"

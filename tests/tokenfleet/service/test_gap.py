@@ -304,7 +304,7 @@ def test_a_fleet_of_unknown_step_times_has_no_hindsight_optimum_and_says_so(tmp_
     assert (one["least"], one["ratio"], one["parts"]) == (None, None, {})
     assert "the step times of h100-sxm TP1 are not known" in one["says"][0]
     assert gap_line(one) == (
-        f"{DAY} (UTC, 0.2 h): 0.50 GPU-hours; no hindsight optimum: the step times of h100-sxm TP1 are not"
+        f"{DAY} (UTC, 10 min): 0.50 GPU-hours; no hindsight optimum: the step times of h100-sxm TP1 are not"
         " known; not all prices are known"
     )
 
@@ -315,7 +315,7 @@ def test_a_line_says_what_was_paid_the_cheapest_and_the_reasons_the_largest_firs
     says = gap_line(waste)
     paid, least = waste["paid"]["usd"], waste["least"]["usd"]
     assert says.startswith(
-        f"{DAY} (UTC, 0.2 h): ${paid:.2f}, {100 * (waste['ratio'] - 1):.0f} % above the hindsight optimum of"
+        f"{DAY} (UTC, 10 min): ${paid:.2f}, {100 * (waste['ratio'] - 1):.0f} % above the hindsight optimum of"
         f" ${least:.2f} ("
     )
     told = [part.rpartition(" ")[::2] for part in says.rpartition("(")[2].rstrip(")").split(", ")]
@@ -351,10 +351,10 @@ def test_what_a_fleet_tells_of_its_last_day_is_made_once_and_else_says_why_it_is
         return last.view()
 
     last = LastGap(tmp_path)
-    assert look() == {"line": "unknown: the first full day (UTC) has not ended", "day": None}
+    assert look() == {"line": "unknown; the first full day (UTC) has not ended", "day": None}
     logged(tmp_path / "history", minutes([3, 3]))
     written(tmp_path / "history", requests([6.0] * 2))
-    assert look(NOON_S)["line"] == "unknown: the first full day (UTC) has not ended"
+    assert look(NOON_S)["line"] == "unknown; the first full day (UTC) has not ended"
     assert asked_for == []
     said["error"] = "history: cannot be read"
     with pytest.raises(BadInput, match=rf"{DAY}: history: cannot be read"):

@@ -119,7 +119,7 @@ def loop_lines(plan: PlanFile, autoscale: Autoscale, are_own: bool) -> Iterator[
     yield f"autoscaling from {autoscale.low} to {autoscale.high} workers, {plan.workers} at the start{fixed}"
     yield _floor_line(plan, autoscale.floor, time.time())
     if are_own and (loop := expected_loop(plan)) is not None:
-        yield f"expected cost: {loop_text(loop, plan.workers, plan.usd_per_hour)}"
+        yield f"on the plan's trace autoscaling {loop_text(loop, plan.workers, plan.usd_per_hour)}"
 
 
 def _floor_line(plan: PlanFile, floor: ClockFloor | None, unix_s: float) -> str:

@@ -125,7 +125,7 @@ function notes(lines) {
 }
 
 function models(plan) {
-  const numbers = ["constant", "on schedule", "lower bound"].map((name) => ({ name, number: true }));
+  const numbers = ["constant size", "on schedule", "lower bound"].map((name) => ({ name, number: true }));
   return table(
     "Each model: its fleet, the cost at constant size and on its schedule, and the lower bound of its SLO attainment",
     [{ name: "model" }, { name: "fleet" }, ...numbers, { name: "on other GPUs" }],

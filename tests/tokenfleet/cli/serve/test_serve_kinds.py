@@ -49,8 +49,8 @@ def described(types):
 def test_a_mixed_plan_is_served_as_it_is(tmp_path):
     types = planned_types(plan_of(tmp_path, MIX), (), as_is=False)
     assert described(types) == [
-        ("h100-sxm TP2", 2, 5.38, "llama-3.1-70b on h100-sxm TP2 (composed)"),
-        ("a100-sxm TP4", 1, None, "llama-3.1-70b on a100-sxm TP4 (composed)"),
+        ("h100-sxm TP2", 2, 5.38, "llama-3.1-70b on h100-sxm TP2 (predicted)"),
+        ("a100-sxm TP4", 1, None, "llama-3.1-70b on a100-sxm TP4 (predicted)"),
     ]
     fixed = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "tensor_parallel_size": 4}
     fixed["gpu_memory_utilization"] = 0.9  # what the library's KV is from; vLLM's own default is another
@@ -99,7 +99,7 @@ def test_a_plan_served_as_is_keeps_numbers_and_limits_and_leaves_out_what_is_of_
     assert types.shortfall("TP2", 16) is None
     file = LIBRARY / "h100-sxm" / "llama-3.1-8b_tp2.yaml"
     own = planned_types(plan_of(tmp_path, MIX[:1]), [file], as_is=True)
-    assert described(own) == [("TP2", 2, None, "llama-3.1-8b on h100-sxm TP2 (composed)")]
+    assert described(own) == [("TP2", 2, None, "llama-3.1-8b on h100-sxm TP2 (predicted)")]
 
 
 def flags(**given):
