@@ -99,8 +99,7 @@ def advise_words(fleet: Deployment, by_scaler: bool = False) -> list[str]:
     words = ["tokenfleet", "advise", "dns:SERVICE:8000", "--model", fleet.model]
     words += ["--gpu", str(worker_type.gpu), "--tp", str(worker_type.tp_degree), "--slo", fleet.slo_text]
     words += ["--attainment", f"{fleet.attainment:g}", "--replicas", f"{low}..{high}"]
-    if fleet.cold_start_s:  # else the plan leaves it out, and advise knows better
-        words += ["--cold-start", f"{fleet.cold_start_s:g}s"]
+    words += ["--cold-start", f"{fleet.cold_start_s:g}s"]
     return [*words, *asked_at(by_scaler)]
 
 

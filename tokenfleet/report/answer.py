@@ -216,8 +216,7 @@ def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
 
 def fewer_text(fewer: OneFewer, plan: PlanFile) -> str:
     """Why one worker less does not do."""
-    target = plan.attainment.target
-    workers, asked = _few(fewer, plan), asked_text(target)
+    workers, target, asked = _few(fewer, plan), plan.attainment.target, asked_text(plan.attainment.target)
     reaches, expects = ("reaches", "is") if fewer.workers == 1 else ("reach", "are")
     if fewer.attainment is None or fewer.workers == 0:
         return "One worker is the smallest fleet."
@@ -267,8 +266,7 @@ def moves_text(moves: PlannedMoves, plan: PlanFile) -> str:
         return f"raise expected attainment from {before} to {after}."
     if on.late > off.late:
         return f"save nothing here ({late})."
-    be = "is" if on.late == 1 else "are"
-    both = f": {on.late:,} of {plan.inputs.requests:,} requests {be} late either way" if on.late else ""
+    both = f": {on.late:,} of {plan.inputs.requests:,} requests late either way" if on.late else ""
     return f"save nothing here{both}."
 
 
