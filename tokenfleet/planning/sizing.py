@@ -38,6 +38,7 @@ MORE_FOR_SESSIONS = 1.3  # where few sessions make the load, more
 FIRST_KINDS = 4
 PAST_HOPE = 3.0  # kinds whose floor costs more than this many times the cheapest found are not searched
 PER_REQUEST = 2  # workers; policies that draw lots may choose one of them twice
+STEPPED_OVER = 8  # counts, the largest of those below the first that held
 FAR = 40  # without a limit of the user's, this many times the fluid bound is past hope
 _STOP_AT = 8.0  # a trial is broken off at this many times the misses allowed,
 _STOP_SOON = 2.0  # or at this many, where replays take long: those of overloaded fleets take longest
@@ -280,7 +281,7 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
     cap = min(limit for limit in limits if limit is not None)
     near = min(2 * sizing.workers + 2, cap)
 
-    trials: dict[int, Trial] = {}
+    trials, start = dict[int, Trial](), sizing.workers
 
     def passes(workers: int) -> bool:
         trial = trials[workers] = Trial(search, sizing.fleet(workers))
@@ -291,7 +292,10 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
         count = smallest(passes, low, guess, most)
         while count is not None and not trials[count].holds():
             count = smallest(passes, count + 1, count + 1, most)
-        return count
+        # Where the curve is flat, one worker more may miss a request more: what was stepped over is tried.
+        end = 0 if search.is_slow else count or 0
+        over = [n for n in range(start, end) if n not in trials][-STEPPED_OVER:]
+        return next((n for n in over if passes(n) and trials[n].holds()), count)
 
     # Rounded to the nearest: for a few workers a tenth is none, and an answer that is the first tried takes
     # one verdict, not two.

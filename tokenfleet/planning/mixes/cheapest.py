@@ -8,9 +8,10 @@ A type that cannot hold the target alone takes part: placement gives it what it 
    fails is asked to carry more.
 2. **Then all cheaper mixes are listed**, and each is discarded for a reason, until none is left or the search
    has used up its replays. Bounds discard what no placement can serve (`bounds.py`: proven). A replay that
-   fails discards the mix and every part of it (*assumed*: one worker more never hurts). While the guide has
-   hope for some, the strongest of the cheaper half of these is next: a mix that holds takes all resampled
-   traces. Else it is the one with the most parts among those that the cheapest mix left is a part of.
+   fails discards the mix and every part of it. *Assumed*: one worker more never hurts, of a type that holds
+   the target alone. While the guide has hope for some, the strongest of the cheaper half of these is next: a
+   mix that holds takes all resampled traces. Else it is the one with the most parts among those that the
+   cheapest mix left is a part of.
 
 A replay that fails ends as soon as it has missed too much, and a mix begins with the resampled traces that
 were hardest for others. Of large fleets not every mix is listed: counts go up in steps, and then in finer
@@ -107,6 +108,7 @@ class _Mixes:
         self._gpus = np.array([t.gpus for t in self._types], float)
         self._prices = self._gpus if None in usd else np.array(usd, float)
         self._guide = self._guides(sizings)
+        self._may_hurt = np.array([s.workers is None for s in sizings])
         self._failed: list[Counts] = []
         self._weak = 0.0  # by the guide, what failed most surprisingly
         self._mixes = self._replays = 0
@@ -139,7 +141,7 @@ class _Mixes:
             picked = np.array([counts.get(name, 0) for name in names], np.int64)
             if self._best is not None and not self._fleet(picked).cost < self._best.cost:
                 return
-            is_new = len(counts) > 1 and not any((picked <= one).all() for one in self._failed)
+            is_new = len(counts) > 1 and not any(self._is_part(picked, one) for one in self._failed)
             if is_new and self._bounds.possible(picked[None])[0] and self._holds(picked):
                 return
             demand *= MORE if self._best is not None else MORE_AT_FIRST
@@ -238,13 +240,18 @@ class _Mixes:
             fewer = gpus < best.gpus
             keep &= (cost < most - CRUMB) | ((cost <= most + CRUMB) & fewer)
         for failed in self._failed:
-            keep &= (counts > failed).any(axis=1)
+            keep &= ~self._is_part(counts, failed)
         counts, order = counts[keep], np.lexsort((workers[keep], gpus[keep], cost[keep]))
         counts = counts[order]
         counts = counts[self._bounds.possible(counts)] if len(counts) else counts
         fleets = [self._fleet(row) for row in counts]
         allowed = [is_allowed(f.usd_per_hour, f.gpus, self._search.request) for f in fleets]
         return counts[np.array(allowed, bool)] if len(counts) else counts
+
+    def _is_part(self, counts: Counts, failed: Counts) -> NDArray[np.bool_]:
+        """Whether each of some mixes is part of one that fails, less only workers that never hurt."""
+        is_part = (counts <= failed) & ((counts == failed) | ~self._may_hurt)
+        return np.asarray(is_part.all(axis=-1))
 
     def _searched(self, left: Counts) -> Counts:
         """Replay mixes until none of `left` can be cheaper; what is left when the replays are used up."""
@@ -255,7 +262,7 @@ class _Mixes:
                 tried = some[int(np.argmax(some @ self._guide))]
             else:
                 tried = _largest(left)
-            left = self._cheaper(left) if self._holds(tried) else left[(left > tried).any(axis=1)]
+            left = self._cheaper(left) if self._holds(tried) else left[~self._is_part(left, tried)]
         return left
 
     def _holds(self, counts: Counts) -> bool:
