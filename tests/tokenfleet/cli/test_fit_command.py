@@ -77,7 +77,7 @@ def test_a_table_is_shown_to_people(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert fit(table(tmp_path / "m.csv"), tmp_path / "p.yaml", "--kv-tokens", "1000") == 0
     shown = capsys.readouterr().out
     assert "per_context_token_s" in shown
-    assert "error of 90% of steps" in shown
+    assert "error of 90 % of steps" in shown
     assert read_profile(tmp_path / "p.yaml").kv.capacity_tokens == 1000
 
 

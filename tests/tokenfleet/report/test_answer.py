@@ -84,7 +84,7 @@ def test_an_interval_too_wide_to_decide_says_what_to_measure() -> None:
     told = plan_json(planned(poisson(18.0, 1500), [worker_type(composed)], explained=True))
     said = dict(told["says"])
     undecided = (
-        r"4 workers are expected to reach 9[5-9][\d.]* %, but its lower bound of \d\d[\d.]* % is below"
+        r"4x made-gpu TP1 are expected to reach 9[5-9][\d.]* %, but the lower bound of \d\d[\d.]* % is below"
     )
     assert re.match(undecided, said["Why not fewer?"])
     assert told["binding"] == "prefill"

@@ -396,7 +396,7 @@ def test_an_older_day_is_told_while_the_next_one_is_made_or_cannot_be(tmp_path, 
 
 
 def test_a_fleet_without_a_history_or_a_folder_says_so(tmp_path):
-    none = {"line": "unknown: this fleet keeps no history", "day": None}
+    none = {"line": "unknown; this fleet keeps no history", "day": None}
     assert LastGap(tmp_path, has_history=False).view() == none
     assert fleet_extension(None, None, True).fleet["gap"]() == none
 
