@@ -17,6 +17,7 @@ from pathlib import Path
 from dataplane.live.control.supervisor import Supervised, Times, run_supervised
 from dataplane.live.engine_api.processes import Pulse, Record
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run below nohup, too
 fates, pulse = sys.argv[1:], Pulse()
 times = Times(
     silent_s=3.0 if "hangs" in fates else 60.0,  # a busy machine keeps a core waiting, too
