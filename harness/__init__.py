@@ -1,4 +1,4 @@
-"""What tests and experiments build alike: fleets without HTTP, served processes, hosts, elastic runs."""
+"""Builders that tests and experiments share: fleets without HTTP, served processes, hosts, elastic runs."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
 """Kubernetes objects held against the OpenAPI schemas of custom resource definitions.
 
-A structural schema is JSON Schema but for what is read here: `nullable`, lists that are maps, and fields that
-no schema names, which a server drops in silence and this refuses. Rules in CEL (x-kubernetes-validations) and
-the contents of an object's own `metadata` are not looked at.
+A structural schema is JSON Schema with three exceptions, which this reads: `nullable`, lists that are maps,
+and fields that no schema names. A server drops such fields in silence; this refuses them. It does not look at
+rules in CEL (x-kubernetes-validations), nor at the contents of an object's own `metadata`.
 """
 
 from __future__ import annotations

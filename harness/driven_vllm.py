@@ -1,4 +1,4 @@
-"""vLLM's scheduler run step by step in this process, without a model, beside the simulated prefix cache."""
+"""vLLM's scheduler run step by step in this process, without a model, against the simulated prefix cache."""
 
 from __future__ import annotations
 

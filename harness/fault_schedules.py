@@ -116,8 +116,8 @@ def schedule_of(seed: int) -> Schedule:
 def violations(history: History) -> list[str]:
     """What no client and no operator may see, a sentence each; an explicit error is allowed.
 
-    Each token once and in order; no clean end of an unfinished stream; one end a stream; no request and no KV
-    block left behind; never more requests in the core than were sent and have not ended.
+    Each token comes once and in order. No unfinished stream ends cleanly, and each stream ends once. No
+    request and no KV block stays behind. The core never has more requests than were sent and have not ended.
     """
     return list(_of_streams(history)) + list(_of_fleet(history))
 

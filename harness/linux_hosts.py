@@ -1,7 +1,7 @@
 """Hosts on one Linux machine: network, process, mount and IPC namespaces on a bridge, with Ray on each.
 
 To the kernel they are as far apart as machines: no shared memory, abstract socket or `process_vm_readv`
-reaches another. Files are shared, as on NFS, but for /dev/shm and /tmp/ray. All of a host's processes end
+reaches another. Files are shared, as on NFS, except /dev/shm and /tmp/ray. All of a host's processes end
 with its first one, as when the power goes; `link(False)` pulls its cable. It takes root.
 """
 
@@ -140,7 +140,7 @@ class Host:
             _do("tc", "-n", self.name, "qdisc", "del", "dev", "eth0", "root")
 
     def die(self) -> None:
-        """End it as a power cut does: silently, so that nobody is told."""
+        """End it as a power cut does: silently."""
         self.link(False)
         os.kill(self.first_pid, signal.SIGKILL)
         for process in self._opened:
@@ -152,7 +152,7 @@ class Host:
 
 
 class Hosts:
-    """Hosts of one cluster, the first of which is its head. Make them with `linux_hosts`."""
+    """Hosts of one cluster; the first is its head. Make them with `linux_hosts`."""
 
     def __init__(self, count: int, folder: Path, labels: Sequence[str] = ()) -> None:
         key = secrets.token_hex(2)

@@ -1,4 +1,4 @@
-"""How far a replayed log of requests is from what was measured."""
+"""Errors of a replayed log of requests, against the measured one."""
 
 from __future__ import annotations
 

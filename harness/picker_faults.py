@@ -119,7 +119,7 @@ async def _listens(port: int) -> bool:
 
 @dataclass
 class Judge:
-    """The servers' own counts of late, by which ledgers are judged.
+    """The servers' own recent counts, and the judgement of ledgers by them.
 
     `off`: each time that a ledger was off a server, for how long, and its count at the end of that and the
     server's. `looks`: how often ledgers were read.

@@ -55,14 +55,14 @@ COUNTED = "prefix_cache_queries", "prefix_cache_hits"
 
 @dataclass(frozen=True)
 class Turn:
-    """What is said, and how long after the answer before."""
+    """A user's message, and the wait after the answer before it."""
 
     wait_s: float
     text: str
 
 
 def chats(count: int, turns: int, seed: int) -> list[list[Turn]]:
-    """Chats of random words, none of which begins like another."""
+    """Chats of random words; no two begin alike."""
     draw = np.random.default_rng(seed)
 
     def said(words: int) -> str:

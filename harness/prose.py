@@ -1,4 +1,4 @@
-"""How texts read: sentences and their words, paragraphs, banned turns and old words.
+"""Measures of how texts read: sentences and their words, paragraphs, banned turns and old words.
 
 Of a Markdown page only prose counts: code, tables, headings, pictures and comments are left out. An item of a
 list is a paragraph of its own. A link counts as its text, and code within a sentence as its words.

@@ -1,4 +1,4 @@
-"""What the gateway's experiments share: servers as processes, and streams as an OpenAI client has them."""
+"""The gateway experiments' helpers: servers as processes, and streams as an OpenAI client has them."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def fleet(
 ) -> Iterator[Server]:
     """A `tokenfleet serve`, ready, and stopped afterwards.
 
-    `program` is what runs it, `prefix` the command that does so elsewhere; `names`: of a portfolio's models,
-    each of which is `model`.
+    `program` is what runs it, `prefix` the command that does so elsewhere. `names` are those of a portfolio's
+    models; each is `model`.
     """
     gateway, control = free_port(), free_port()
     run = [sys.executable, *program]

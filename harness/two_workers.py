@@ -1,4 +1,4 @@
-"""What the migration experiments share: a model made here, and two real workers on this machine."""
+"""The migration experiments' helpers: a model made here, and two real workers on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner imports is what `pip install .` brings: `make demo` works with that alone."""
+"""The planner imports only packages that `pip install .` brings: `make demo` works with those alone."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Where the checkout under test stands, and the public data it is tested with."""
+"""The folder of the checkout under test, and the public data it is tested with."""
 
 import os
 from pathlib import Path

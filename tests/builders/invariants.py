@@ -1,4 +1,4 @@
-"""What must hold of a simulated cluster at every instant, whatever has happened to it.
+"""Invariants of a simulated cluster: they hold at every instant, whatever has happened to it.
 
 `check` recounts everything the ledger keeps as a running sum, from the lists of who is where.
 """

@@ -25,7 +25,7 @@ def made_certificate(
     ends_d: float = 1.0,
     password: bytes = b"",
 ) -> tuple[Path, Path]:
-    """Files of a certificate for these names and 127.0.0.1, valid from and to so many days from now."""
+    """Files of a certificate for these names and 127.0.0.1; its two dates are in days from now."""
     key = ec.generate_private_key(ec.SECP256R1())
     who = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"a test {secrets.token_hex(8)}")])
     now = datetime.now(UTC)

@@ -12,7 +12,7 @@ KIND = WorkerType.of(PROFILE, 5.0)
 
 
 def look(at_s, serving=0, starting=0, draining=0, rule=None, fixed=False, kind=KIND.name, cold_start_s=60.0):
-    """So many seconds after noon."""
+    """A look at the fleet, `at_s` seconds after noon."""
     return Look(NOON_S + at_s, {kind: (starting, serving, draining)}, cold_start_s, fixed, rule)
 
 

@@ -1,4 +1,4 @@
-"""What gateways are told, made up: requests as far as queue and placement read them, and workers."""
+"""Made-up inputs of a gateway: workers, and the fields of requests that queue and placement read."""
 
 from types import SimpleNamespace
 

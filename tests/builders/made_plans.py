@@ -14,7 +14,7 @@ PROFILE = find_profiles("llama-3.1-8b", ["h100"], [1])[0]
 
 
 def plan_json(workers=2, **fields):
-    """A plan of so many workers of PROFILE, with these fields in place of its own."""
+    """A plan of `workers` workers of PROFILE; `fields` replace its own."""
     part = {"gpu": PROFILE.gpu, "tp_degree": 1, "workers": workers, "usd_per_hour": 5.0, "role": "any"}
     return plan_of_fleet([part], PROFILE.model, **fields)
 
@@ -57,7 +57,7 @@ def document_of(model, gpu, tp_degree, mode=EngineMode.CHUNKED):
 
 
 def on_parts(plan, workers_per_gpu):
-    """A plan of workers of PROFILE, with so many of them on each GPU."""
+    """A plan of workers of PROFILE that has `workers_per_gpu` of them on each GPU."""
     if workers_per_gpu == 1:
         return plan
     (planned,), fleet = plan["inputs"]["profiles"], plan["fleet"]
@@ -67,7 +67,7 @@ def on_parts(plan, workers_per_gpu):
 
 
 def portfolio_json(planned, gpus, cold_start_s=0.0, slo=SLO, workers_per_gpu=1, **fields):
-    """The plan of a portfolio: so many workers of PROFILE for each model, and so many GPUs of its type."""
+    """The plan of a portfolio: `planned` workers of PROFILE for each model, and `gpus` GPUs of its type."""
     paid = {"paid": {"cold_start_s": cold_start_s, "usd_per_hour": None}}
     targets = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
     models = [

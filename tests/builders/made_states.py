@@ -31,7 +31,7 @@ def counted(requests, ttft_s=1.0):
 
 
 def state_of(led, workers, requests, **told):
-    """The state with this ledger; rows of `workers` and `requests`, and what else is told."""
+    """The state with this ledger and rows of `workers` and `requests`; `told` replaces other fields."""
     records, loads = copied(led)
     rest = {
         "moving": [],

@@ -41,7 +41,7 @@ def poisson(rate_rps: float = 8.0, requests: int = 600, prompt: int = 400, outpu
 def talks(
     seed: int, sessions: int = 40, *, told: bool = True, waits: bool = False, together: bool = False
 ) -> Workload:
-    """Conversations behind one system prompt; each turn begins with all that was said before."""
+    """Conversations behind one system prompt; each turn begins with the whole conversation before it."""
     rng = np.random.default_rng(seed)
     rows = []
     named = SYSTEM

@@ -61,8 +61,8 @@ def random_workload(rng: np.random.Generator) -> Workload:
 def shared_texts(rng: np.random.Generator, block: int, most: int) -> list[tuple[NDArray[np.int64], int]]:
     """Conversations as (a request's tokens, how many of them are its prompt), up to `most` tokens long.
 
-    They begin with one of two system prompts, a turn sends all that was said before, some go two ways after a
-    turn, and some prompts are sent more than once.
+    They begin with one of two system prompts, and a turn sends the whole conversation before it. Some go two
+    ways after a turn, and some prompts are sent more than once.
     """
     systems = [rng.integers(1, 1000, int(rng.integers(0, 6 * block))) for _ in range(2)]
     texts: list[tuple[NDArray[np.int64], int]] = []

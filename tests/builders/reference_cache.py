@@ -1,7 +1,7 @@
 """The slow, obvious engine with a prefix cache: one chunked worker, block by block and step by step.
 
-The judge of the compiled caches. It follows vLLM's scheduler and block pool as their code reads, with blocks
-that have numbers, one queue of free ones and a table of ids, and shares no code with `dataplane.simulated`.
+The judge of the compiled caches. It follows vLLM's scheduler and block pool as their code reads: blocks have
+numbers; there are a queue of free ones and a table of ids. It shares no code with `dataplane.simulated`.
 Every block is taken, stored, evicted and freed one by one; nothing is jumped.
 """
 
@@ -73,7 +73,7 @@ class _Chunk:
 
 
 class _Host:
-    """Host memory of so many blocks; `chunks` from the one used longest ago to the one used last."""
+    """Host memory of `room` blocks; `chunks` from the one used longest ago to the one used last."""
 
     def __init__(self, room: int, block_s: float) -> None:
         self.room, self.block_s, self.free_s = room, block_s, 0.0
@@ -289,7 +289,7 @@ class CachedWorker:
         return None if any(chunk.loads for chunk in found) else found
 
     def _load(self, r: CachedRequest, hits: list[_Block], found: list[_Chunk], now_s: float) -> bool:
-        """Let a request load what it needs, if there is memory for it beside what others still need."""
+        """Let a request load what it needs, if there is memory for it on top of what others still need."""
         assert self.host is not None
         begun = [p for p in self.running if p.computed < p.prefill] + self.loading
         kept = sum(self._blocks(p.tokens) - len(p.blocks) for p in begun)

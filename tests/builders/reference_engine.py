@@ -10,13 +10,14 @@ Rules that the words leave open, decided here:
 - A prefill-first admission counts blocks: held + what those already taken will hold + blocks(L + 1), plus one
   block for every running or taken request. An empty worker admits its first request whatever its size.
 - After a preemption at a boundary the decode step runs; admission is tried again at the next boundary.
-- Chunked: a step that preempted admits nobody. A request that runs alone may outgrow the capacity.
+- Chunked: a step that preempted admits no request. A request that runs alone may outgrow the capacity.
 - An engine that plans ahead gives a request that joins a step all its tokens later, by that step without
-  those that join with it; unless prefill had spent the last step's budget and the request waited since then.
+  those that join with it. It does not where prefill had spent the last step's budget and the request waited
+  since then.
 - Arrivals at the very time of a boundary are in the queue at that boundary.
 - Split: a decode worker admits a handed-over request like a prefill-first worker would, but at no cost in
-  time; one that it preempts waits at the head of the queue with its KV parked elsewhere, and is admitted
-  again without being prefilled anew.
+  time. One that it preempts waits at the head of the queue with its KV parked elsewhere. The worker admits it
+  without a second prefill.
 """
 
 from __future__ import annotations

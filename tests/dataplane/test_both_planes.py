@@ -1,4 +1,4 @@
-"""What both planes keep or decide by the same code, fed the same story, comes out the same."""
+"""The same story in both planes: the same code keeps and decides the same."""
 
 import asyncio
 from dataclasses import replace

@@ -45,7 +45,7 @@ def a_load(seed):
 
 
 class Engine:
-    """An engine that chunks as vLLM does. Those that wait have their tokens still to prefill beside them."""
+    """An engine that chunks as vLLM does. `waiting` has each request with its tokens still to prefill."""
 
     def __init__(self, name, placement):
         self.name, self.placement = name, placement

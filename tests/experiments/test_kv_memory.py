@@ -1,4 +1,4 @@
-"""KV memory as predicted, beside published starts of engines."""
+"""KV memory as predicted, against published starts of engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill beside cached context on A100s: lone requests of LMBench's ShareGPT runs beside the library."""
+"""Prefill on top of cached context, on A100s: lone requests of LMBench's ShareGPT runs and the library."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What live tests share: a tiny model, served fleets, and two bare workers for moves."""
+"""Fixtures of live tests: a tiny model, served fleets, and two bare workers for moves."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def model_folder(live_extra: None, scratch: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def emulated_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
-    """Three emulated workers behind a real gateway, with two classes beside the plain targets."""
+    """Three emulated workers behind a real gateway, with two classes and the plain targets."""
     classes = "batch:ttft=20s,tpot=500ms,attainment=0.9", "hasty:ttft=1s,tpot=5us,attainment=0.99"
     slos = [word for one in classes for word in ("--slo", one)]
     fleet = serve(model_folder, "--engine", "emulated", "--workers", "3", *slos, folder=scratch)
@@ -181,7 +181,7 @@ class TwoWorkers:
 
 @contextmanager
 def pair_of_workers(model_folder: Path, kv_tokens: int, **engine: Any) -> Iterator[TwoWorkers]:
-    """Workers with room for so many tokens of KV each, in fp32; KV by NIXL, where it is."""
+    """Two workers with room for `kv_tokens` of KV each, in fp32; NIXL moves KV where it is installed."""
     import quiet_vllm  # noqa: F401  # first
     import ray
 

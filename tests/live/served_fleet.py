@@ -95,7 +95,7 @@ def serve(
 
     Over TLS its control API is asked with `trust`, and with `key` where it has keys.
 
-    It keeps its things under `folder`, unless `environment` (of its process, beside ours) says otherwise.
+    It keeps its files under `folder`, unless `environment` says otherwise. That adds to our environment.
     """
     gateway, control = free_port(), free_port()
     log = folder / f"serve-{gateway}.log"

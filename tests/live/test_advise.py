@@ -1,4 +1,4 @@
-"""`tokenfleet advise` beside two stock vLLM servers: from the command to the advice, and what holds it."""
+"""`tokenfleet advise` with two stock vLLM servers: from the command to the advice, and what holds it."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def servers(model_folder):
 
 
 async def send(servers, count):
-    """So many requests, by turns; all are answered when this returns."""
+    """Send `count` requests, round-robin; all are answered when this returns."""
     async with session() as http:
         bodies = ({"prompt": [7, i + 5, 9], "max_tokens": 8} for i in range(count))
         each = [stream(http, servers[i % 2].gateway, body) for i, body in enumerate(bodies)]
@@ -33,7 +33,7 @@ async def send(servers, count):
 
 
 def until(documents, holds):
-    """The first of the coming documents of which that is true."""
+    """The first of the coming documents that `holds` is true for."""
     one = "no document came"
     for _, line in zip(range(LOOKS), documents, strict=False):
         if holds(one := json.loads(line)):

@@ -47,7 +47,7 @@ class Page:
         self.thread.start()
 
     def serve(self, requests):
-        """So many requests arrive, and most of them end."""
+        """`requests` requests arrive, and all but one end."""
         with self.lock:
             self.counts.arrive(requests)
             self.counts.end(requests - 1)
@@ -110,7 +110,7 @@ def asked(scaler, verb):
 
 
 def until(documents, holds):
-    """The first of the coming documents of which that is true."""
+    """The first of the coming documents that `holds` is true for."""
     one = "no document came"
     for _, line in zip(range(LOOKS), documents, strict=False):
         if holds(one := json.loads(line)):

@@ -23,7 +23,7 @@ def check_whole(got, tokens):
 
 
 async def burst(fleet, streams, tokens, spread_s):
-    """So many streams, begun evenly over a while; what each was sent."""
+    """Begin `streams` streams evenly over `spread_s`; return what each was sent."""
     async with session() as http:
 
         async def one(i):
@@ -68,7 +68,7 @@ def scaled_fleet(model_folder, scratch):
 
 @pytest.fixture(scope="module")
 def mixed_scaled_fleet(model_folder, scratch):
-    """One cheap worker, of which no more can be had, and dearer ones."""
+    """One cheap worker, the only one of its type, and dearer ones."""
     profiles = [word for tp in (1, 2) for word in ("--profile", four_seats(scratch, tp))]
     kinds = ("--kind", "gpu=h100-sxm,tp=1,usd=2,max=1", "--kind", "gpu=h100-sxm,tp=2,usd=5,workers=0")
     fleet = serve(

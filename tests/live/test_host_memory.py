@@ -1,4 +1,4 @@
-"""Host memory below KV on real engines: what has left KV is loaded, and moves go on beside it."""
+"""Host memory below KV on real engines: blocks that have left KV are loaded while moves go on."""
 
 import asyncio
 from dataclasses import replace
@@ -136,7 +136,7 @@ class Planned:
         )
 
     def step(self, done=(), invalid=()):
-        """Plan a step and let it end, and the copies that are `done`; what vLLM's offloading is told."""
+        """Plan a step; end it and the copies in `done`; return the orders to vLLM's offloading."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 

@@ -21,7 +21,7 @@ def fleet(hosts, model_folder):
 
 @pytest.fixture(scope="module")
 def play(hosts, fleet):
-    """Runs a story on the first host, beside the gateway."""
+    """Runs a story on the first host, where the gateway is."""
     from harness.served import session
 
     def run(story):

@@ -39,7 +39,7 @@ def asked(stand, headers):
 
 
 def rows_of(stand, count):
-    """The rows of the history, once there are so many: they are written now and then."""
+    """The rows of the history, once there are `count`: they are written now and then."""
     until_s = time.monotonic() + 60
     while len(rows := read_history(stand.data / "history", 0.0, 1e12)) < count:
         assert time.monotonic() < until_s, f"{len(rows)} rows"

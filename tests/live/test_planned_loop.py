@@ -36,7 +36,7 @@ def planned_fleet(model_folder, scratch):
 
 
 async def flowing(fleet, is_over):
-    """Streams, so many at a time, until it is over; what each was sent."""
+    """Streams, STREAMS at a time, until `is_over`; return what each was sent."""
     async with session() as http:
         sent = []
         while not await asyncio.to_thread(is_over):

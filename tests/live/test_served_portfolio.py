@@ -107,7 +107,7 @@ def test_a_model_of_two_tp_degrees_has_a_share_of_each_and_gets_its_gpus_back(tw
 
 
 async def load_alone(fleet, model, streams):
-    """So many streams of one model at once."""
+    """Load one model with `streams` streams at once."""
     async with session() as http:
         asked = {"model": model, "prompt": [5] * 20, "max_tokens": 100}
         return await asyncio.gather(*(stream(http, fleet.gateway, **asked) for _ in range(streams)))
@@ -141,7 +141,7 @@ def workers(fleet):
 
 
 async def load(fleet, model, streams, spread_s, seen):
-    """So many streams of one model over a while; between them the front is looked at."""
+    """Load one model with `streams` streams over `spread_s`; read the front before each."""
     async with session() as http:
 
         async def one(i):
@@ -153,7 +153,7 @@ async def load(fleet, model, streams, spread_s, seen):
 
 
 async def statuses(fleet, model, streams):
-    """The statuses of so many requests at once."""
+    """The statuses of `streams` requests at once."""
     async with session() as http:
         body = {"model": model, "prompt": [5] * 20, "max_tokens": 100, "ignore_eos": True}
 

@@ -37,7 +37,7 @@ def pytest_configure(config: object) -> None:
 
 
 class Kernels(types.ModuleType):
-    """A module of compiled kernels that nobody calls."""
+    """A module of compiled kernels that are never called."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -96,7 +96,7 @@ def _stand_on_gpus() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A Llama's configuration with eight KV heads; nobody reads weights here."""
+    """A Llama's configuration with eight KV heads; these tests read no weights."""
     from transformers import LlamaConfig
 
     folder = tmp_path_factory.mktemp("llama")

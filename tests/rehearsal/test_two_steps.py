@@ -31,7 +31,7 @@ PLAIN = Transfer()
 
 @pytest.fixture(scope="module")
 def make(model):
-    """Makes a small GPU engine anew, with its clock in place of the connector's."""
+    """Makes a new small GPU engine, with its clock in place of the connector's."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -335,7 +335,7 @@ def test_a_prompt_that_joins_is_recorded_with_its_own_time(engine, monkeypatch, 
 
 
 def goes_on(prompt: list[int], tokens: int) -> bool:
-    """Whether the model answers a prompt with so many tokens."""
+    """Whether the model answers a prompt with at least `tokens` tokens."""
     known = list(prompt)
     while len(known) < len(prompt) + tokens:
         known.append(next_token(chain(known)))
@@ -343,7 +343,7 @@ def goes_on(prompt: list[int], tokens: int) -> bool:
 
 
 def test_first_tokens_come_when_the_simulator_says_that_an_engine_of_one_step_ahead_makes_them(engine):
-    """Requests come amid steps that all last alike, to an idle engine, beside others, and several at once."""
+    """All steps last alike. Requests come amid them: to an idle engine, a busy one, and several at once."""
     arrival = (0.5, 2.4, 2.6, 30.0, 31.5, 33.2, 60.2)  # in steps
     output = 9
     prompts = [prompt_of(n % 3, length) for length in range(4, 12) for n in range(3)]

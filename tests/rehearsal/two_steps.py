@@ -1,9 +1,9 @@
 """An engine with two steps in flight, driven by hand: vLLM's `AsyncScheduler` with our half of the connector.
 
 `Engine.turn` is `EngineCore.step_with_batch_queue`. The GPU is made up, and late: a step's kernels run when
-somebody waits for them. A cell of KV holds a digest of all tokens up to its position. A step that finds
-another digest in a cell samples a wrong token and writes wrong cells, as a model would: whatever reads blocks
-that are not its own, or not there yet, is seen in what clients or readers get.
+a thread waits for them. A cell of KV holds a digest of all tokens up to its position. A step that finds
+another digest in a cell samples a wrong token and writes wrong cells, as a model would. So a read of blocks
+that are not its own, or not there yet, shows in the tokens or bytes that clients or readers get.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known of a plan's types of worker arrives where the plan goes: in the scaler and in the exports."""
+"""Facts about a plan's worker types arrive where the plan goes: in the scaler and in the exports."""
 
 import json
 import shlex

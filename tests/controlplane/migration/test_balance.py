@@ -1,4 +1,4 @@
-"""Who moves where: thresholds, pairs, choice of request, and what must never happen."""
+"""Moves between workers: thresholds, pairs, choice of request, and cases that must never happen."""
 
 from dataclasses import replace
 

@@ -16,7 +16,7 @@ def spared(r, havens):
 
 
 def most_tokens(requests, havens, seconds, way):
-    """The most tokens that moves can spare, by trying every way out for every request."""
+    """The most tokens that moves can save from being recomputed; tries every way out for every request."""
     best = 0
     for to in itertools.product(range(-1, len(havens)), repeat=len(requests)):
         moved = [(r, j) for r, j in zip(requests, to, strict=True) if j >= 0]

@@ -141,7 +141,7 @@ def test_a_broken_worker_sheds_to_its_own_kind_only():
 
 
 def knowing(one, cached):
-    """The worker with requests of which others have so many tokens cached, by worker."""
+    """The worker, whose requests other workers have in part cached: `cached` has their tokens by worker."""
     known = tuple(replace(r, cached=lambda w: Cached(cached.get(w, 0))) for r in one.requests)
     return replace(one, requests=known)
 

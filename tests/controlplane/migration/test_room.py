@@ -165,7 +165,7 @@ def test_draining_packs_the_fullest_worker_so_that_another_stays_empty():
 
 
 def knowing(one, cached):
-    """The worker with requests of which others have cached so much, by worker: tokens, and those in use."""
+    """The worker, whose requests others have in part cached: tokens, and those in use, by worker."""
     known = tuple(replace(r, cached=lambda w: Cached(*cached.get(w, (0, 0)))) for r in one.requests)
     return replace(one, requests=known)
 

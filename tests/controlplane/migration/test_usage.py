@@ -1,4 +1,4 @@
-"""Virtual usage and freeness: the paper's rules one request at a time, and an order that never breaks."""
+"""Virtual usage and free room (`freeness`): the paper's rules one request at a time; an order that holds."""
 
 import math
 from itertools import pairwise

@@ -55,7 +55,7 @@ def test_a_profile_of_quite_another_machine_will_do(scale):
 
 
 def test_a_machine_that_is_slow_in_prefill_alone_is_told_within_minutes():
-    """A CPU beside the profile of a GPU: twice as slow a step, a token of a prompt 75 times."""
+    """A CPU against the profile of a GPU: a step takes twice as long, a prompt's token 75 times."""
     truth = StepModel(0.0175, 7.7e-4, 1.3e-4, 7e-6)
     gpu = replace(PRIOR, step=StepModel(0.0074, 1.02e-5, 1.02e-5, 4.2e-8))
     few = counted(truth, lambda t: 1.2 + np.sin(t / 12), 360.0, 0, 0.1, prompt=150.0, output=40.0)

@@ -1,7 +1,7 @@
 """Steps of vLLM 0.32 with an 8B model on an H100, by the GPU's clock and by the engine's.
 
-`h100_steps.csv.gz` has steps that followed another at once, of four minutes that `serve` was replayed at 6 to
-20 requests a second (docs/figures/gpu.md): each one with a prompt in it, and every fifth of the others.
+`serve` ran a replay of four minutes at 6 to 20 requests a second (docs/figures/gpu.md). `h100_steps.csv.gz`
+has its steps that followed another at once: each one with a prompt in it, and every fifth of the others.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""When a request goes although it harms somebody, on made-up fleets."""
+"""Requests that are placed although they harm others, on made-up fleets."""
 
 from dataclasses import replace
 from math import nan

@@ -238,7 +238,7 @@ def kind(mode: EngineMode, speed: float = 1.0, kv_tokens: int = 12_000) -> Profi
 
 
 def fleet(mode: EngineMode, count: int) -> list[WorkerSpec]:
-    """Two kinds, some of which come late, fail and are drained."""
+    """Workers of two types; some come late, some fail, and some are drained."""
     if mode == SPLIT:
         prefill = [WorkerSpec(kind(mode), role="prefill")] * (count // 3 + 1)
         return [*prefill, WorkerSpec(kind(mode), role="decode", fails_s=((3.0, 4.0),))] + [

@@ -1,4 +1,4 @@
-"""What each policy chooses, on made-up fleets."""
+"""The choice of each policy, on made-up fleets."""
 
 from collections import Counter
 from dataclasses import fields

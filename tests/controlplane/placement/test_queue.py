@@ -1,4 +1,4 @@
-"""The waiting queue against a plain list: who is next, who is turned away, and that nobody is lost."""
+"""The waiting queue against a plain list: the next request, the ones turned away, and that none is lost."""
 
 from math import inf, isnan, nan
 

@@ -45,7 +45,7 @@ BY_CACHE = [Policy.SPREAD, Policy.BEST_FIT, Policy.LONGEST_PREFIX, Policy.LLM_D,
 
 
 def host_of(blocks: int, copy_s: float = COPY_S) -> HostKv:
-    """Host memory of so many blocks, of 10 bytes a token."""
+    """Host memory of `blocks` blocks, at 10 bytes a token."""
     return HostKv(blocks * BLOCK * 10, BLOCK * 10 / copy_s)
 
 
@@ -79,7 +79,7 @@ def random_load(rng: np.random.Generator, requests: int, texts: int, rps: float)
 
 
 def ids_at(caches, w: int, in_use: bool) -> set[int]:
-    """The blocks of which a worker has copies."""
+    """Ids of the blocks that a worker has copies of, or of those in use."""
     unused, free = set(), int(caches.workers["unused"][w])
     while free != -1:
         unused.add(free)
@@ -210,7 +210,7 @@ def test_every_sum_holds_at_every_instant_where_prefixes_are_shared(policy, host
 
 
 def work_by_hand(state, w: int, r: int, counted: tuple[int, int], now_s: float) -> float:
-    """Seconds until worker `w` would have prefilled a request, were nobody to come after it."""
+    """Seconds until worker `w` would have prefilled a request, if no other came after it."""
     led = state.ledger
     worker, k = led.workers[w], led.coefficients[led.workers["variant"][w]]
     profile = state.profiles[0]

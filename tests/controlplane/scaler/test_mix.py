@@ -1,4 +1,4 @@
-"""The cheapest counts of several types of worker against trying all of them, spares, and the way there."""
+"""The cheapest counts of worker types against a trial of all, standby workers, and the steps there."""
 
 from itertools import product
 

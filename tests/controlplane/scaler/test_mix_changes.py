@@ -56,7 +56,7 @@ class Fleet:
 
 
 def rate_of(units, profile=SMALL):
-    """Requests a second that ask for so many of the lightest."""
+    """The requests a second that need `units` workers of the lightest type."""
     line = line_of(profile, seen())
     return (units - line.intercept) / line.workers_per_rps
 

@@ -1,4 +1,4 @@
-"""What no fleet does, of one to three types, under steps, bursts, silences and outages of the counts.
+"""Rules that no fleet of one to three types breaks, under steps, bursts, silences and lost counts.
 
 The fleet is fluid: a worker serves its type's requests a second once its cold start is over, and what it
 cannot serve waits. The whole of `tick` decides, each second.

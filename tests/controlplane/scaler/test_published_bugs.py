@@ -1,6 +1,6 @@
 """One test each for what went wrong in other autoscalers: a story told to `tick`, or to the simulated fleet.
 
-Each names the trouble. All use the whole scaler (demand, regimes, line, hold), not a part of it.
+Each names the trouble. All use the whole scaler (demand, traffic phases, line, hold), not a part of it.
 """
 
 from dataclasses import replace

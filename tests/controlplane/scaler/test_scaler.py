@@ -1,4 +1,4 @@
-"""The scaler: demand from arrivals, regimes, a target that lasts, and the steps there.
+"""The scaler: demand from arrivals, traffic phases, a target that lasts, and the steps there.
 
 Among them one regression each for what went wrong in other autoscalers.
 """

@@ -1,4 +1,4 @@
-"""Weights: what a worker of each type is worth, what of them stands, and which types cannot be."""
+"""Weights: the worth of a worker of each type, the workers that a mix can count on, and impossible types."""
 
 import math
 

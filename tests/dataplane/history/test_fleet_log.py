@@ -1,4 +1,4 @@
-"""The fleet's log: what was looked at comes back, what nobody saw is not known, hostile files are told."""
+"""The fleet's log: looks come back as written, unseen time is unknown, and bad files are named."""
 
 from dataclasses import replace
 

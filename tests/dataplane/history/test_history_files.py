@@ -1,4 +1,4 @@
-"""Request history on disk: every row is read once, whoever was killed when, and no more kept than allowed."""
+"""Request history on disk: every row is read once, also after kills; no more is kept than allowed."""
 
 import json
 import os

@@ -1,3 +1,5 @@
+"""Keys of an HTTP server: who is let in, limits on requests and tokens, and the file of keys."""
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given

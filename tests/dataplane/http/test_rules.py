@@ -1,4 +1,4 @@
-"""What a faulty body is told."""
+"""The errors that a server answers to a faulty body, or on a full disk."""
 
 import asyncio
 import errno

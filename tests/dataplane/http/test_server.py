@@ -1,4 +1,4 @@
-"""What a server's process is allowed."""
+"""The limits of a server's process."""
 
 import subprocess
 import sys

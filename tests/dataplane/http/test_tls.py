@@ -1,4 +1,4 @@
-"""Certificates: refused in one line, served to those who trust them, taken anew beside open connections."""
+"""Certificates: refused in one line, served to clients that trust them, renewed with connections open."""
 
 import asyncio
 import shutil
@@ -65,7 +65,7 @@ async def echo(scope, receive, send):
 
 
 def served(certificate, story):
-    """Play a story beside a server with this certificate, which says the scheme it was asked by."""
+    """Play a story while a server with this certificate runs; it answers with the scheme of the request."""
 
     async def play():
         listening = bind("127.0.0.1", 0, "--port")

@@ -1,4 +1,4 @@
-"""What tests of the live plane's channels share."""
+"""Fixtures that tests of the live plane's channels share."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ USD_PER_H = {"made TP1": 1.0, "big TP1": 2.5}
 
 
 def mixed(*profiles, **more):
-    """What tick is told of a fleet of these kinds, and its slots: twelve small ones, four big ones."""
+    """Slots of a fleet of these types, twelve small or four big of each, and the settings of its `tick`."""
     types = tuple(replace(WorkerType.of(p, USD_PER_H[p.type_name]), **more) for p in profiles)
     scaling = ScalingSettings(
         TargetSettings(None, None), StabilizationWindow(0.0, 30.0), bin_s=5.0, worker_types=types

@@ -1,4 +1,4 @@
-"""Moves in the simulated plane: nobody is lost, nothing leaks, and the times are those that were stated."""
+"""Moves in the simulated plane: no request is lost, nothing leaks, and the times are as stated."""
 
 from dataclasses import replace
 from functools import partial

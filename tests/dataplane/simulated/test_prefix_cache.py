@@ -229,7 +229,7 @@ def test_coarse_blocks_hit_nearly_what_blocks_of_the_engine_hit():
 
 @pytest.mark.parametrize("policy", ["spread", "best-fit", "slack-fit"])
 def test_asking_only_the_workers_that_changed_leads_to_the_same_bytes(policy):
-    """An advance by pieces asks every worker anew at each piece; one go asks those that have changed."""
+    """Each piece of an advance asks every worker again; an advance in one go asks those that have changed."""
     waited = 0
     for seed in range(6):
         rng = np.random.default_rng(seed)
@@ -251,7 +251,7 @@ def test_asking_only_the_workers_that_changed_leads_to_the_same_bytes(policy):
 
 
 def test_what_workers_have_cached_is_told_anew_once_a_request_has_joined_one():
-    """Where changes are told it is looked up once; what a queue will store counts from there on."""
+    """Where changes are reported it is looked up once; blocks that a queue will store count from then on."""
     workload = pair(100, gap_s=0.0, requests=3)
     state = prepare(workload, [WorkerSpec(profile_of())] * 2, NEVER_MET, "jsq")
     led = state.ledger

@@ -1,4 +1,4 @@
-"""What the console's tests share: a browser, a planning API, and tabs that must not see anything wrong."""
+"""Fixtures of the console's tests: a browser, a planning API, and tabs that must not see anything wrong."""
 
 from __future__ import annotations
 

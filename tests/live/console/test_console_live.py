@@ -1,4 +1,4 @@
-"""The live page: what it shows, how soon, and what it does when orders are refused or nobody answers."""
+"""The live page: what it shows, how soon, and what it does when an order is refused or no answer comes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What two looks at the servers of a fleet say of its traffic, and when they say nothing."""
+"""Traffic as two looks at a fleet's servers show it, and the cases in which they show nothing."""
 
 import math
 

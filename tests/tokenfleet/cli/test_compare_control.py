@@ -1,4 +1,4 @@
-"""What `tokenfleet compare` says of a control API that runs no fleet."""
+"""The error of `tokenfleet compare` at a control API that runs no fleet."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""What the doctor's trial of two engines says of moves and tokens, and of engines that do not start."""
+"""The doctor's trial of two engines: its report on moves, tokens, and engines that do not start."""
 
 import pytest
 

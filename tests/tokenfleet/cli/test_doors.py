@@ -1,4 +1,4 @@
-"""What `serve` and `api` let others reach, and how their clients trust them."""
+"""Addresses that `serve` and `api` open to others, and how their clients trust them."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer

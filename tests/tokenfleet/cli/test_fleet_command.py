@@ -1,4 +1,4 @@
-"""What `tokenfleet fleet status` makes of the control API's answer."""
+"""The text that `tokenfleet fleet status` makes of the control API's answer."""
 
 import json
 import re

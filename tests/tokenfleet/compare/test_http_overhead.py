@@ -1,4 +1,4 @@
-"""What the way to an engine and back takes, from a fleet's steps and the requests of a replay."""
+"""The time to an engine and back, from a fleet's steps and the requests of a replay."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Plans for several SLO classes on one fleet: who is of which, that each has its own target, and the cost."""
+"""Plans for several SLO classes on one fleet: each request's class, each class's target, and the cost."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_a_plan_with_classes_is_written_and_read_again(two: Plan) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_fleet_is_the_smallest_of_its_kind_by_trying_every_count(seed: int) -> None:
-    """Every count is tried in every replicate, one class at a time: none below the answer holds."""
+    """Every count is tried in every resampled trace, one class at a time: none below the answer holds."""
     request = asked(CHAT, BATCH, seed=seed)
     workload = mixed(14.0, 700)
     best = planned(workload, request).best

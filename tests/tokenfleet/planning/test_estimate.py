@@ -1,4 +1,4 @@
-"""How sure an answer is: bounds from replicates, and what a short trace cannot show."""
+"""The certainty of an answer: bounds from resampled traces, and what a short trace cannot show."""
 
 import numpy as np
 import pytest

@@ -102,7 +102,7 @@ def test_no_more_workers_are_tried_than_are_as_good_as_endless() -> None:
 def test_the_search_goes_on_past_twice_the_count_only_where_workers_could_hold(
     monkeypatch: pytest.MonkeyPatch, endless_hold: bool
 ) -> None:
-    """A fleet that only forty workers hold in other replicates, three doing so on the trace."""
+    """Three workers meet the target on the recorded trace; on resampled traces only forty do."""
 
     class OfForty(Trial):
         def holds(self, *, screening: bool = False) -> bool:

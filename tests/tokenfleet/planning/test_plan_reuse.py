@@ -1,4 +1,4 @@
-"""Plans for traffic that shares prefixes: what caches save, how much traffic more they bear, what is said."""
+"""Plans for traffic that shares prefixes: what caches save, how much more traffic they bear, the output."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A schedule with cold starts, against looking at every second; spares, against every case there is."""
+"""A schedule with cold starts, against a look at every second; standby workers, against every case."""
 
 import json
 import math
@@ -195,7 +195,7 @@ MONDAY_S = 1_748_822_400.0  # 2025-06-02
 
 
 def scheduled(monkeypatch: pytest.MonkeyPatch, days: float, start_s: float | None, faster: float = 1.0):
-    """The schedule of days of which working hours need five workers, all others two, as told by a clock."""
+    """The schedule of days whose working hours, by a clock, need five workers and all other hours two."""
     workload = Workload(np.arange(0.0, days * DAY_S, 600.0) / faster, *np.full((2, round(days * 144)), 100))
     zero_s = ((start_s or MONDAY_S) - MONDAY_S) % WEEK_S
 

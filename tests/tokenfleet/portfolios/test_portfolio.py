@@ -326,7 +326,7 @@ models: [{models}]
 
 @pytest.fixture
 def small(folder, capsys, monkeypatch):
-    """A function that plans so many models of little load, and one of much: the answer's JSON, or stderr."""
+    """A function that plans `models` models of little load, and `more`: the answer's JSON, or stderr."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     rng = np.random.default_rng(5)
     save(

@@ -1,4 +1,4 @@
-"""Predictions beside measured runs: what files of runs may hold, and which errors come out."""
+"""Predictions against measured runs: what files of runs may hold, and which errors come out."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ SETTINGS = "schema: tokenfleet.runs/1\nrequests: runs.{}\nmodel: made\ngpu: made
 
 
 def measured(profile: Profile, rates: tuple[float, ...] = RATES) -> pl.DataFrame:
-    """Rows of a ladder as this profile's engine would have served it."""
+    """Rows of a load sweep as this profile's engine would have served it."""
     rows = []
     for n, rate in enumerate(rates):
         rng = np.random.default_rng(n)

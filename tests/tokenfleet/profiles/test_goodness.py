@@ -1,4 +1,4 @@
-"""A calibration says how well it fits: what its numbers cannot make right is refused, or widens the doubt."""
+"""A calibration shows how well it fits: misfit that no number removes is refused, or adds uncertainty."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WRONG = {
 
 
 def assumed_log(log: RequestLog, wrong: str) -> RequestLog:
-    """The log as it is read: of a foreign cache the blocks are not known."""
+    """The log as read; the blocks of a foreign cache are unknown."""
     if "foreign" not in wrong:
         return log
     work = log.workload

@@ -1,4 +1,4 @@
-"""Learned profiles on disk: found by their key alone, whole, and measured anew where a file is no use."""
+"""Learned profiles on disk: found by their key alone, whole, and measured again where a file is no use."""
 
 import json
 import logging

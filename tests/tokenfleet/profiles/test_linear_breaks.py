@@ -1,4 +1,4 @@
-"""Where a linear fit breaks, and how a designed grid's steps become samples."""
+"""Breaks of a linear fit, and samples from the steps of a designed grid."""
 
 import json
 from pathlib import Path

@@ -29,7 +29,7 @@ H100 = (library_folder() / "h100-sxm" / "llama-3.1-8b_tp1.yaml").read_text()
 
 @pytest.fixture(autouse=True)
 def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home of the test's own; profiles are read anew in it, and after it."""
+    """A home of the test's own; profiles are read again in it, and after it."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
     library._shelves.cache_clear()
     yield tmp_path / "home"

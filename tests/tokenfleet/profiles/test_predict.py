@@ -1,4 +1,4 @@
-"""Profiles from operation tables: what is asked of them, what is refused, what is said beside the numbers."""
+"""Profiles from operation tables: what is asked of them, what is refused, and the notes on their numbers."""
 
 import importlib.util
 import json
@@ -183,7 +183,7 @@ def test_gemma_3_is_told_to_the_tables_as_a_dense_gemma_4(tmp_path: Path) -> Non
 
 
 class PairsEngine:
-    """Tables in which a layer's attention takes a millisecond for each pair of tokens, and 7 ms go beside."""
+    """Tables in which a layer's attention takes 1 ms for each pair of tokens, and all else takes 7 ms."""
 
     def __init__(self, *seen: int) -> None:
         self.seen = seen  # of each layer

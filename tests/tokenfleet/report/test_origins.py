@@ -1,4 +1,4 @@
-"""Where a plan's numbers come from: one row for each input, with its origin and what narrows it."""
+"""Origins of a plan's numbers: one row for each input, with its origin and what narrows it."""
 
 from dataclasses import replace
 

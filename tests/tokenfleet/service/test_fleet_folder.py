@@ -1,4 +1,4 @@
-"""Where a fleet keeps its things: what was asked for stays, nothing else does."""
+"""A fleet's folder: one that an operator asked for stays, any other does not."""
 
 import tempfile
 

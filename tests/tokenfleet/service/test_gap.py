@@ -50,7 +50,7 @@ NEXT_DAY_S = day_begin_s(DAY) + DAY_S + 3600.0
 
 
 def requests(rates, seconds=300.0, seed=1, **more):
-    """Rows of history of Poisson arrivals from noon on, a rate for each stretch of so many seconds."""
+    """Rows of history of Poisson arrivals from noon on, with one rate for each stretch of `seconds`."""
     rng = np.random.default_rng(seed)
     times = [
         NOON_S + seconds * n + np.sort(rng.uniform(0.0, seconds, rng.poisson(rate * seconds)))

@@ -1,4 +1,4 @@
-"""What a job says of the texts that its order was sent with."""
+"""A job's errors name the field that a faulty text was sent in."""
 
 import pytest
 

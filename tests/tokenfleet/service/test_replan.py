@@ -1,4 +1,4 @@
-"""When a served plan is made again, what is asked then, and what the new one would change."""
+"""Replanning of a served plan: when it is due, what is asked then, and what the new one would change."""
 
 import asyncio
 import datetime

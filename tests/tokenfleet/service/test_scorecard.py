@@ -21,7 +21,7 @@ from tokenfleet.service.scorecard import bias_of, scorecard_of
 
 
 def served(data, decode=1.0, prefill=1.0, requests=1500, workers=2, plan=None, others=(), classes=(None,)):
-    """A folder in which a fleet, so many times slower than its profile, was served under a plan."""
+    """A folder of a fleet that served under a plan; `decode` and `prefill` scale its profile's times."""
     rng = np.random.default_rng(1)
     workload = Workload(
         np.cumsum(rng.exponential(1 / 10.0, requests)),

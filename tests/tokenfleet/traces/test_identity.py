@@ -1,4 +1,4 @@
-"""What a trace's requests share, and what they wait for, as the files of each format tell it."""
+"""Prefixes that a trace's requests share, and requests they wait for, as files of each format tell them."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a prefix cache could serve of a trace, against a cache that is really kept."""
+"""The part of a trace that a prefix cache could serve, against a cache that is really kept."""
 
 from collections import OrderedDict
 

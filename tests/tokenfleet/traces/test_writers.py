@@ -123,7 +123,7 @@ def test_a_device_is_never_replaced() -> None:
 
 
 def fails_after(writes: int, error: BaseException) -> Callable[..., object]:
-    """An `os.fdopen` whose file takes so many writes and then fails."""
+    """An `os.fdopen` whose file takes `writes` writes and then fails."""
     really_open = os.fdopen
 
     class Failing:

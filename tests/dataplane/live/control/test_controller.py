@@ -7,7 +7,7 @@ from checkout import ROOT
 
 
 def test_the_controller_s_process_loads_no_engine_and_no_server():
-    """It starts within a second beside workers that need the memory."""
+    """It starts within a second, on a host where workers need the memory."""
     code = (
         "import sys, dataplane.live.control.controller\n"
         "print(sorted({'vllm', 'torch', 'ray', 'fastapi'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""What a scaler keeps across the lives of its controller: the same forecasts as if it had never ended."""
+"""A scaler's memory across restarts of its controller: the same forecasts as without a restart."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the controller makes of the states that the control API sends: arrivals, errors, queues, profiles."""
+"""States that the control API sends, as the controller reads them: arrivals, errors, queues, profiles."""
 
 from dataclasses import replace
 

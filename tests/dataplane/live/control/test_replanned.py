@@ -1,4 +1,4 @@
-"""What a core's successor takes up of the plans that the fleet was ordered to serve by."""
+"""Plans that a fleet was ordered to serve by, as a core's successor takes them up."""
 
 from made_plans import PROFILE
 

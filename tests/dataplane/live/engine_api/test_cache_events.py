@@ -1,4 +1,4 @@
-"""What an engine tells of its cache names the same blocks as gateways do, and keeps account of copies."""
+"""An engine's cache events: they name the same blocks as gateways do, and keep account of copies."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def ids_of(tokens: list[int], root: int = ROOT) -> list[int]:
 
 
 def stored(names: list[int], tokens: list[int], parent: int | None = None, **facts) -> dict:
-    """vLLM's event, as it is after its journey."""
+    """vLLM's event as it arrives."""
     plain = {"type": "BlockStored", "block_hashes": names, "parent_block_hash": parent, "token_ids": tokens}
     return plain | {"block_size": BLOCK, "lora_name": None, "extra_keys": None} | facts
 

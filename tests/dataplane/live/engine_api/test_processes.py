@@ -1,4 +1,4 @@
-"""What a killed worker would leave: found by process, and removed."""
+"""Leftovers of a killed worker: found by process, and removed."""
 
 import subprocess
 import sys

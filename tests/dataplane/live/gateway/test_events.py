@@ -1,3 +1,5 @@
+"""The event log: followers get past events and new ones, and a slow one holds up no other."""
+
 import asyncio
 
 from dataplane.live.gateway.events import EventLog

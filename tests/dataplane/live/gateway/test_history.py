@@ -1,4 +1,4 @@
-"""What a gateway has learned of output lengths outlives it, however it ended."""
+"""Output lengths that a gateway has learned outlive it, however it ended."""
 
 import json
 import signal

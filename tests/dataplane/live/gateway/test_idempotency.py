@@ -1,4 +1,4 @@
-"""Idempotency keys: computed once, kept within bounds, and nobody waits for a maker who is gone."""
+"""Idempotency keys: computed once, kept within bounds, and no request waits for a maker that is gone."""
 
 import asyncio
 

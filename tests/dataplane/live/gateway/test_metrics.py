@@ -1,4 +1,4 @@
-"""What Prometheus is told, and that the dashboard asks for nothing else."""
+"""The metrics that Prometheus scrapes; the dashboard asks for no others."""
 
 import json
 import re

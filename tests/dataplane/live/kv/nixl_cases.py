@@ -1,4 +1,4 @@
-"""KV by NIXL between two processes: exact bytes, or a failure that is told, and nothing that comes late.
+"""KV by NIXL between two processes: exact bytes, or a reported failure, and nothing that comes late.
 
 test_nixl.py runs this.
 """

@@ -1,4 +1,4 @@
-"""Staged KV beside an engine that computes on a stream of its own, which a stub of CUDA carries out late."""
+"""Staged KV of an engine that computes on a stream of its own; a stub of CUDA carries the stream out late."""
 
 import pytest
 

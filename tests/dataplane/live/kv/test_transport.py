@@ -1,4 +1,4 @@
-"""KV blocks over sockets: exact bytes, or a failure that is told."""
+"""KV blocks over sockets: exact bytes, or a reported failure."""
 
 import ctypes
 import errno
@@ -318,7 +318,7 @@ def test_an_address_is_free_again_when_its_server_has_stopped():
 
 
 def test_a_server_that_cannot_have_both_its_addresses_keeps_neither():
-    """Its TCP port may be shared with whoever reserved it; the name on this host may not."""
+    """It may share its TCP port with the process that reserved it, but not its name on this host."""
     (address,), release = reserve_addresses("0.0.0.0", 1)
     stop = SocketTransport("secret").serve(address, BlockTables(), kv_memory(caches()))
     with pytest.raises(OSError, match="in use"):  # and a socket that nobody closes is a warning, so an error

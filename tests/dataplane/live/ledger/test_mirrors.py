@@ -1,4 +1,4 @@
-"""What the gateway believes to be cached, by the tokens that pass through it."""
+"""Mirrors: the blocks that the gateway believes to be cached, by the tokens that pass through it."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Workers evacuated by a deadline, on emulated engines: streams are moved or computed anew, and end whole."""
+"""Workers evacuated by a deadline, on emulated engines: streams are moved or recomputed, and end whole."""
 
 import asyncio
 

@@ -197,7 +197,7 @@ def test_what_cannot_be_is_refused(play):
 
 
 def test_a_gateway_links_to_a_thousand_workers():
-    """Each link takes three of ZMQ's sockets, of which a context by itself allows 1,023."""
+    """Each link takes three of ZMQ's sockets; a context by itself allows 1,023."""
     import resource
     from types import SimpleNamespace
 

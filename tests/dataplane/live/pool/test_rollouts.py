@@ -181,7 +181,7 @@ def test_a_new_worker_that_does_not_start_leaves_the_fleet_wholly_old_and_says_t
 @pytest.mark.parametrize("most", [3, 6])
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
 def test_a_new_worker_lost_at_any_step_leaves_the_fleet_wholly_old(play, most, after):
-    """`after`: so many have been replaced when a new one dies; at the last it is the gate's."""
+    """`after`: how many workers have been replaced when a new one dies; at 0 it dies at its gate."""
 
     async def story(s):
         prompts = await s.streams(6, 1500)

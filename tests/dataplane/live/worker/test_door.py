@@ -1,4 +1,4 @@
-"""The door of a worker: its gateways are heard, and nobody else says or reads a word."""
+"""The door of a worker: its gateways are heard, and no other caller sends or reads a word."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ ANSWER = b"the secret of its KV"
 
 
 def play(story):
-    """A story beside a door that answers everybody whom it hears."""
+    """Play a story while a door answers every caller that it hears."""
 
     async def scene():
         key = new_key()

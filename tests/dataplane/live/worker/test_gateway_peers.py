@@ -1,4 +1,4 @@
-"""A worker's gateways: each gets its own outputs, and a slow or silent one harms nobody else."""
+"""A worker's gateways: each gets its own outputs, and a slow or silent one harms no other."""
 
 import asyncio
 

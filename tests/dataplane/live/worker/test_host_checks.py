@@ -1,4 +1,4 @@
-"""What a look at a host finds, and what must be alike on all hosts."""
+"""Checks of a host, and of properties that must be alike on all hosts."""
 
 import socket
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Which types of worker `tokenfleet serve` starts, from its flags or a plan."""
+"""Worker types that `tokenfleet serve` starts, from its flags or a plan."""
 
 import json
 import re

@@ -86,7 +86,7 @@ def test_adapters_are_served_by_their_models_engines(file):
 
 
 def in_zones(zone_of, most, **fields):
-    """A plan of models of one worker in these zones, each of which has so many GPUs."""
+    """A plan of models, one worker each, in zones `zone_of`; `most` has the GPUs of each zone."""
     document = portfolio_json(dict.fromkeys(zone_of, 1), 9, **fields)
     for model in document["models"]:
         model["zone"] = zone_of[model["name"]]
@@ -166,7 +166,7 @@ def test_a_model_has_as_many_workers_on_demand_as_planned_and_their_dollars_coun
 
 
 def ray_nodes(*markets):
-    """Ray's nodes of so many H100s: what each says of how it is bought, None for nothing."""
+    """Ray's nodes, from pairs of (market label or None, number of H100s)."""
     return [
         {
             "Alive": True,
@@ -229,7 +229,7 @@ SPLIT = plan_of_fleet(
 
 
 def mixed(types, gpus, **fields):
-    """A plan of chat on so many workers of each GPU and TP degree, and of code on one H100."""
+    """A plan of chat on `types` (workers by GPU and TP degree), and of code on one H100."""
     document = portfolio_json({"chat": 1, "code": 1}, gpus, **fields)
     parts = [
         {"gpu": gpu, "tp_degree": tp, "workers": n, "usd_per_hour": 5.0 * n * tp, "role": "any"}

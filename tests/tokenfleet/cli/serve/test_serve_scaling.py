@@ -1,4 +1,4 @@
-"""What a serving fleet takes from a plan: its line, the lengths that it holds for, and its price."""
+"""A plan's parts that a serving fleet uses: its line, the lengths that it holds for, and its price."""
 
 import json
 from dataclasses import replace

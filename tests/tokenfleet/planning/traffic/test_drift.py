@@ -1,4 +1,4 @@
-"""How far levels of the traffic drift: what a trace shows of it, and what a draw makes of it."""
+"""Drift of the traffic's levels: the drift that a trace shows, and the drift of a draw."""
 
 import numpy as np
 import pytest

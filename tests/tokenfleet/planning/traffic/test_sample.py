@@ -187,7 +187,7 @@ def test_where_samples_say_too_much_the_full_replay_adds_workers(monkeypatch: py
     workload, honest = days(), Sampler.sample
 
     def easy(self: Sampler, *of: object) -> Sample:
-        """A sample of which two requests of three came not at all."""
+        """A sample without two of every three requests."""
         one = honest(self, *of)  # type: ignore[arg-type]
         rows = np.arange(0, len(one.window), 3)
         return replace(one, workload=one.workload.take(rows), window=one.window[rows])
