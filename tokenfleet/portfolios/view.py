@@ -130,7 +130,7 @@ def _on_spot(row: Row) -> str:
 def _limit(use: Use) -> tuple[str, ...]:
     gain = "a higher limit saves nothing"
     if use.more is not None and use.saves_usd_per_h is not None:
-        gain = f"{use.more:.4g} more save {usd_text(use.saves_usd_per_h)}"
+        gain = f"{use.more:.4g} more saves {usd_text(use.saves_usd_per_h)}"
     return use.name, f"{use.most:g}", f"{use.peak:.4g}", gain
 
 
