@@ -150,7 +150,7 @@ class ServerWatch:
         )  # fmt: skip
         self._fleet.lengths.adapters |= adapters
         if not self._fleet.attach(info, self._kind):
-            self._refuse(server, "twice as many servers as at the start are all it has room for; restart it")
+            self._refuse(server, "the picker has room for twice the servers it started with: restart it")
             return
         self._refused.pop(server, None)
         self._unseen.heard(name, page, asked_s)

@@ -118,7 +118,7 @@ class Lives:
                 raise RuntimeError(f"worker {member.worker}: {lacks}")
             cold_start_s = time.monotonic() - member.since_s  # without a measurement, which the next has not
             if self.measure is not None:
-                member.phase = "measuring its step times"
+                member.phase = "measuring step times"
                 await self.measure(link, member.kind, False)
             self._core.attach(link, member.kind, types[member.kind].role)
             if gate is not None:
