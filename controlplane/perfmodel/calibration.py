@@ -81,7 +81,7 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
     busy = _with_traffic(intervals)
     if around.engine.mode != EngineMode.CHUNKED:
         raise BadInput(
-            f"calibration: {around.label}: is of a {around.engine.mode} engine, vLLM's are chunked"
+            f"calibration: {around.label}: its engine mode is {around.engine.mode}, expected chunked"
         )
     if not coefficients_with_hinges(around.step).any():
         raise BadInput(f"calibration: {around.label}: step: every coefficient is 0")

@@ -40,7 +40,7 @@ class Servers:
         bearer: Bearer | None = None,
     ) -> None:
         if not addresses and file is None and pods is None:
-            raise BadInput("advise: which servers? give addresses, --servers FILE, or --selector for pods")
+            raise BadInput("advise: no server is named, expected addresses, --servers FILE or --selector")
         self.discovered: frozenset[str] = frozenset()
         self._pods, self._bearer = pods, bearer or Bearer()
         self._fixed = [checked(address) for address in addresses]
@@ -98,8 +98,9 @@ class Servers:
         except TimeoutError:
             return NoCounts(f"does not answer within {TIMEOUT_S:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            why = f"does not answer: {getattr(error, 'strerror', None) or error}"
-            return NoCounts(why, refuses=getattr(error, "errno", None) == ECONNREFUSED)
+            refuses = getattr(error, "errno", None) == ECONNREFUSED
+            why = "connection refused" if refuses else getattr(error, "strerror", None) or error
+            return NoCounts(f"does not answer: {why}", refuses=refuses)
 
     def _of_file(self, path: Path) -> list[str]:
         """The addresses in a file, one a line; # begins a comment."""
@@ -123,7 +124,7 @@ class Servers:
             self._known[name] = [f"{at}:{port}" for at in four or six]
         except OSError as error:
             if name not in self._known:
-                raise BadInput(f"{name}: the name is not known: {error.strerror}") from None
+                raise BadInput(f"{name}: the name cannot be resolved: {error.strerror}") from None
         return self._known[name]
 
 

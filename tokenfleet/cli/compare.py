@@ -18,7 +18,7 @@ from dataplane.http.tls import client_context
 from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes
 from tokenfleet.cli.terminal import counted_bar, show, warn
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.report.tables import share_text, table
+from tokenfleet.report.tables import share_text, table, workers_text
 from tokenfleet.texts import Parsed, duration_text, parse_duration_s, parse_slo, parse_window_s
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ def _say(
     largest = "" if worst is None else f"; largest error {100 * _size(worst):.1f} %, in {worst.name}"
     show(
         [
-            f"Compared {requests:,} requests on {workers} workers{largest}",
+            f"Compared {requests:,} requests on {workers_text(workers)}{largest}",
             table(columns, (f.cells for f in figures), left=("figure",)),
             f"Simulated TTFTs include {duration_text(float(np.median(run['overheads_s'])))} of HTTP overhead,"
             " and the profile's scatter of step times.",

@@ -38,13 +38,9 @@ LEAST_ROOM = 16  # servers, in the ledger
 class PickFlags(ServerFlags):
     """What `tokenfleet pick` is asked."""
 
-    slo: Annotated[
-        list[str],
-        typer.Option(help="targets of each request, e.g. ttft=1s,tpot=50ms; with NAME: those of a class"),
-    ]
+    slo: Annotated[list[str], typer.Option(help="targets: ttft=1s,tpot=50ms; of a class: NAME:ttft=…,tpot=…")]
     tokenizer: Annotated[
-        str | None,
-        typer.Option(help="folder of the model's tokenizer, to count prompts and know prefixes"),
+        str | None, typer.Option(help="folder of the model's tokenizer, to count prompts and know prefixes")
     ] = None
     policy: Annotated[str, typer.Option(help="placement policy, as of `tokenfleet serve`")] = "spread"
     max_num_seqs: Annotated[
@@ -53,25 +49,17 @@ class PickFlags(ServerFlags):
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's flag of that name (default: the profile's, else 2048)")
     ] = None
-    kv_events: Annotated[
-        str | None, typer.Option(help="ZMQ port of servers' KV events: PORT, or +N from the server's own")
-    ] = None
-    kv_replay: Annotated[
-        str | None, typer.Option(help="ZMQ port at which servers replay their events: PORT, or +N")
-    ] = None
-    queue: Annotated[int, typer.Option(min=0, help="most requests held back for want of room")] = 1000
-    queue_wait: Annotated[str, typer.Option(help="longest wait before a 429")] = "30s"
-    fallbacks: Annotated[
-        int, typer.Option(min=1, max=16, help="addresses for each request; 1 for Envoy's ORIGINAL_DST")
-    ] = 3
+    kv_events: Annotated[str | None, typer.Option(help="ZMQ port of KV events: PORT, or own port + N")] = None
+    kv_replay: Annotated[str | None, typer.Option(help="ZMQ port that replays KV events: PORT, or +N")] = None
+    queue: Annotated[int, typer.Option(min=0, help="most requests that wait for room")] = 1000
+    queue_wait: Annotated[str, typer.Option(help="longest wait for room; then a 429")] = "30s"
+    fallbacks: Annotated[int, typer.Option(min=1, max=16, help="addresses a request; 1 for ORIGINAL_DST")] = 3
     data: Annotated[Path | None, typer.Option(help="folder for the history of requests")] = None
     listen: Annotated[str, typer.Option(help="HOST:PORT for the gateway (gRPC)")] = "127.0.0.1:9002"
     metrics_listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve /metrics at")] = None
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
-    client_ca: Annotated[
-        Path | None, typer.Option(help="PEM file of the authority that signs the gateway's certificate")
-    ] = None
+    client_ca: Annotated[Path | None, typer.Option(help="PEM file of the authority for gateways")] = None
     insecure: Insecure = False
 
 
@@ -108,23 +96,25 @@ async def _pick(flags: PickFlags) -> None:
         watch = await _watch(flags, stack, servers, profile, fleet, model)
         fleet.warm_up(targets.plain)
         await stack.enter_async_context(serving(PickerPort(fleet, targets), listening, context))
-        _say(f"picking at {flags.listen}: {_known(flags, profile)}")
+        ready = f"{len(fleet.servers)} of {len(await servers.listed())}"
+        _say(f"{_known(flags, profile)}\npicking at {flags.listen}; servers that answer: {ready}")
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for one in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(one, stop.set)
         await watch.run(stop)
+    _say("stopped")
 
 
 def _check(flags: PickFlags) -> None:
     """Raise BadInput for flags that do not go together."""
     if not flags.addresses and flags.servers is None:
-        raise BadInput("pick: which servers? give addresses, or --servers FILE")
+        raise BadInput("pick: no server is named, expected addresses or --servers FILE")
     if flags.client_ca is not None and flags.tls_cert is None:
         raise BadInput("--client-ca: needs --tls-cert and --tls-key too")
     if flags.kv_events and not flags.tokenizer:
-        raise BadInput("--kv-events: tell of tokens; give --tokenizer too")
+        raise BadInput("--kv-events: needs --tokenizer too, to know the tokens of prompts")
     if flags.kv_replay and not flags.kv_events:
-        raise BadInput("--kv-replay: of --kv-events; give its port too")
+        raise BadInput("--kv-replay: needs --kv-events too")
 
 
 async def _fleet(flags: PickFlags, servers: Servers, profile: Profile | None, model: str) -> PickedFleet:
@@ -141,7 +131,7 @@ async def _fleet(flags: PickFlags, servers: Servers, profile: Profile | None, mo
 
     policy, moves = read_policy(flags.policy)
     if moves or policy == "exact":
-        raise BadInput(f"--policy: a picker places each request once, when it comes; got {flags.policy!r}")
+        raise BadInput(f"--policy: expected one that places requests once, on arrival, got {flags.policy!r}")
     queue = QueueSettings(flags.queue, parse_duration_s(flags.queue_wait, "--queue-wait"))
     lengths = PromptLengths(None if flags.tokenizer is None else tokenizer(flags.tokenizer))
     history = History(PRIOR_OUTPUT_TOKENS, flags.data, model)
@@ -187,13 +177,14 @@ def _say(line: str) -> None:
 
 
 def _known(flags: PickFlags, profile: Profile | None) -> str:
-    """How requests are placed, for the first line."""
-    by = "by load alone (no --gpu, no --profile)"
+    """How requests are placed, a line for each fact."""
+    by = "least loaded server (no --gpu, no --profile)"
     if profile is not None:
-        by = f"policy {flags.policy} with step times of {profile.label}"
-    prompts = "by the tokenizer" if flags.tokenizer else "by their bytes (no --tokenizer)"
-    caches = "KV events" if flags.kv_events else ("what was sent there" if flags.tokenizer else "not known")
-    return f"{by}; prompts measured {prompts}; prefix caches: {caches}"
+        by = f"policy {flags.policy}, step times of {profile.label}"
+    sent = "known by the prompts sent (no --kv-events)" if flags.tokenizer else "unknown (no --tokenizer)"
+    caches = "known by KV events" if flags.kv_events else sent
+    prompts = "counted by the tokenizer" if flags.tokenizer else "estimated from bytes (no --tokenizer)"
+    return f"placement: {by}\nprompt tokens: {prompts}\nprefix caches: {caches}"
 
 
 def _targets(texts: list[str]) -> PickTargets:
@@ -211,7 +202,7 @@ async def _served_model(servers: Servers) -> str:
 
     pages = await servers.pages(0.0)
     if not pages:
-        raise BadInput("pick: no server is listed")
+        raise BadInput("pick: the list of servers is empty")
     models = {page.model: server for server, page in pages.items() if isinstance(page, EngineCounts)}
     if len(models) > 1:
         (one, at), (other, there) = sorted(models.items())[:2]
@@ -222,11 +213,11 @@ async def _served_model(servers: Servers) -> str:
 def _profile(flags: PickFlags, served: str) -> Profile | None:
     """The step times of a server; None where they are not known."""
     if flags.profile is not None and (flags.gpu or flags.tp):
-        raise BadInput("--profile: says GPU and TP; leave out --gpu and --tp")
+        raise BadInput("--profile: names GPU and TP; leave out --gpu and --tp")
     if flags.profile is not None:
         profile = read_profile(flags.profile)
     elif flags.gpu is None:
-        warn(["no --gpu and no --profile: requests are placed by load, not by their targets"])
+        warn(["without --gpu or --profile, requests are placed by load, not by their targets"])
         return None
     else:
         name = flags.model or served
@@ -239,7 +230,7 @@ def _profile(flags: PickFlags, served: str) -> Profile | None:
             raise ProfileMissing(f"{missing}{hint}") from None
     if profile.engine.mode != EngineMode.CHUNKED:
         mode = profile.engine.mode
-        raise BadInput(f"--profile: {profile.label}: is of a {mode} engine, vLLM's are chunked")
+        raise BadInput(f"--profile: {profile.label}: its engine mode is {mode}, expected chunked")
     return profile
 
 

@@ -151,16 +151,22 @@ def accuracy_command(
         "runs": [row for rows in found.values() for row in rows],
         "medians": errors,
     }
-    names = {"as it is": "uncalibrated", "calibrated": "calibrated"}
-    rows = [(row["runs"], names[name], *accuracy_cells(row)) for name, of in found.items() for row in of]
-    medians = [
-        f"Median errors, {names[name]}: TPOT mean {one['errors']['tpot']['mean']:.1%},"
-        f" TTFT mean {one['errors']['ttft']['mean']:.1%}"
-        for name, one in errors.items()
-    ]
-    shown: list[Any] = [*medians, table(ACCURACY_COLUMNS, rows, left=("runs", "profile"))]
-    answer(output_format, json.dumps(told, indent=1), lambda: shown)
+    shown: list[Any] = []
+    ways = ("uncalibrated", f"calibrated on the {CALIBRATED_ON} lowest rates")
+    for (name, of), words in zip(found.items(), ways, strict=True):
+        if rows := [(row["runs"], *accuracy_cells(row)) for row in of]:
+            tpot, ttft = (100.0 * errors[name]["errors"][what]["mean"] for what in ("tpot", "ttft"))
+            shown.append(f"Median error, {words}: mean TPOT {tpot:.1f} %, mean TTFT {ttft:.1f} %")
+            shown.append(table(SHORT_COLUMNS, rows, left=("runs",)))
+    answer(output_format, json.dumps(told, indent=1), lambda: [*shown, ACCURACY_WORDS])
     return 0
+
+
+SHORT_COLUMNS = ("runs", "rates", "E2E", "TPOT", "TTFT", "tokens/s", "saturation")
+ACCURACY_WORDS = (
+    "Errors in percent. E2E: mean. TPOT: mean, p99. TTFT: mean, p50, p90, p99.\n"
+    "Saturation point in requests/s: measured, predicted; –: none within these rates."
+)
 
 
 ACCURACY_COLUMNS = (

@@ -84,7 +84,7 @@ class ServerWatch:
         pages = await self._servers.pages(time.monotonic())
         names = {server: await self._address(server) for server in pages}
         for gone in set(self._fleet.servers) - set(names.values()):
-            self._part(gone, "it is not listed any more")
+            self._part(gone, "no longer listed")
         counted: dict[WorkerId, EngineCounts] = {}
         for server, page in pages.items():
             name = names[server]
@@ -97,6 +97,7 @@ class ServerWatch:
             else:
                 if self._missed.pop(name, 0) >= SILENT_AFTER:
                     self._fleet.suspect(name, False)
+                    self._tell(f"{name}: answers again")
                 counted[name] = page
         # Those that have the fewest first, by the ledger: another may show in this look what they lack.
         for name in sorted(counted, key=lambda name: load_of(counted[name]) - had[name]):
@@ -110,7 +111,7 @@ class ServerWatch:
             try:
                 found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except OSError as error:
-                self._refuse(server, f"the name is not known: {error.strerror}")
+                self._refuse(server, f"its name cannot be resolved: {error.strerror}")
                 return None
             at = sorted({one[4][0] for one in found}, key=lambda ip: (":" in str(ip), ip))[0]
             ip = ipaddress.ip_address(str(at))
@@ -126,13 +127,13 @@ class ServerWatch:
             self._unseen.refused(name, asked_s)
         self._missed[name] = max(missed + 1, SILENT_AFTER if page.refuses else 0)
         if missed < SILENT_AFTER <= self._missed[name]:
-            self._tell(f"{name}: {page.why}; chosen last from now on")
+            self._tell(f"{name}: {page.why}; chosen last until it answers")
             self._fleet.suspect(name, True)
 
     def _refuse(self, server: str, why: str) -> None:
         if self._refused.get(server) != why:
             self._refused[server] = why
-            self._tell(f"{server}: takes no requests: {why}")
+            self._tell(f"{server}: gets no requests: {why}")
 
     async def _meet(self, server: str, name: WorkerId, page: EngineCounts, asked_s: float) -> None:
         if self.model and page.model and page.model != self.model:
@@ -154,7 +155,7 @@ class ServerWatch:
             return
         self._refused.pop(server, None)
         self._unseen.heard(name, page, asked_s)
-        self._tell(f"{name}: takes requests: {kv_tokens:,} tokens of KV")
+        self._tell(f"{name}: gets requests; KV memory for {kv_tokens:,} tokens")
         for told in self.on_server:
             told(name, True)
 
@@ -164,7 +165,7 @@ class ServerWatch:
         self._unseen.gone(name)
         self._fleet.detach(name)
         self._missed.pop(name, None)
-        self._tell(f"{name}: takes no more requests: {why}")
+        self._tell(f"{name}: gets no more requests: {why}")
 
 
 async def models_of(server: str, served: str) -> tuple[int, frozenset[str]]:

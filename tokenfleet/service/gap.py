@@ -200,9 +200,9 @@ def _remarks(best: HindsightFleet, timeline: LogWindows, types: int) -> list[str
             f"{best.looked} of {len(timeline.windows)} windows were simulated, the others estimated by rate"
         )
     if best.late:
-        says.append(f"in {best.late} windows no number of workers meets the targets")
+        says.append(f"windows in which no number of workers meets the targets: {best.late}")
     if types > 1:
-        says.append(f"the optimum is of one worker type, {best.worker_type.name}; mixes were not tried")
+        says.append(f"the optimum has one worker type, {best.worker_type.name}; mixes were not tried")
     return says
 
 
@@ -265,7 +265,7 @@ def is_priced(day: Gap) -> bool:
 
 def gap_line(day: Gap) -> str:
     """A day's excess cost in a line: paid, the hindsight optimum, and the reasons of 1 % or more by size."""
-    told = f"{day['day']} (UTC, {duration_text(3600.0 * day['hours'])}): {shown(day, day['paid'])}"
+    told = f"{day['day']} (UTC, {duration_text(3600.0 * day['hours'])}): cost {shown(day, day['paid'])}"
     if day["least"] is None:
         told += f"; {'; '.join(day['says'])}"
     else:

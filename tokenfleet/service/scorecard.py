@@ -66,12 +66,12 @@ class PlanReplay:
     def sentences(self) -> list[str]:
         """The step times that fit, and whether anything else differs."""
         sentences = [
-            f"step times were {self.decode:.3g}x the profile's in decode and {self.prefill:.3g}x in prefill"
+            f"steps took {self.decode:.3g}x the profile's time in decode and {self.prefill:.3g}x in prefill"
         ]
         if max(abs(ratio - 1.0) for ratio in self.remaining) > 0.1:
             sentences.append(
-                f"after that correction TPOT is still {self.remaining[0]:.3g}x and TTFT"
-                f" {self.remaining[1]:.3g}x the prediction, so more than step times differ"
+                f"with these times mean TPOT is still {self.remaining[0]:.3g}x and median TTFT"
+                f" {self.remaining[1]:.3g}x the prediction: step times alone do not explain it"
             )
         return sentences
 
@@ -138,7 +138,7 @@ def _workers(plan: PlanFile, own_profiles: list[str]) -> list[WorkerSpec]:
         profile = now[0]
         if (str(profile.source.kind), str(profile.source.date)) != (was.kind, was.date):
             raise BadInput(
-                f"the plan's profile of {profile.label} is of {was.date} ({was.kind}), the one here of"
+                f"the plan's profile of {profile.label} dates from {was.date} ({was.kind}), the one here from"
                 f" {profile.source.date} ({profile.source.kind}); the plan cannot be replayed"
             )
         if plan.engine_mode and profile.engine.mode != plan.engine_mode:
@@ -247,7 +247,7 @@ def _compared(plan: PlanFile, finished: pl.DataFrame, over: int, own: list[str])
         },
         "classes": _by_class(plan, finished, met, replayed),
         "capacity": _capacity(plan, finished, met),
-        "says": [f"no bias: {why}"],
+        "says": [f"step times are not compared: {why}"],
     }
     if replayed:
         facts["bias"] = {
@@ -373,7 +373,7 @@ def _sentences(facts: Mapping[str, Any]) -> list[str]:
         for one in facts.get("classes") or ()
     ]
     if facts["not_served"]:
-        sentences.append(f"{facts['not_served']} requests were rejected or failed, and count as missed")
+        sentences.append(f"requests rejected or failed: {facts['not_served']}; they count as missed")
     if workers["seen"] > workers["planned"]:
         sentences.append(f"{workers['seen']} workers served; the plan has {workers['planned']}")
     return sentences

@@ -135,7 +135,7 @@ def test_too_little_traffic_is_refused_in_a_line():
 def test_an_engine_that_never_mixes_has_no_such_calibration():
     apart = replace(PRIOR, prefill=PrefillModel(0.01, 1e-4))
     apart = replace(apart, engine=EngineLimits(mode=EngineMode.PREFILL_FIRST))
-    with pytest.raises(BadInput, match="vLLM's are chunked"):
+    with pytest.raises(BadInput, match="expected chunked"):
         calibrated_by(counted(TRUTH, a_day, 60.0), apart)
 
 

@@ -81,7 +81,7 @@ def test_what_a_server_answers_instead_of_metrics_is_said(capsys):
         NoCounts("answers with status 404", answers=True),
         NoCounts("not Prometheus metrics", answers=True),
         NoCounts(SEVERAL.format(2), answers=True),
-        NoCounts("does not answer: Connect call failed ('127.0.0.1', 9)", refuses=True),
+        NoCounts("does not answer: connection refused", refuses=True),
     ]
 
 
@@ -115,8 +115,8 @@ def test_a_gpu_is_asked_for_where_the_library_has_several_and_a_model_where_it_h
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ((), "advise: which servers? give addresses, --servers FILE, or --selector"),
-        (("127.0.0.1:9",), "127.0.0.1:9: does not answer: Connect call failed ('127.0.0.1', 9)"),
+        ((), "advise: no server is named, expected addresses, --servers FILE or --selector"),
+        (("127.0.0.1:9",), "127.0.0.1:9: does not answer: connection refused"),
         (("ftp://h:1",), "advise: 'ftp://h:1': expected HOST:PORT, http://HOST:PORT or dns:NAME:PORT"),
         (("dns:name",), "advise: 'dns:name': expected HOST:PORT, http://HOST:PORT or dns:NAME:PORT"),
         (("a:1", "--replicas", "0..3"), "--replicas: expected MIN..MAX such as 1..8, from 1 on, got '0..3'"),
@@ -135,7 +135,7 @@ def test_what_cannot_be_watched_is_told_in_a_line(capsys, words, line):
 
 def test_no_name_and_no_server_are_refused(tmp_path):
     (tmp_path / "servers.txt").write_text("# none yet\n")
-    with pytest.raises(BadInput, match=r"dns:no\.such\.invalid:1: the name is not known"):
+    with pytest.raises(BadInput, match=r"dns:no\.such\.invalid:1: the name cannot be resolved"):
         pages("dns:no.such.invalid:1")
     assert pages(file=tmp_path / "servers.txt") == [{}]
 

@@ -18,16 +18,22 @@ SLO = ["--slo", "ttft=1s,tpot=50ms"]
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ([*SLO], "pick: which servers? give addresses, or --servers FILE"),
+        ([*SLO], "pick: no server is named, expected addresses or --servers FILE"),
         (["h:1", *SLO, "--policy", "best"], "policy"),
-        (["h:1", *SLO, "--policy", "spread+migrate"], "--policy: a picker places each request once"),
-        (["h:1", *SLO, "--kv-events", "5557"], "--kv-events: tell of tokens; give --tokenizer too"),
-        (["h:1", *SLO, "--kv-replay", "5557"], "--kv-replay: of --kv-events; give its port too"),
+        (
+            ["h:1", *SLO, "--policy", "spread+migrate"],
+            "--policy: expected one that places requests once, on arrival, got",
+        ),
+        (
+            ["h:1", *SLO, "--kv-events", "5557"],
+            "--kv-events: needs --tokenizer too, to know the tokens of prompts",
+        ),
+        (["h:1", *SLO, "--kv-replay", "5557"], "--kv-replay: needs --kv-events too"),
         (["h:1", *SLO, "--listen", "9002"], "--listen: expected HOST:PORT, got '9002'"),
         (["h:1", *SLO, "--listen", "0.0.0.0:9002"], "--listen: 0.0.0.0 is reachable by others"),
         (["h:1", *SLO, "--client-ca", "ca.pem"], "--client-ca: needs --tls-cert and --tls-key too"),
         (["127.0.0.1:1", *SLO, "--gpu", "h100"], "no server answers yet, and the model is not known"),
-        (["127.0.0.1:1", *SLO, "--gpu", "h100", "--profile", "p.yaml"], "--profile: says GPU and TP"),
+        (["127.0.0.1:1", *SLO, "--gpu", "h100", "--profile", "p.yaml"], "--profile: names GPU and TP"),
         (["h:1", "--slo", "ttft=1s"], "--slo: tpot is missing"),
         (["h:1", *SLO, "--queue-wait", "soon"], "--queue-wait"),
     ],
@@ -59,9 +65,14 @@ def test_a_picker_serves_health_over_tls_to_clients_of_its_authority_and_ends_on
         picker = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         try:
             async with asyncio.timeout(60):
-                lines = [(await picker.stdout.readline()).decode() for _ in range(2)]
-            assert "takes requests" in lines[0]
-            assert "by load alone" in lines[1]
+                lines = [(await picker.stdout.readline()).decode() for _ in range(5)]
+            assert lines == [
+                f"127.0.0.1:{servers[0]}: gets requests; KV memory for 400,000 tokens\n",
+                "placement: least loaded server (no --gpu, no --profile)\n",
+                "prompt tokens: estimated from bytes (no --tokenizer)\n",
+                "prefix caches: unknown (no --tokenizer)\n",
+                f"picking at 127.0.0.1:{port}; servers that answer: 1 of 1\n",
+            ]
             assert await asyncio.to_thread(ask, key.read_bytes(), certificate.read_bytes()) == b"\x08\x01"
             with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
                 await asyncio.to_thread(ask)
@@ -71,6 +82,7 @@ def test_a_picker_serves_health_over_tls_to_clients_of_its_authority_and_ends_on
         finally:
             picker.terminate()
             assert await picker.wait() == 0
+            assert await picker.stdout.read() == b"stopped\n"
             await server.stop()
 
     asyncio.run(story())

@@ -179,7 +179,7 @@ def test_requests_wait_for_room_or_get_429_and_503_with_a_reason(tmp_path):
             await picked.watch.look()
             status, text, _ = await front.answer()
             assert (status, json.loads(text)["error"]["message"]) == (503, "no server is ready")
-            assert any("not listed any more" in line for line in picked.lines)
+            assert any("no longer listed" in line for line in picked.lines)
 
     asyncio.run(story())
 

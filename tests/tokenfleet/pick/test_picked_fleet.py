@@ -393,13 +393,15 @@ def test_a_server_that_refuses_a_connection_gets_no_more_until_it_answers_again(
                 one.exchange.closed()
             return at
 
-        looked.of[dead] = NoCounts("does not answer: refused", refuses=True)
+        looked.of[dead] = NoCounts("does not answer: connection refused", refuses=True)
         for _ in range(2):
             await looked.watch.look()
         assert dead not in await placed(6)
-        assert looked.lines == [f"{dead}: does not answer: refused; chosen last from now on"]
+        down = f"{dead}: does not answer: connection refused; chosen last until it answers"
+        assert looked.lines == [down]
         looked.counts(dead, 0)
         await looked.watch.look()
+        assert looked.lines == [down, f"{dead}: answers again"]
         assert dead in await placed(6)
 
     in_a_loop(story)

@@ -156,5 +156,7 @@ def test_the_command_says_errors_as_it_is_and_calibrated(
     assert medians["calibrated"] < 0.02
     assert main(words) == 0
     table = capsys.readouterr().out
-    assert table.startswith(f"Median errors, uncalibrated: TPOT mean {medians['as it is']:.1%}, TTFT mean ")
-    assert "Median errors, calibrated: " in table
+    error = f"mean TPOT {100 * medians['as it is']:.1f} %, mean TTFT "
+    assert table.startswith(f"Median error, uncalibrated: {error}")
+    assert "Median error, calibrated on the 3 lowest rates: " in table
+    assert max(map(len, table.splitlines())) <= 80

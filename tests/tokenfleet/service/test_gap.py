@@ -304,8 +304,8 @@ def test_a_fleet_of_unknown_step_times_has_no_hindsight_optimum_and_says_so(tmp_
     assert (one["least"], one["ratio"], one["parts"]) == (None, None, {})
     assert "the step times of h100-sxm TP1 are not known" in one["says"][0]
     assert gap_line(one) == (
-        f"{DAY} (UTC, 10 min): 0.50 GPU-hours; no hindsight optimum: the step times of h100-sxm TP1 are not"
-        " known; not all prices are known"
+        f"{DAY} (UTC, 10 min): cost 0.50 GPU-hours; no hindsight optimum: the step times of h100-sxm TP1"
+        " are not known; not all prices are known"
     )
 
 
@@ -315,8 +315,8 @@ def test_a_line_says_what_was_paid_the_cheapest_and_the_reasons_the_largest_firs
     says = gap_line(waste)
     paid, least = waste["paid"]["usd"], waste["least"]["usd"]
     assert says.startswith(
-        f"{DAY} (UTC, 10 min): ${paid:.2f}, {100 * (waste['ratio'] - 1):.0f} % above the hindsight optimum of"
-        f" ${least:.2f} ("
+        f"{DAY} (UTC, 10 min): cost ${paid:.2f}, {100 * (waste['ratio'] - 1):.0f} % above the hindsight"
+        f" optimum of ${least:.2f} ("
     )
     told = [part.rpartition(" ")[::2] for part in says.rpartition("(")[2].rstrip(")").split(", ")]
     assert [name for name, _ in told] == ["manual scaling", "starts and drains"]

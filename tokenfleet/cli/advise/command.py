@@ -155,7 +155,7 @@ def _replayed(flags: AdviseFlags, given: Profile | None) -> Profile:
 def _chunked(profile: Profile) -> Profile:
     if profile.engine.mode != EngineMode.CHUNKED:
         raise BadInput(
-            f"--profile: {profile.label}: is of a {profile.engine.mode} engine, vLLM's are chunked"
+            f"--profile: {profile.label}: its engine mode is {profile.engine.mode}, expected chunked"
         )
     return profile
 

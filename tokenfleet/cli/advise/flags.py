@@ -28,9 +28,7 @@ class ServerFlags:
     servers: Annotated[
         Path | None, typer.Option(help="file with an address on each line; read again at each look")
     ] = None
-    model: Annotated[
-        str | None, typer.Option(help="model of the library, where the served name says another")
-    ] = None
+    model: Annotated[str | None, typer.Option(help="model in the library, if the served name differs")] = None
     gpu: Annotated[str | None, typer.Option(help="GPU of a server, e.g. h100")] = None
     tp: Annotated[
         int | None, typer.Option(min=1, help="GPUs of a server, vLLM's --tensor-parallel-size (default: 1)")
