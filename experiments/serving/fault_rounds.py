@@ -5,8 +5,8 @@
 Seeded schedules of ten faults each happen to a FleetCore over emulated engines in this process, and a judge
 reads what every client saw (harness/fault_schedules.py). It names the seed of each violation.
 
-Then a served fleet of emulated engines loses its controller under load, and (`--real N`) one of two real
-vLLM workers on Ray loses its engine, its actor or its controller to `kill -9`.
+Then a served fleet of emulated engines loses its controller under load, and (`--real N`) a fleet of two real
+vLLM workers on Ray loses an engine, an actor or its controller to `kill -9`, or has an engine stopped.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from harness.fault_schedules import played, schedule_of, violations
 from harness.served import ENGINE_FLAGS, Server, begun, fleet, session, stream, tiny_model
 
 TOGETHER = 6  # schedules played at a time
+SIGNALS = {"engine to be stopped": signal.SIGSTOP}
 
 
 async def schedules(count: int, first: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -64,7 +65,7 @@ def victim_of(server: Server, kind: str) -> int:
 
 
 async def served_round(server: Server, kind: str, rng: np.random.Generator) -> dict[str, Any]:
-    """Kill -9 under streams of a served fleet, and compare each with its undisturbed run."""
+    """Kill -9, or SIGSTOP, under streams of a served fleet; each is compared with its undisturbed run."""
     bodies = [
         {"prompt": rng.integers(5, 2000, int(n)).tolist(), "max_tokens": 400}
         for n in rng.integers(20, 200, 12)
@@ -73,11 +74,11 @@ async def served_round(server: Server, kind: str, rng: np.random.Generator) -> d
         expected = await asyncio.gather(*(stream(http, server.gateway, body) for body in bodies))
         running = [asyncio.create_task(stream(http, server.gateway, body)) for body in bodies]
         await begun(server, len(bodies), running)
-        os.kill(await asyncio.to_thread(victim_of, server, kind), signal.SIGKILL)
+        os.kill(await asyncio.to_thread(victim_of, server, kind), SIGNALS.get(kind, signal.SIGKILL))
         got = await asyncio.gather(*running)
     equal = [not s.error and s.content == e.content for s, e in zip(got, expected, strict=True)]
     return {
-        "fault": f"kill -9 of the {kind}, served",
+        "fault": f"{SIGNALS.get(kind, signal.SIGKILL).name} to the {kind}, served",
         "rounds": 1,
         "complete": sum(equal),
         "explicit error": sum(bool(s.error) for s in got),
@@ -103,14 +104,13 @@ def main() -> int:
     asked = parser.parse_args()
     rng = np.random.default_rng(asked.seed)
     rows, broken = asyncio.run(schedules(20 if asked.quick else asked.schedules, asked.seed))
-    for what in broken:
-        print(what, file=sys.stderr)
+    sys.stderr.writelines(f"{what}\n" for what in broken)
     with tiny_model() as model:
         kinds = ["controller"] * (2 if asked.quick else 5)
         with fleet(model, "--workers", "2", "--engine", "emulated", engine_flags=()) as server:
             rows += asyncio.run(served_rounds(server, kinds, rng))
-        real = [("engine", "worker", "controller")[i % 3] for i in range(0 if asked.quick else asked.real)]
-        if real:
+        real = ["engine", *SIGNALS, "worker", "controller"] * asked.real
+        if real := real[: 0 if asked.quick else asked.real]:
             with fleet(model, "--workers", "2", engine_flags=ENGINE_FLAGS) as server:
                 rows += asyncio.run(served_rounds(server, real, rng))
     bars = {"silently wrong streams": bar(sum(row.get("silently wrong", 0) for row in rows), 0)}

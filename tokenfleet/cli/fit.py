@@ -19,7 +19,15 @@ from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.calibration import calibrated_by
 from controlplane.perfmodel.factors import FittedFactor
 from controlplane.perfmodel.fit import OUTLYING, StepFit, fit_phases, fit_prefill, fit_step, outlying, pooled
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source, relative_error
+from controlplane.perfmodel.profile import (
+    EngineLimits,
+    KvModel,
+    Profile,
+    Residuals,
+    Source,
+    relative_error,
+    steps_ahead_of,
+)
 from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
 from controlplane.types import EngineMode
@@ -67,7 +75,9 @@ class FitFlags:
         int, typer.Option(min=0, help="the model's longest prompt and output; 0 = not stated")
     ] = 0
     engine: Annotated[EngineMode, typer.Option(help="how the engine forms its batches")] = EngineMode.CHUNKED
-    engine_version: Annotated[str, typer.Option(help="e.g. 0.19.0")] = ""
+    engine_version: Annotated[
+        str, typer.Option(help="e.g. 0.19.0; since 0.14 vLLM plans a step ahead on GPUs")
+    ] = ""
     max_batched_tokens: Annotated[
         int, typer.Option("--max-num-batched-tokens", min=1, help="vLLM's setting of that name")
     ] = 2048
@@ -86,9 +96,10 @@ class FitFlags:
 
     def worker(self, kv_tokens: int) -> Profile:
         """The profile to be fitted, without its times."""
-        limits = EngineLimits(
-            "vllm", self.engine_version, self.engine, self.max_batched_tokens, self.max_seqs
-        )
+        plans_ahead = self.engine_version and self.engine == EngineMode.CHUNKED and self.gpu != "cpu"
+        ahead = steps_ahead_of(self.engine_version) if plans_ahead else 0.0
+        batch = self.max_batched_tokens, self.max_seqs
+        limits = EngineLimits("vllm", self.engine_version, self.engine, *batch, ahead)
         names = ", ".join(path.name for path in self.measurements)
         return Profile(
             model=canonical_model(self.model),

@@ -25,6 +25,7 @@ class WorkerInfo:
     (seed, position), as vLLM's second model runner does. `carries_penalties`: it goes on counting the tokens
     that earlier segments of a request made. `device`: the name of its GPUs or of its processor.
     `host_blocks`: blocks of KV that its host memory keeps below its KV; 0 for none.
+    `steps_ahead`: steps that it has planned when a request comes, as in a profile's EngineLimits.
     `link_key`: its door's public key. `kv_secret`: what readers of its KV must know; told over links alone.
     """
 
@@ -51,6 +52,7 @@ class WorkerInfo:
     carries_penalties: bool = True
     device: str = ""
     host_blocks: int = 0
+    steps_ahead: float = 0.0
     link_key: str = ""
     kv_secret: str = field(default="", repr=False)
 

@@ -207,6 +207,7 @@ def worker_info(
         kv_dtype=str(cache.cache_dtype),
         device=device_name() + _cores(parallel.tensor_parallel_size),
         host_blocks=kv.get("host_blocks", 0),
+        steps_ahead=float(bool(config.scheduler_config.async_scheduling)),
     )
 
 

@@ -73,6 +73,22 @@ def test_a_table_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture
     assert profile.prefill is not None
 
 
+@pytest.mark.parametrize(
+    ("words", "ahead"),
+    [
+        ((), 0.0),
+        (("--engine-version", "0.32.0"), 1.0),
+        (("--engine-version", "0.8.5"), 0.0),
+        (("--engine-version", "0.32.0", "--gpu", "cpu"), 0.0),
+    ],
+)
+def test_a_vllm_that_plans_a_step_ahead_on_gpus_does_so_in_its_profile(
+    tmp_path: Path, words: tuple[str, ...], ahead: float
+) -> None:
+    assert fit(table(tmp_path / "m.csv"), tmp_path / "p.yaml", "--kv-tokens", "1000", *words) == 0
+    assert read_profile(tmp_path / "p.yaml").engine.steps_ahead == ahead
+
+
 def test_a_table_is_shown_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(table(tmp_path / "m.csv"), tmp_path / "p.yaml", "--kv-tokens", "1000") == 0
     shown = capsys.readouterr().out

@@ -144,6 +144,23 @@ def test_what_was_learned_before_is_not_measured_again(play):
     assert key["flags"] == {"dtype": "'float32'"}
 
 
+def test_what_is_learned_says_how_many_steps_the_engine_plans_ahead(play):
+    """On a GPU vLLM plans one: a request that comes amid a step waits for two, and placement counts both."""
+
+    def ahead(measure):
+        async def told(link, kind):
+            link._info = replace(link.info, steps_ahead=1.0)
+            await measure(link, kind)
+
+        return told
+
+    async def story(front, fleet, learning):
+        assert learning.learnt[KIND].engine.steps_ahead == 1.0
+        assert learning.learnt[KIND].engine.first_steps == 2.5
+
+    play(story, workers=1, spoil=ahead)
+
+
 def test_uncertain_step_times_are_said_to_be_so(play, monkeypatch, caplog):
     from dataplane.live.pool import learning as learning_module
 
