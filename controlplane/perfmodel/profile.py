@@ -32,7 +32,7 @@ UNSEEN = ("unseen_relative", "unseen_prefill_relative")
 
 @dataclass(frozen=True, slots=True)
 class KvModel:
-    """KV memory of a worker (Eq 1 is linear: a request holds one slot per token of context).
+    """KV memory of a worker (Eq 1 is linear: a request holds one slot per token of context, in whole blocks).
 
     The engine takes the share `gpu_memory_utilization` of each GPU's `gpu_memory_bytes` (as its driver
     reports them); what weights, activations and graphs leave of that is `capacity_tokens`. 0: not known.
@@ -44,6 +44,9 @@ class KvModel:
 
     `vocabulary` and `step_token_bytes` are of the model. The memory of the engine's profiling run follows
     from them (`engine_memory.py`). 0: not known; then other limits do not change KV.
+
+    `measured_per_token`, `measured_per_request`: Eq 1 as an engine's steps had it, in tokens of KV in use for
+    each token of context and each request, and its mean relative error. For people to read. 0: not measured.
     """
 
     capacity_tokens: int
@@ -56,6 +59,9 @@ class KvModel:
     vocabulary: int = 0
     step_token_bytes: int = 0
     window_is_chunk: bool = False
+    measured_per_token: float = 0.0
+    measured_per_request: float = 0.0
+    measured_error: float = 0.0
 
     def __post_init__(self) -> None:
         if self.vocabulary < 0 or self.step_token_bytes < 0:

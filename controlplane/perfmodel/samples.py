@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.step import Batch
 
 _COLUMNS = ("prefill_tokens", "sequences", "context_tokens", "step_s")
+_OPTIONAL = ("prefill_sum_sq", "kv_blocks")
 FOLDS = 5
 FEW_POINTS = 40  # up to as many distinct batches each is a fold of its own
 DECODE_STEPS = 8  # of every burst that decodes
@@ -33,6 +35,7 @@ class StepSamples:
     they held at its start. `step_s`: the seconds it took. `prefill_sum_sq`: Σ (end² - start²) over the
     prefill chunks, or None when that was not recorded (then no length² term can be fitted). `experts`: the
     tokens that touch 1 - 1/e of a mixture's (`step.py`); 0 for a dense model, or where that is not known.
+    `kv_blocks`: KV blocks in use, with those of the step's own tokens (0: not known), or None.
     """
 
     prefill_tokens: NDArray[np.float64]
@@ -41,11 +44,11 @@ class StepSamples:
     step_s: NDArray[np.float64]
     prefill_sum_sq: NDArray[np.float64] | None = None
     experts: float = 0.0
+    kv_blocks: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        names = _COLUMNS if self.prefill_sum_sq is None else (*_COLUMNS, "prefill_sum_sq")
         n = len(self.step_s)
-        for name in names:
+        for name in self._recorded:
             column = np.ascontiguousarray(getattr(self, name), dtype=np.float64)
             if column.shape != (n,):
                 raise BadInput(f"measurements: {name}: {column.size} rows, step_s has {n}")
@@ -70,15 +73,11 @@ class StepSamples:
 
     def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> StepSamples:
         """Some of the samples."""
-        sum_sq = None if self.prefill_sum_sq is None else self.prefill_sum_sq[rows]
-        return StepSamples(
-            self.prefill_tokens[rows],
-            self.sequences[rows],
-            self.context_tokens[rows],
-            self.step_s[rows],
-            sum_sq,
-            self.experts,
-        )
+        return replace(self, **{name: getattr(self, name)[rows] for name in self._recorded})
+
+    @property
+    def _recorded(self) -> list[str]:
+        return [name for name in (*_COLUMNS, *_OPTIONAL) if getattr(self, name) is not None]
 
     @property
     def batch(self) -> Batch:
@@ -94,16 +93,11 @@ class StepSamples:
 
 
 def concatenated(parts: list[StepSamples]) -> StepSamples:
-    """All samples of several tables; Σ length² is kept only where every table has it."""
-    sums = [p.prefill_sum_sq for p in parts]
-    present = [s for s in sums if s is not None]
-    return StepSamples(
-        np.concatenate([p.prefill_tokens for p in parts]),
-        np.concatenate([p.sequences for p in parts]),
-        np.concatenate([p.context_tokens for p in parts]),
-        np.concatenate([p.step_s for p in parts]),
-        np.concatenate(present) if len(present) == len(parts) else None,
-    )
+    """All samples of several tables; Σ length² and KV blocks are kept only where every table has them."""
+    columns: dict[str, Any] = dict.fromkeys(_OPTIONAL)
+    for name in set.intersection(*(set(part._recorded) for part in parts)):
+        columns[name] = np.concatenate([getattr(part, name) for part in parts])
+    return StepSamples(**columns)
 
 
 def folds(samples: StepSamples, few_points: int = FEW_POINTS) -> NDArray[np.int64]:
@@ -143,11 +137,12 @@ def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]
         g for g in range(len(first)) if 2 * len(np.unique(repeat[group == g])) >= of_point[name[first[g]]]
     ]
     once = samples.take(first[merged])
-    return replace(
-        once,
-        context_tokens=np.array([samples.context_tokens[group == g].mean() for g in merged]),
-        step_s=np.array([np.median(samples.step_s[group == g]) for g in merged]),
-    )
+    means: dict[str, Any] = {
+        name: np.array([getattr(samples, name)[group == g].mean() for g in merged])
+        for name in ("context_tokens", "kv_blocks")
+        if name in samples._recorded
+    }
+    return replace(once, step_s=np.array([np.median(samples.step_s[group == g]) for g in merged]), **means)
 
 
 def work_of(samples: StepSamples, points: Sequence[str]) -> NDArray[np.float64]:

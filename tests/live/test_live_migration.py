@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import quiet_vllm  # noqa: F401  # first
 
+from controlplane.perfmodel.profile import KvModel
+from controlplane.perfmodel.samples import StepSamples
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.vllm_surface import FinishReason
 from dataplane.live.kv.nixl import NIXL, installed
+from tokenfleet.profiles.kv_memory import fit_kv
 
 pytestmark = pytest.mark.live
 A, B = WorkerId("a"), WorkerId("b")
@@ -362,6 +365,31 @@ def test_a_worker_answers_only_the_gateways_it_was_launched_for_and_is_told_from
     for worker, key in ((info, new_key()), (impostor, two_workers.key)):
         with pytest.raises(BadInput, match="no answer"):
             asyncio.run(knock(worker, key))
+
+
+def test_requests_hold_whole_blocks_by_the_steps_of_an_engine(two_workers):
+    async def story(fleet):
+        actor, block = two_workers.workers[0].actor, fleet.links[A].info.block_tokens
+        before, _ = await actor.steps.remote()
+        lengths = np.random.default_rng(17).integers(20, 700, 24).tolist()
+        for many in (lengths[:1], lengths[1:3], lengths[3:7], lengths[7:13], lengths[13:]):
+            streams = [
+                await fleet.start(A, prompt(n, 500 + n), {"max_tokens": 40, "ignore_eos": True}) for n in many
+            ]
+            for stream in streams:
+                await stream.ended()
+        await clean(fleet, A)
+        _, steps = await actor.steps.remote(before)
+        names = ("prefill_tokens", "sequences", "context_tokens", "step_s", "kv_blocks")
+        columns = {name: np.array([getattr(step, name) for step in steps], float) for name in names}
+        use = fit_kv(StepSamples(**columns), KvModel(8192, block))
+        print(f"blocks of {block}:", *use.texts(0))
+        assert use.per_token == pytest.approx(1.0, abs=0.1)
+        assert abs(use.per_request - (block - 1) / 2) < block
+        assert abs(use.off) < 0.05
+        assert use.short == 0  # every request has blocks for each of its tokens, and shares none
+
+    two_workers.play(story)
 
 
 def test_steps_are_recorded_as_measurements(two_workers):

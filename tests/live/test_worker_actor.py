@@ -161,7 +161,7 @@ def test_an_engine_is_stuck_that_is_silent_with_work_and_loads_no_adapter(
         worker._peers = GatewayPeers(Silent(), nothing, PlainCodec())
         worker._trace = StepTrace("w", 100)
         load = dict.fromkeys(
-            ("prefill_tokens", "context_tokens", "prefill_sum_sq", "prefill_sequences"), 0
+            ("prefill_tokens", "context_tokens", "prefill_sum_sq", "prefill_sequences", "kv_blocks"), 0
         ) | {"sequences": 1}
         worker._trace.add(load, 0.01, 0.0, 1, 0, 0.1)
         if has_work:

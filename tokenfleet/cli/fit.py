@@ -35,6 +35,7 @@ from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes
 from tokenfleet.cli.terminal import console, counted_bar, show
 from tokenfleet.profiles.diagnostics import Break, HostSpeed, form_of, linear_breaks
 from tokenfleet.profiles.fit_log import calibrated, fit_log, judged
+from tokenfleet.profiles.kv_memory import KvUse, fit_kv
 from tokenfleet.profiles.library import (
     canonical_gpus,
     canonical_model,
@@ -94,7 +95,7 @@ class FitFlags:
     seed: Annotated[int, typer.Option(help="random seed of the search over a request log")] = 0
     output_format: Format = OutputFormat.TABLE
 
-    def worker(self, kv_tokens: int) -> Profile:
+    def worker(self, kv: KvModel) -> Profile:
         """The profile to be fitted, without its times."""
         plans_ahead = self.engine_version and self.engine == EngineMode.CHUNKED and self.gpu != "cpu"
         ahead = steps_ahead_of(self.engine_version) if plans_ahead else 0.0
@@ -107,7 +108,7 @@ class FitFlags:
             tp_degree=self.tp,
             step=StepModel(0.0, 0.0, 0.0, 0.0),
             prefill=PrefillModel(0.0, 0.0),
-            kv=KvModel(kv_tokens, self.block_tokens),
+            kv=kv,
             engine=limits,
             residuals=Residuals(0.0, 0.0, 0.0, 0),
             source=Source("measured", names, self.licence, _day(self.measured_on)),
@@ -124,11 +125,8 @@ def fit_command(flags: FitFlags) -> None:
     _day(flags.measured_on)
     speeds: list[HostSpeed] = []
     read = _read(flags, speeds)
-    kv_tokens = flags.kv_tokens
-    if kv_tokens is None:
-        kv_tokens, said = _kv_tokens(flags.model, flags.gpu, flags.tp, read)
-        print(f"KV cache size: {said} (--kv-tokens sets it)", file=sys.stderr)
-    worker = flags.worker(kv_tokens)
+    worker = flags.worker(_kv(flags, read))
+    use: KvUse | str | None = None
     if isinstance(read, RequestLog):
         profile = fit_log(read, worker, seed=flags.seed)
         profile = replace(profile, prefill=PrefillModel.of_step(profile.step))
@@ -136,9 +134,12 @@ def fit_command(flags: FitFlags) -> None:
         if not (flags.robust or flags.as_measured):
             read = _without_outliers(read)
         profile = fitted_profile(read, worker, flags.robust)
+        use = _kv_use(read, worker.kv, flags.robust)
+        if isinstance(use, KvUse):
+            profile = replace(profile, kv=use.put_in(profile.kv))
     write_profile(profile, flags.out)
     breaks = linear_breaks(read, flags.robust) if isinstance(read, StepSamples) else []
-    _say(profile, flags.out, flags.output_format, breaks, speeds)
+    _say(profile, flags, breaks, speeds, use)
 
 
 def _read(flags: FitFlags, speeds: list[HostSpeed]) -> StepSamples | RequestLog:
@@ -179,15 +180,29 @@ def fitted_profile(samples: StepSamples, shape: Profile, robust: bool) -> Profil
     return _with(shape, step, alone, step.residuals)
 
 
-def _kv_tokens(model: str, gpu: str, tp_degree: int, read: StepSamples | RequestLog) -> tuple[int, str]:
-    """KV tokens where none were given, and a sentence on where they are from."""
+def _kv(flags: FitFlags, read: StepSamples | RequestLog) -> KvModel:
+    """KV memory as told, as in the shipped profile, or as the measurements held. It prints what was not told.
+
+    vLLM prints tokens that all layers keep. Shipped profiles with windows count those that some layers keep.
+    """
     try:
-        shipped = find_profiles(model, [gpu], [tp_degree])[0]
+        shipped = find_profiles(flags.model, [flags.gpu], [flags.tp])[0]
+        kv, said = replace(shipped.kv, vocabulary=0), f"as in the shipped profile of {shipped.label}"
     except ProfileMissing:
         peak = read.peak_tokens if isinstance(read, RequestLog) else int(read.context_tokens.max())
-        return max(peak, 1), f"{peak:,} tokens, the most these measurements held"
-    tokens = shipped.kv.capacity_tokens
-    return tokens, f"{tokens:,} tokens, as in the shipped profile of {shipped.label}"
+        kv, said = KvModel(max(peak, 1)), "the most these measurements held"
+    if flags.kv_tokens is not None:
+        return KvModel(flags.kv_tokens, flags.block_tokens, 0 if kv.request_tokens else kv.bytes_per_token)
+    print(f"KV cache size: {kv.capacity_tokens:,} tokens, {said} (--kv-tokens sets it)", file=sys.stderr)
+    return replace(kv, block_tokens=flags.block_tokens)
+
+
+def _kv_use(samples: StepSamples, kv: KvModel, robust: bool) -> KvUse | str | None:
+    """Eq 1 fitted, or why it is not; None where the measurements have no KV."""
+    try:
+        return None if samples.kv_blocks is None else fit_kv(samples, kv, robust)
+    except BadInput as error:
+        return f"KV (Eq 1) is not fitted: {error}"
 
 
 def _with(shape: Profile, step: StepFit, prefill: PrefillModel, residuals: Residuals) -> Profile:
@@ -214,7 +229,7 @@ def _day(text: str | None) -> str:
 
 
 def _say(
-    profile: Profile, out: Path, output_format: OutputFormat, breaks: list[Break], speeds: list[HostSpeed]
+    profile: Profile, flags: FitFlags, breaks: list[Break], speeds: list[HostSpeed], use: KvUse | str | None
 ) -> None:
     step, residuals = profile.step, profile.residuals
     errors = {c: relative_error(residuals, c) for c in CONFIDENCES}
@@ -227,14 +242,17 @@ def _say(
         "max_relative": residuals.max_relative,
         "held_out_mean": residuals.held_out_mean,
     }
-    if output_format == OutputFormat.JSON:
-        answer: dict[str, object] = {"schema": "tokenfleet.fit/1", "profile": str(out), **rows}
+    said = use.texts(profile.kv.bytes_per_token) if isinstance(use, KvUse) else [use] if use else []
+    if flags.output_format == OutputFormat.JSON:
+        answer: dict[str, object] = {"schema": "tokenfleet.fit/1", "profile": str(flags.out), **rows}
         answer["error_within"] = {f"{c:g}": error for c, error in errors.items()}
         answer |= {"form": form_of(step), "breaks": [asdict(cell) for cell in breaks]}
         answer["machine"] = [
             {"window_s": s.window_s, "slowness": s.range, "off": s.off, "off_left": s.off_left}
             for s in speeds
         ]
+        answer["kv"] = asdict(use) if isinstance(use, KvUse) else None
+        answer["says"] = said
         print(json.dumps(answer))
         return
     from tokenfleet.report.tables import table
@@ -247,10 +265,11 @@ def _say(
             table(("figure", "value"), lines, left=("figure",)),
             f"Form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}",
             *map(speed_text, speeds),
+            *said,
             *(f"The linear form breaks: {cell.text}" for cell in breaks),
         ]
     )
-    print(f"wrote {out}", file=sys.stderr)
+    print(f"wrote {flags.out}", file=sys.stderr)
 
 
 def _error_text(residuals: Residuals) -> str:

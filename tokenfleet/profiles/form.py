@@ -230,6 +230,8 @@ def _kv_document(kv: KvModel) -> dict[str, Any]:
         names += " request_tokens window_tokens" + " window_is_chunk" * kv.window_is_chunk
     if kv.vocabulary:
         names += " vocabulary step_token_bytes"
+    if kv.measured_per_token:
+        names += " measured_per_token measured_per_request measured_error"
     return _numbers(kv, names)
 
 

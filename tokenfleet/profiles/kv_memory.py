@@ -1,4 +1,6 @@
-"""The KV memory of a worker whose profile is composed: what its weights and vLLM's profiling run leave.
+"""The KV memory of a worker whose profile is composed, and what requests hold of it by an engine's steps.
+
+A composed worker has what its weights and vLLM's profiling run leave.
 
 aiconfigurator-core knows the bytes of weights and of KV. Two things that it leaves out are added here. Of a
 mixture it counts one embedding; the engine holds two, unless they are tied. It counts experts in MXFP4 as 4
@@ -9,13 +11,17 @@ What else an engine takes is in `controlplane/perfmodel/engine_memory.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.engine_memory import GIB, step_token_bytes, taken_bytes
+from controlplane.perfmodel.least_squares import check_distinct, solved
 from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.samples import StepSamples
 
 UTILIZATION = 0.9  # vLLM's default share of GPU memory up to 0.2x; since then 0.92
 BLOCK_TOKENS = 16
@@ -25,6 +31,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 MXFP4_BYTES = 0.5 + 1 / 32  # of a weight: 4 bits, and its share of a scale
 EXPERT_WIDTHS = 256  # an expert's width is a multiple of it
+KV_OFF = 0.05  # measured KV that differs by more from the arithmetic is said
 # What PyTorch reports of a card. It is less than nvidia-smi shows, and no whole GiB as in the tables.
 VISIBLE_GIB = {
     "a100_sxm": 79.15,
@@ -34,6 +41,78 @@ VISIBLE_GIB = {
     "gb200": 184.31,
     "l40s": 44.40,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """Eq 1 fitted: tokens of KV in use = per_token · context tokens + per_request · requests.
+
+    A block is `block_tokens`. `mean_relative`: the fit's error over `steps`. `off`: KV in use over what the
+    worker's arithmetic has, less 1. `short`: the share of steps with less KV than their tokens fill.
+    """
+
+    per_token: float
+    per_request: float
+    mean_relative: float
+    steps: int
+    block_tokens: int
+    off: float
+    short: float
+
+    def put_in(self, kv: KvModel) -> KvModel:
+        """`kv` with this fit, and with a request's own KV where its arithmetic has none and misses some."""
+        own = self.per_request - (self.block_tokens - 1) / 2
+        if not kv.request_tokens and self.off > KV_OFF >= abs(self.per_token - 1) and own >= kv.block_tokens:
+            kv = replace(kv, request_tokens=round(own), window_tokens=1)
+        return replace(
+            kv,
+            measured_per_token=round(self.per_token, 4),
+            measured_per_request=round(self.per_request, 2),
+            measured_error=round(self.mean_relative, 4),
+        )
+
+    def texts(self, bytes_per_token: int) -> list[str]:
+        """Sentences on the fit and the arithmetic; its `bytes_per_token` may be 0, not known."""
+        half = (self.block_tokens - 1) / 2
+        fit = (
+            f"KV (Eq 1): {self.per_token:.3f} tokens in use for each token of context, {self.per_request:.1f}"
+            f" for each request (half a block: {half:g}); mean error {self.mean_relative:.1%} over"
+            f" {self.steps:,} steps that only decode"
+        )
+        if bytes_per_token:
+            own = self.per_token * bytes_per_token
+            fit += f"; {own:,.0f} bytes for each token, by arithmetic {bytes_per_token:,}"
+        if abs(self.off) > KV_OFF:
+            more = "more" if self.off > 0 else "less"
+            return [fit, f"KV in use is {abs(self.off):.0%} {more} than by arithmetic: {self._why}"]
+        few = f"In {self.short:.0%} of these steps requests shared cached blocks, which lowers KV in use"
+        return [fit, few] if self.short > 0 else [fit]
+
+    @property
+    def _why(self) -> str:
+        doublings = float(np.log2(max(self.per_token, 1e-3)))
+        if round(doublings) and abs(doublings - round(doublings)) < KV_OFF:
+            block = self.block_tokens / 2.0 ** round(doublings)
+            window = ", or layers keep only a window" * (self.off < 0)
+            return f"blocks may have {block:g} tokens (--block-tokens){window}"
+        if self.off < 0:
+            return "requests share cached blocks, or layers keep only a window or a chunk"
+        return "requests hold KV beyond their tokens: states, or room for drafts"
+
+
+def fit_kv(samples: StepSamples, kv: KvModel, robust: bool = False) -> KvUse:
+    """Eq 1 by the steps that only decode. Raises BadInput where they do not tell its two coefficients."""
+    blocks = np.zeros(len(samples)) if samples.kv_blocks is None else samples.kv_blocks
+    rows = (samples.prefill_tokens == 0) & (blocks > 0)
+    decode, used = samples.take(rows), blocks[rows] * kv.block_tokens
+    sequences, tokens = decode.sequences, decode.context_tokens + decode.sequences  # with those of the step
+    columns = np.column_stack([tokens, sequences])
+    check_distinct(columns, decode, ["KV per token", "KV per request"])
+    fit = solved(columns, used, robust)
+    held = sequences * (kv.held(tokens / sequences) + (kv.block_tokens - 1) / 2)
+    error, off, short = np.abs(columns @ fit / used - 1).mean(), used.sum() / held.sum() - 1, used < tokens
+    figures = *fit.tolist(), float(error), len(decode), kv.block_tokens, float(off), float(short.mean())
+    return KvUse(*figures)
 
 
 def whole_number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:

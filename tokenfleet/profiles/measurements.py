@@ -3,8 +3,9 @@
 A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`. Optional columns are
 `prefill_sum_sq`, `prefill_sequences`, and labels: `point` and `repeat` (of `tokenfleet profile`) or `worker`
 (of a running fleet's `steps.csv`). `at_s` is optional too, Unix time: when that visit began, or the step was
-over. A log has one request a line: its token counts and its arrival, first-token and last-token times. Access
-logs have TTFT and E2E since the arrival instead. Names are Tokenfleet's or those of common benchmarks.
+over. So is `kv_blocks`: KV blocks in use, with those of the step's own tokens; 0 where that is not known. A
+log has one request a line: its token counts and its arrival, first-token and last-token times. Access logs
+have TTFT and E2E since the arrival instead. Names are Tokenfleet's or those of common benchmarks.
 
 `tokenfleet profile` appends to its table `M.csv` one visit to a grid point at a time. `M.csv.json` has the
 environment, how often each point was visited and the CSV's length after the last visit. Anything beyond that
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 NEEDED = ("prefill_tokens", "sequences", "context_tokens", "step_s")
-OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker", "point", "at_s")
+OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker", "point", "at_s", "kv_blocks")
 LABELS = ("repeat", "worker", "point")  # not numbers to fit
 LOG_FIELDS = {
     "arrival_s": ("queued_ts", "arrival_s", "arrival_time", "arrival_ts"),
@@ -52,7 +53,7 @@ SINCE_ARRIVAL = {  # as access logs have them
     "first_token_s": ("ttft_s", "ttft"),
     "last_token_s": ("e2e_s", "e2e_latency_s", "e2e_latency", "latency_s"),
 }
-SCHEMA = "tokenfleet.measurements/3"
+SCHEMA = "tokenfleet.measurements/4"
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,9 @@ def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = Non
     column = {name: numbers(path, rows, name) for name in names if name not in LABELS}
     try:
         prefill, sequences, context, step_s = (column[name] for name in NEEDED)
-        samples = StepSamples(prefill, sequences, context, step_s, _sum_sq(column))
+        samples = StepSamples(
+            prefill, sequences, context, step_s, _sum_sq(column), kv_blocks=column.get("kv_blocks")
+        )
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from error
     if "point" not in names or "repeat" not in names:

@@ -32,6 +32,7 @@ class PlannedStep:
     sequences: int = 0
     context_tokens: int = 0
     preemptions: int = 0
+    kv_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class EmulatedBatch:
             self._carry(step, segment, chunk)
         orders = self._holds.orders({}, (), now_s)
         self._free(orders.freed + orders.dropped)
-        step.jobs = orders.jobs
+        step.jobs, step.kv_blocks = orders.jobs, self.total_blocks - self.free_blocks
         return step
 
     def finish(self, step: PlannedStep, now_s: float) -> list[StepOutput]:

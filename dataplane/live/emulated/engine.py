@@ -276,6 +276,7 @@ def _load(step: PlannedStep) -> dict[str, int]:
         "sequences": step.sequences,
         "context_tokens": step.context_tokens,
         "preemptions": step.preemptions,
+        "kv_blocks": step.kv_blocks,
     }
 
 

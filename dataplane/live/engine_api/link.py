@@ -63,7 +63,10 @@ class WorkerInfo:
 
 
 class Executed(NamedTuple):
-    """A step as it was executed; `age_s` from its end to the message that tells of it."""
+    """A step as it was executed; `age_s` from its end to the message that tells of it.
+
+    `kv_blocks`: in use once it was planned, with those of its own tokens; 0 where that is not known.
+    """
 
     prefill_tokens: int
     sequences: int
@@ -71,6 +74,7 @@ class Executed(NamedTuple):
     step_s: float
     prefill_sum_sq: int
     age_s: float
+    kv_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """A worker's executed steps: the newest ones travel as telemetry, the last many are kept for refitting.
 
 Rows are those of `tokenfleet fit` (prefill_tokens, sequences, context_tokens, step_s, prefill_sum_sq,
-prefill_sequences). A step's time runs from the end of the previous step to its own end if work was left in
-between. So it holds everything that a client waits for: scheduling, the model, sampling and output. The first
-step after a pause runs from its own begin. With asynchronous scheduling the engine begins a step while the
-last one still runs, so that begin counts only if it is later than the last end. Both are the GPU's own where
-it tells them (kv/connector.py): the engine may see an end late.
+prefill_sequences, kv_blocks). A step's time runs from the end of the previous step to its own end if work was
+left in between. So it holds everything that a client waits for: scheduling, the model, sampling and output.
+The first step after a pause runs from its own begin. With asynchronous scheduling the engine begins a step
+while the last one still runs, so that begin counts only if it is later than the last end. Both are the GPU's
+own where it tells them (kv/connector.py): the engine may see an end late.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ COLUMNS = (
     "step_s",
     "prefill_sum_sq",
     "prefill_sequences",
+    "kv_blocks",
 )
 PREFILLED = "prefill_tokens"
 REMEMBERED_STEPS = 65536
@@ -46,6 +47,7 @@ class Step:
     step_s: float
     prefill_sum_sq: int
     prefill_sequences: int
+    kv_blocks: int = 0
 
 
 def step_stats(load: Mapping[str, int]) -> dict[str, int] | None:
@@ -167,7 +169,8 @@ class StepTrace:
         rows = ((self._steps[i], self._ends_s[i]) for i in range(-new, 0))
         return tuple(
             Executed(
-                s.prefill_tokens, s.sequences, s.context_tokens, s.step_s, s.prefill_sum_sq, now_s - end_s
+                *(s.prefill_tokens, s.sequences, s.context_tokens, s.step_s, s.prefill_sum_sq),
+                *(now_s - end_s, s.kv_blocks),
             )
             for s, end_s in rows
         )

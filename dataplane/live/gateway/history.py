@@ -32,6 +32,7 @@ STEP_FILE_BYTES = 64 << 20  # of steps.csv, and again of the steps.1.csv before 
 WRITE_EVERY_S = 0.1  # of steps.csv, in one write for all workers; a killed gateway loses so much
 STEP_COLUMNS = (
     "prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq", "worker", "at_s",
+    "kv_blocks",
 )  # fmt: skip
 
 
@@ -60,12 +61,12 @@ class History:
         self.on_learnt: list[Callable[[LengthTable], None]] = []
         self._last_step: dict[str, int] = {}
         self._folder = folder
+        self._steps = None if folder is None else _open_steps(folder)
         self._requests = None
         self._digests = Digests(folder / "history") if folder is not None and prefixes else None
         if folder is not None:
             self._remember(folder / "history")
             self._requests = HistoryWriter(folder / "history", limits or HistoryLimits())
-        self._steps = None if folder is None else _open_steps(folder)
         self._unwritten: list[str] = []
         self._written_s = 0.0
         self.expected_tokens(1)  # compiled now rather than under the first request
@@ -143,7 +144,7 @@ class History:
         now_s = time.time()
         rows = [
             f"{step.prefill_tokens},{step.sequences},{step.context_tokens},{step.step_s:.7f}"
-            f",{step.prefill_sum_sq},{load.worker},{now_s - step.age_s:.3f}\n"
+            f",{step.prefill_sum_sq},{load.worker},{now_s - step.age_s:.3f},{step.kv_blocks}\n"
             for step in new
             if step.step_s > 0
         ]
@@ -181,23 +182,24 @@ class History:
                 file.close()
 
 
-def _same_columns(path: Path) -> None:
-    """Raise BadInput for a file of another version: rows of two forms in one file could not be read."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        header = file.readline().strip()
-    if header != ",".join(STEP_COLUMNS):
-        raise BadInput(f"--data: {path}: has columns {header[:80]!r}, expected {','.join(STEP_COLUMNS)}")
-
-
 def _open_steps(folder: Path) -> TextIO:
-    path = folder / "steps.csv"
+    """The file to append to: a new one beside one without KV blocks, as rows of two forms could not be read.
+
+    Raises BadInput for a file of other columns, and for a folder that cannot be written.
+    """
+    path, columns = folder / "steps.csv", ",".join(STEP_COLUMNS)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a+", encoding="utf-8", errors="replace") as there:
+            there.seek(0)
+            header = there.readline().strip()
+        if header == ",".join(STEP_COLUMNS[:-1]):
+            os.replace(path, folder / "steps.1.csv")
+        elif header not in ("", columns):
+            raise BadInput(f"--data: {path}: has columns {header[:80]!r}, expected {columns}")
         file = path.open("a", encoding="utf-8", buffering=1)
         if file.tell() == 0:
-            file.write(",".join(STEP_COLUMNS) + "\n")
-        else:
-            _same_columns(path)
+            file.write(columns + "\n")
     except OSError as error:
         raise BadInput(f"--data: {path}: cannot be written: {error.strerror}") from error
     return file

@@ -224,7 +224,12 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tables[segment] = manager.get_block_ids(segment)[0][:blocks]
         preempted = scheduler_output.preempted_req_ids or ()
         orders = self._holds.orders(tables, preempted, now_s, self._unsure())
-        self._begun.append((step_load(scheduler_output), now_s, inline_blocks(orders.jobs)))
+        load = step_load(scheduler_output)
+        if manager is not None:  # now: the next step may be planned before this one's outputs are read
+            pool = manager.block_pool
+            used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one stands for no block
+            load["kv_blocks"] = round(used / self._cache["groups"])
+        self._begun.append((load, now_s, inline_blocks(orders.jobs)))
         return StepMetadata(orders)
 
     def _readable_blocks(self, request: Any) -> int:
@@ -426,6 +431,7 @@ KEYS = (
     "sequences",
     "context_tokens",
     "preemptions",
+    "kv_blocks",
 )
 
 

@@ -97,6 +97,33 @@ def test_a_table_is_shown_to_people(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read_profile(tmp_path / "p.yaml").kv.capacity_tokens == 1000
 
 
+def test_kv_that_requests_hold_is_fitted_said_and_kept_in_the_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = table(tmp_path / "m.csv"), tmp_path / "p.yaml"
+    plain = path.read_text().splitlines()
+    rows = [f"{plain[0]},kv_blocks"]
+    for row in plain[1:]:
+        _, decoding, context, _ = map(float, row.split(","))
+        rows.append(f"{row},{(context + 9 * decoding) / 16:.2f}")
+    path.write_text("\n".join(rows) + "\n")
+    assert fit(path, out, "--format", "json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["kv"]["per_token"] == pytest.approx(1.0, abs=1e-3)
+    assert answer["kv"]["per_request"] == pytest.approx(8.0, abs=0.1)
+    assert "131,072" in answer["says"][0]
+    kv = read_profile(out).kv
+    assert (kv.measured_per_token, kv.measured_per_request) == pytest.approx((1.0, 8.0), abs=0.1)
+    assert (kv.bytes_per_token, kv.request_tokens) == (131_072, 0)
+    assert fit(path, out, "--kv-tokens", "90000") == 0
+    assert "KV (Eq 1): 1.000 tokens in use" in " ".join(capsys.readouterr().out.split())
+    path.write_text("\n".join([rows[0], *(f"{row},0" for row in plain[1:])]) + "\n")
+    assert fit(path, out) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "KV (Eq 1) is not fitted: measurements: 0 different batches" in said
+    assert read_profile(out).kv.measured_per_token == 0.0
+
+
 def test_an_unknown_gpu_takes_the_kv_it_was_seen_to_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +150,14 @@ def test_an_unknown_gpu_takes_the_kv_it_was_seen_to_hold(
         ),
         ("prefill_tokens,sequences,context_tokens,step_s\n0,0,1,2\n", "row 1: a step with neither"),
         ("prefill_tokens,sequences,context_tokens,step_s\n1,1,1,2\n", "1 different batches, at least 6"),
+        (
+            "prefill_tokens,sequences,context_tokens,step_s,kv_blocks\n0,1,9,1,1\n0,1,9,1,-3\n",
+            "m: measurements: row 2: kv_blocks: must be a number of at least 0, got -3",
+        ),
+        (
+            "prefill_tokens,sequences,context_tokens,step_s,kv_blocks\n0,1,9,1,\n",
+            "m: row 1: kv_blocks: must be a number, got ''",
+        ),
         ('{"arrival_s": 0}\n', "line 1: no first_token_ts"),
         ('{"arrival_s": 0\n', "line 1: not JSON"),
         (

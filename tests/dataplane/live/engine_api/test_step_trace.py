@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from made_profiles import made_profile
 
+from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import KvModel, Residuals
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import WorkerId
@@ -30,7 +31,7 @@ EVERY_S = 0.05
 def load(sequences: int) -> dict[str, int]:
     return {
         "prefill_tokens": 0, "sequences": sequences, "context_tokens": 100 * sequences,
-        "prefill_sum_sq": 0, "prefill_sequences": 0,
+        "prefill_sum_sq": 0, "prefill_sequences": 0, "kv_blocks": 7 * sequences,
     }  # fmt: skip
 
 
@@ -56,6 +57,7 @@ def test_steps_of_any_length_are_all_written_once_and_their_mean_is_the_true_one
     history.close()
     steps = read_measurements(tmp_path / "steps.csv")
     assert len(steps) == 2001
+    assert steps.kv_blocks == pytest.approx(np.full(2001, 28))
     assert steps.step_s[1:] == pytest.approx(lasts_s, abs=1e-6)
     assert np.mean(sampled) > 1.2 * lasts_s.mean()  # why the last step of each message would not do
 
@@ -75,6 +77,20 @@ def test_a_full_disk_ends_the_record_of_steps_and_not_who_reads_the_worker(
     ]
 
 
+def test_steps_of_an_earlier_version_are_kept_aside_and_other_columns_are_refused(tmp_path: Path) -> None:
+    path, header = tmp_path / "steps.csv", "prefill_tokens,sequences,context_tokens,step_s,prefill_sum_sq"
+    earlier = f"{header},worker,at_s\n0,4,400,0.0100000,0,w0,1.000\n"
+    path.write_text(earlier)
+    History(64.0, tmp_path).close()
+    assert (tmp_path / "steps.1.csv").read_text() == earlier
+    assert path.read_text() == f"{header},worker,at_s,kv_blocks\n"
+    assert read_measurements(tmp_path / "steps.1.csv").kv_blocks is None
+    path.write_text("mine\n1\n")
+    with pytest.raises(BadInput, match=r"--data: .*steps\.csv: has columns 'mine', expected prefill_tokens,"):
+        History(64.0, tmp_path)
+    assert path.read_text() == "mine\n1\n"
+
+
 def test_executed_steps_survive_the_wire_and_say_which_are_new() -> None:
     trace = StepTrace(WorkerId("w0"), 100)
     for i in range(5):
@@ -82,7 +98,7 @@ def test_executed_steps_survive_the_wire_and_say_which_are_new() -> None:
     message = trace.telemetry(0.05)
     back = wire.noun_from(wire.pack(asdict(message)), Telemetry)
     assert back == message
-    assert [e.sequences for e in back.since(3)] == [4, 5]
+    assert [(e.sequences, e.kv_blocks) for e in back.since(3)] == [(4, 28), (5, 35)]
     assert back.since(5) == ()
     assert back.since(9) == ()
     assert len(back.since(0)) == 5
