@@ -49,7 +49,7 @@ class PickFlags(ServerFlags):
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's flag of that name (default: the profile's, else 2048)")
     ] = None
-    kv_events: Annotated[str | None, typer.Option(help="ZMQ port of KV events: PORT, or own port + N")] = None
+    kv_events: Annotated[str | None, typer.Option(help="ZMQ port of KV events: PORT or +N")] = None
     kv_replay: Annotated[str | None, typer.Option(help="ZMQ port that replays KV events: PORT, or +N")] = None
     queue: Annotated[int, typer.Option(min=0, help="most requests that wait for room")] = 1000
     queue_wait: Annotated[str, typer.Option(help="longest wait for room; then a 429")] = "30s"
