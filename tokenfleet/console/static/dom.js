@@ -2,10 +2,17 @@
    the server can be as hostile as it likes. */
 
 const SVG = "http://www.w3.org/2000/svg";
+const COMMAND = /`((?:tokenfleet |--)[^`]+)`/; // other backticks may be a name's own
 
 /** An HTML element. Functions among `attributes` are listeners (`onclick`), false and null are left out. */
 export function make(tag, attributes = {}, ...children) {
-  return fill(document.createElement(tag), attributes, children);
+  const parts = children.flat(Infinity).flatMap((child) => (typeof child === "string" ? coded(child) : [child]));
+  return fill(document.createElement(tag), attributes, parts);
+}
+
+/** Text with its commands and flags as code elements, where the terminal's text has backticks. */
+function coded(text) {
+  return text.split(COMMAND).map((part, i) => (i % 2 ? make("code", {}, part) : part));
 }
 
 /** An SVG element, in the same way. */
@@ -33,7 +40,9 @@ export function byId(id) {
 
 /** Set text only where it differs, so that a live region does not speak when nothing has changed. */
 export function say(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  const parts = coded(String(text ?? ""));
+  const shown = parts.map((part) => part.textContent ?? part).join("");
+  if (element.textContent !== shown) element.replaceChildren(...parts);
 }
 
 /** A table with a caption; `columns` are {name, number?}, `rows` lists of text or elements. */
