@@ -77,7 +77,7 @@ def scale(
         order["kind"] = kind
     reply = context.obj.ask("POST", "/v1/fleet/scale", order)
     mode = "auto" if reply.get("auto") else "manual scaling"
-    _show(reply, format, lambda r: [f"{_wanted(r)} desired ({mode})"])
+    _show(reply, format, lambda r: [f"Desired: {_wanted(r)} ({mode})"])
 
 
 @fleet_app.command()
@@ -129,7 +129,7 @@ def explain(
     if request is None:
         reply, view = context.obj.ask("GET", "/v1/requests"), context.obj.ask("GET", "/v1/fleet")
         reply["scaling"] = view["scaling"]
-        size = f"{_wanted(view)} desired ({_sized(view)})"
+        size = f"Desired: {_wanted(view)} ({_sized(view)})"
         _show(
             reply,
             format,

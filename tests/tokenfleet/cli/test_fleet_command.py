@@ -287,7 +287,7 @@ def test_explain_begins_with_the_fleets_size_or_the_requests_place(
     control: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fleet", "--control", control, "explain"]) == 0
-    assert capsys.readouterr().out.startswith("2 workers desired (manual scaling, max 8)\n")
+    assert capsys.readouterr().out.startswith("Desired: 2 workers (manual scaling, max 8)\n")
 
 
 def test_explain_names_the_last_change_point_and_what_it_did(
