@@ -56,7 +56,7 @@ def test_a_plan_is_asked_for_and_its_answer_read(planned, visit):
         assert f"{topic} {' '.join(text.split())}".replace("`", "") in shown
     # A command in backticks is code on the page; a name keeps its own, and no text becomes a tag.
     line = "<b>: `tokenfleet compare`, `id`"
-    element = f"""import("/console/dom.js").then((dom) => dom.make("p", {{}}, {json.dumps(line)}).innerHTML)"""
+    element = f"import('/console/dom.js').then((dom) => dom.make('p', {{}}, {json.dumps(line)}).innerHTML)"
     assert tab.page.evaluate(element) == "&lt;b&gt;: <code>tokenfleet compare</code>, `id`"
     assert [tab.text(f"#answer section:nth-of-type({i}) h3") for i in range(1, 2)] == [
         plan["tables"][0]["title"]
