@@ -33,6 +33,14 @@ def words(trace: Path, fleet: ServedFleet) -> list[str]:
     return ["compare", "--trace", str(trace), "--endpoint", fleet.gateway, "--profile", str(PROFILE)]
 
 
+def fleet_sizes(fleet: ServedFleet) -> list[dict[str, int]]:
+    """The KV tokens and seats of each worker, as the control API reports them."""
+    return [
+        {"kv_tokens": w["kv_blocks"] * w["block_tokens"], "max_seqs": w["max_seqs"]}
+        for w in fleet.ask("GET", "/v1/fleet")["workers"]
+    ]
+
+
 def test_a_fleet_is_replayed_and_simulated_request_by_request(
     emulated_fleet: ServedFleet, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,6 +49,8 @@ def test_a_fleet_is_replayed_and_simulated_request_by_request(
     assert main([*words(trace, emulated_fleet), *flags, "--format", "json", "--per-request", str(kept)]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["requests"], answer["workers"], answer["failed"]) == (25, 3, 0)
+    workers = fleet_sizes(emulated_fleet)
+    assert answer["simulated_workers"] == workers
     figures = {f["name"]: f for f in answer["figures"]}
     assert figures["attainment"]["live"] == figures["attainment"]["simulated"] == 1.0
     assert {"TTFT p50", "TTFT p90", "TPOT mean", "preemptions", "migrations"} <= set(figures)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "tokenfleet.comparison/1"
 COUNTERS = ("preemptions", "migrations")
+SIZES = ("kv_blocks", "block_tokens", "max_seqs")  # of a worker, in GET /v1/fleet
 LONE_TOKENS = 8  # the prompt of replay.overheads_s
 FEWEST_OVERHEADS = 10
 
@@ -139,9 +140,10 @@ def compare_command(flags: CompareFlags) -> int:
     overheads_s = run["overheads_s"]
     if flags.steps is not None:
         overheads_s = _learned_s(replayed, flags.steps, overheads_s)
-    outcome = simulate(
-        replayed.workload, [WorkerSpec(worker)] * count, targets, flags.policy, seed=flags.seed
-    )
+    sizes = run["sizes"] or [{}]
+    fleet = run["simulated"] = [as_served(worker, sizes[i % len(sizes)]) for i in range(count)]
+    specs = [WorkerSpec(one) for one in fleet]
+    outcome = simulate(replayed.workload, specs, targets, flags.policy, seed=flags.seed)
     lots = np.random.default_rng(flags.seed)
     simulated = {
         "ttft_s": first_tokens_s(outcome.ttft_s, worker, overheads_s, lots),
@@ -169,6 +171,20 @@ def _checked(flags: CompareFlags) -> tuple[PlanRequest, float | None]:
     if fixed_s is not None and flags.steps is not None:
         raise BadInput("--steps: sets the same overhead as --overhead; give one of them")
     return request, fixed_s
+
+
+def as_served(profile: Profile, sizes: dict[str, int]) -> Profile:
+    """The profile of a worker with these SIZES, or the same profile without them.
+
+    The KV memory stays where layers keep a window: fleets count blocks of all layers, profiles of some.
+    """
+    if not sizes:
+        return profile
+    served = profile.with_engine(max_seqs=sizes["max_seqs"])
+    if profile.kv.request_tokens:
+        return served
+    served = served.with_kv(None, sizes["kv_blocks"] * sizes["block_tokens"])
+    return replace(served, kv=replace(served.kv, block_tokens=sizes["block_tokens"]))
 
 
 def compared(
@@ -270,11 +286,21 @@ async def _replayed(
     after = await _counters(flags, trust)
     counters = {name: after[name] - before[name] for name in COUNTERS if name in after}
     workers = after.get("workers", 0)
-    return {"replayed": replayed, "overheads_s": extra_s, "counters": counters, "workers": workers}
+    known = {"workers": workers, "sizes": after.get("sizes")}
+    return {"replayed": replayed, "overheads_s": extra_s, "counters": counters, **known}
 
 
-async def _counters(flags: CompareFlags, trust: ssl.SSLContext) -> dict[str, int]:
-    """Workers, preemptions and moves of the fleet so far; nothing without a control API."""
+def _sizes(worker: dict[str, Any]) -> dict[str, int]:
+    """A worker's SIZES; empty for a fleet that has none of them. Raises ValueError for a wrong one."""
+    sizes = {name: worker.get(name) for name in SIZES}
+    for name, size in sizes.items() if any(sizes.values()) else ():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"worker {worker.get('worker')}: {name}: must be at least 1, got {size!r:.40}")
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+async def _counters(flags: CompareFlags, trust: ssl.SSLContext) -> dict[str, Any]:
+    """Workers, their sizes, preemptions and moves of the fleet so far; nothing without a control API."""
     if flags.control is None:
         return {}
     import aiohttp
@@ -290,20 +316,30 @@ async def _counters(flags: CompareFlags, trust: ssl.SSLContext) -> dict[str, int
                     raise ValueError(f"HTTP {reply.status} to /v1/fleet")
             async with session.get(f"{control.url}/metrics") as reply:
                 metrics = await reply.text()
+        serving = [w for w in fleet.get("workers", []) if w.get("state") == "serving"]
+        sizes = [size for w in serving if (size := _sizes(w))]
     except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
         raise refusal("--control", control.url, "does not answer as a fleet does", error) from None
-    serving = [w for w in fleet.get("workers", []) if w.get("state") == "serving"]
     preemptions = sum((w.get("telemetry") or {}).get("preemptions", 0) for w in serving)
     moved = sum(
         float(line.rsplit(" ", 1)[1])
         for line in metrics.splitlines()
         if line.startswith('tokenfleet_migrations_total{outcome="done"')
     )
-    return {"workers": len(serving), "preemptions": preemptions, "migrations": int(moved)}
+    return {"workers": len(serving), "sizes": sizes, "preemptions": preemptions, "migrations": int(moved)}
 
 
 def _size(figure: ComparedFigure) -> float:
     return abs(figure.error or 0.0)
+
+
+def _simulated_text(fleet: list[Profile], is_known: bool) -> str:
+    """The KV memory and seats that the simulated workers had, and their source."""
+    kinds = dict.fromkeys(
+        f"{one.kv.capacity_tokens:,} KV tokens and {one.engine.max_seqs:,} requests at once" for one in fleet
+    )
+    source = "as the fleet reports" if is_known else "as in the profile"
+    return f"Simulated workers have {', or '.join(kinds)}, {source}."
 
 
 def _say(
@@ -324,6 +360,9 @@ def _say(
             "overhead_s": float(np.median(run["overheads_s"])),
         }
         answer["overheads_s"] = run["overheads_s"].tolist()
+        answer["simulated_workers"] = [
+            {"kv_tokens": one.kv.capacity_tokens, "max_seqs": one.engine.max_seqs} for one in run["simulated"]
+        ]
         print(json.dumps(answer, indent=1))
         return
     columns = ("figure", "live", "simulated", "simulated vs live")
@@ -335,5 +374,6 @@ def _say(
             table(columns, (f.cells for f in figures), left=("figure",)),
             f"Simulated TTFTs include {duration_text(float(np.median(run['overheads_s'])))} of HTTP overhead,"
             " and the profile's scatter of step times.",
+            _simulated_text(run["simulated"], bool(run["sizes"])),
         ]
     )
