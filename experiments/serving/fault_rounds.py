@@ -26,7 +26,7 @@ from harness.fault_schedules import played, schedule_of, violations
 from harness.served import ENGINE_FLAGS, Server, begun, fleet, session, stream, tiny_model
 
 TOGETHER = 6  # schedules played at a time
-SIGNALS = {"engine to be stopped": signal.SIGSTOP}
+SIGNALS = {"live engine": signal.SIGSTOP}
 
 
 async def schedules(count: int, first: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -100,7 +100,7 @@ async def served_rounds(server: Server, kinds: list[str], rng: np.random.Generat
 def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--schedules", type=int, default=1000)
-    parser.add_argument("--real", type=int, default=4, help="rounds on real vLLM workers")
+    parser.add_argument("--real", type=int, help="rounds on real vLLM workers (default: 4, quick 0)")
     asked = parser.parse_args()
     rng = np.random.default_rng(asked.seed)
     rows, broken = asyncio.run(schedules(20 if asked.quick else asked.schedules, asked.seed))
@@ -109,8 +109,8 @@ def main() -> int:
         kinds = ["controller"] * (2 if asked.quick else 5)
         with fleet(model, "--workers", "2", "--engine", "emulated", engine_flags=()) as server:
             rows += asyncio.run(served_rounds(server, kinds, rng))
-        real = ["engine", *SIGNALS, "worker", "controller"] * asked.real
-        if real := real[: 0 if asked.quick else asked.real]:
+        rounds = asked.real if asked.real is not None else 0 if asked.quick else 4
+        if real := (["engine", *SIGNALS, "worker", "controller"] * rounds)[:rounds]:
             with fleet(model, "--workers", "2", engine_flags=ENGINE_FLAGS) as server:
                 rows += asyncio.run(served_rounds(server, real, rng))
     bars = {"silently wrong streams": bar(sum(row.get("silently wrong", 0) for row in rows), 0)}
