@@ -62,3 +62,4 @@ def test_an_engine_that_is_killed_mid_grid_costs_only_the_point_it_was_at(
     assert state["environment"]["dtype"] == "float32"
     assert state["environment"]["clock"] == "cpu"
     assert (samples.step_s > 0).all()
+    assert (samples.kv_blocks > 0).all()
