@@ -72,8 +72,8 @@ def kept_at(ledger: Ledger, w: int, r: int) -> tuple[int, int]:
         return 0, 0
     block = int(ledger.coefficients[ledger.workers[w].variant][speed.BLOCK_TOKENS])
     most, tokens = most_hits(ledger.caches, ledger.requests[r].prompt + state.generated(ledger, r), block)
-    cached = cached_blocks(ledger.caches, w, r, 0, most, 0, False)
-    in_use = cached_blocks(ledger.caches, w, r, 0, cached, cached, True)
+    cached = cached_blocks(ledger.caches, w, r, most, 0, False)
+    in_use = cached_blocks(ledger.caches, w, r, cached, cached, True)
     return min(cached * ledger.caches.tokens, tokens), min(in_use * ledger.caches.tokens, tokens)
 
 

@@ -64,9 +64,8 @@ def fluid_workers_of_classes(
     for c, (slo, attainment) in enumerate(zip(slos, attainments, strict=True)):
         rows = np.flatnonzero(workload.slo_class == c)
         if 0 < len(rows) < len(workload):
-            waits = (
-                slo if workload.sessions is None else loosest
-            )  # a turn may wait for another class's answer
+            # A turn may wait for another class's answer.
+            waits = slo if workload.sessions is None else loosest
             bound = max(bound, fluid_workers_of(workload, profile, slo, attainment, rows, waits))
     return bound
 

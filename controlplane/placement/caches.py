@@ -62,6 +62,7 @@ CACHE = np.dtype(
         ("fresh", np.int64),  # and the first that was never used
         ("shared", np.int64),  # blocks saved as copies have more than one user
         ("evicted", np.int64),  # blocks, so far
+        ("dropped", np.int64),  # how often copies have gone, one of them or all
         ("lives", np.int64),  # how often it has begun empty
     ],
     align=True,
@@ -205,6 +206,7 @@ def forget(caches: Caches, w: int, blocks: int) -> None:
     worker.empty = blocks
     worker.keeps = int(blocks > 0)
     worker.lives += 1
+    worker.dropped += 1
     worker.asleep = worker.shared = worker.fresh = 0
     worker.first = worker.last = worker.unused = NOTHING
 

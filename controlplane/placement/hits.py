@@ -18,17 +18,15 @@ from controlplane.placement.order import ASKED
 def cached_tokens(ledger: Ledger, w: int, r: int, guess: int, in_use: bool) -> int:
     """Tokens of a request that worker `w` would have in its cache if the request were put there now.
 
-    The cache counts as the worker's last planned step left it. What the requests will store that are there
-    already and not prefilled counts, too. So a burst of one prefix finds the worker that the first of it
-    went to. `in_use`: only what others use or will use, which takes no memory. `guess`: the likely answer,
-    which costs least.
+    What requests there will still store counts, so a burst of one prefix finds the worker of the first of it.
+    `in_use`: only what others use or will use, which takes no memory. `guess`: the likely answer.
     """
     if ledger.caches.tokens == 0 or ledger.caches.workers[w].keeps == 0:
         return 0
     unit = ledger.caches.tokens
     block = int(ledger.coefficients[ledger.workers[w].variant][BLOCK_TOKENS])
     most, tokens = table.most_hits(ledger.caches, ledger.requests[r].prompt + ledger.requests[r].key, block)
-    blocks = table.cached_blocks(ledger.caches, w, r, 0, most, (guess + unit - 1) // unit, in_use)
+    blocks = table.cached_blocks(ledger.caches, w, r, most, (guess + unit - 1) // unit, in_use)
     i = ledger.workers[w].running_n - 1
     while i >= 0 and ledger.requests[ledger.running[w, i]].phase == state.PREFILLING:
         blocks = soon_cached(ledger, r, ledger.running[w, i], blocks, most)
@@ -42,18 +40,21 @@ def cached_tokens(ledger: Ledger, w: int, r: int, guess: int, in_use: bool) -> i
 
 
 @compiled
-def host_copies(ledger: Ledger, w: int, r: int, cached: int, guess: int) -> int:
-    """Copies in its host memory that worker `w` would load for a request with these tokens cached.
+def to_load(ledger: Ledger, w: int, r: int, cached: int, known: int) -> tuple[int, bool]:
+    """Copies that worker `w` would load from host memory for a request with these tokens cached.
 
-    At least a whole one. `guess`: the likely answer, which costs least.
+    A whole one at least. And whether one is being loaded, for another. `known`: copies found before.
     """
     chunks = ledger.host.chunks
     if chunks.tokens == 0 or chunks.workers[w].keeps == 0:
-        return 0
+        return 0, False
     start = cached // chunks.tokens
     most = (ledger.requests[r].prompt + ledger.requests[r].key) // chunks.tokens
-    copies = table.cached_blocks(chunks, w, r, start, most, start + guess, False) - start
-    return copies if (start + copies) * chunks.tokens - cached >= chunks.tokens else 0
+    copies, is_loading = table.copies_from(chunks, w, r, start + known, most)
+    copies += known
+    if (start + copies) * chunks.tokens - cached < chunks.tokens:
+        return 0, False
+    return copies, is_loading
 
 
 @compiled
@@ -78,18 +79,21 @@ def known_cached(ledger: Ledger, w: int, r: int, guess: int) -> int:
     known = ledger.orders
     if not known.are_kept[0]:
         cached = cached_tokens(ledger, w, r, guess, False)
-        return with_loads(ledger, r, cached, host_copies(ledger, w, r, cached, 0))
+        return with_loads(ledger, r, cached, to_load(ledger, w, r, cached, 0)[0])
     row = r % ASKED
     if known.asked_of[row] != r:
         known.asked_of[row] = r
         known.cached_at[row, :] = 0
     if known.cached_at[row, w] != known.changes[0]:
-        copies = 0
+        before = -1
         if known.cached_at[row, w] > 0:
-            guess = known.cached[row, w]
-            copies = known.loads[row, w]
-        known.cached[row, w] = cached_tokens(ledger, w, r, guess, False)
-        known.loads[row, w] = host_copies(ledger, w, r, known.cached[row, w], copies)
+            guess = before = known.cached[row, w]
+        cached = known.cached[row, w] = cached_tokens(ledger, w, r, guess, False)
+        if ledger.host.chunks.tokens > 0:
+            dropped = ledger.host.chunks.workers[w].dropped
+            are_there = cached == before and known.dropped[row, w] == dropped
+            known.loads[row, w] = to_load(ledger, w, r, cached, known.loads[row, w] if are_there else 0)[0]
+            known.dropped[row, w] = dropped
         known.cached_at[row, w] = known.changes[0]
     return int(with_loads(ledger, r, known.cached[row, w], known.loads[row, w]))
 
@@ -100,7 +104,7 @@ def known_loads(ledger: Ledger, w: int, r: int) -> int:
     if ledger.host.chunks.tokens == 0:
         return 0
     if not ledger.orders.are_kept[0]:
-        return host_copies(ledger, w, r, cached_tokens(ledger, w, r, 0, False), 0)
+        return to_load(ledger, w, r, cached_tokens(ledger, w, r, 0, False), 0)[0]
     known_cached(ledger, w, r, 0)
     return int(ledger.orders.loads[r % ASKED, w])
 

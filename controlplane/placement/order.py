@@ -33,7 +33,7 @@ Records = Any
 
 FEW = 8  # workers that are sooner looked at one after the other
 MANY = 200  # workers from which on it pays to close some: of fewer most are asked but once in a step
-ASKED = 8  # requests whose cached tokens on workers are remembered: those that wait are looked up in turn
+ASKED = 64  # requests whose cached tokens on workers are remembered: those that wait are looked up in turn
 ORDERS = 6  # kept at a time: one for each policy and class that is asked for, in each pool
 LEVELS = (1, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 3072, 6144)  # tokens of prompts
 OPEN = len(LEVELS)  # the row of an order's trees that has the workers which are closed to none
@@ -68,6 +68,7 @@ class Orders(NamedTuple):
     asked_of: Ints  # [ASKED] requests whose cached tokens on workers were looked up lately;
     cached: Ints  # [ASKED, workers] those tokens,
     loads: Ints  # the copies in host memory that the worker would load,
+    dropped: Ints  # how often its host memory had dropped some by then,
     cached_at: Ints  # and the number of changes until then, 0 where it was not looked up
 
 
@@ -83,7 +84,7 @@ def new_orders(workers: int) -> Orders:
         np.zeros(workers),
         np.zeros(1, np.int64),
         np.full(ASKED, -1, np.int64),
-        *(np.zeros((ASKED, workers), np.int64) for _ in range(3)),
+        *(np.zeros((ASKED, workers), np.int64) for _ in range(4)),
     )
 
 

@@ -74,9 +74,8 @@ def least_prefill_s(ledger: Ledger, r: int, cached: int, busy: bool) -> float:
         if busy:
             tpot_s = ledger.requests[r].tpot_s
             lasts_s += (1.0 + k[speed.AHEAD]) * tpot_s
-            if (
-                k[speed.MODE] == speed.CHUNKED
-            ):  # the step in progress has chunks of others, its own steps decode too
+            # The step in progress has chunks of others, its own steps decode too.
+            if k[speed.MODE] == speed.CHUNKED:
                 lasts_s += k[speed.PREFILL_STEP] + k[speed.PER_PREFILL] * k[speed.MAX_BATCHED]
                 lasts_s += speed.prefill_hinges_s(k, k[speed.MAX_BATCHED], 0.0)
                 lasts_s += prefill_steps(k, tokens - cached, 0) * max(

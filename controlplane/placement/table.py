@@ -55,15 +55,15 @@ def find_next(caches: Caches, w: int, before: int, key: int) -> int:
 
 
 @compiled
-def cached_blocks(caches: Caches, w: int, r: int, there: int, most: int, guess: int, in_use: bool) -> int:
-    """How many of a request's first `most` blocks are cached at a worker now, if more than `there`.
+def cached_blocks(caches: Caches, w: int, r: int, most: int, guess: int, in_use: bool) -> int:
+    """How many of a request's first `most` blocks are cached at a worker now.
 
-    Touches nothing. `in_use`: cached and in use. A cached block's predecessors are cached too, so the count
-    is searched for by doubling and halving. That takes 2·log2(n) looks into the table for n blocks, two
-    where it is `there` or `guess`.
+    Touches nothing. `in_use`: cached and in use. A cached block's predecessors are cached too (not in host
+    memory: `copies_from`), so the count is searched for by doubling and halving. That takes 2·log2(n) looks
+    into the table for n blocks, two where it is `guess`.
     """
-    missing = most + 1  # of the counts from `missing` on, none is all cached
-    if there < guess <= most:
+    there, missing = 0, most + 1  # of the counts from `missing` on, none is all cached
+    if 0 < guess <= most:
         if is_cached(caches, w, r, guess - 1, in_use):
             there = guess
         else:
@@ -82,6 +82,25 @@ def cached_blocks(caches: Caches, w: int, r: int, there: int, most: int, guess: 
         else:
             missing = middle
     return there
+
+
+@compiled
+def copies_from(chunks: Caches, w: int, r: int, start: int, most: int) -> tuple[int, bool]:
+    """How many of a request's first `most` blocks a worker has in host memory, from `start` to the first gap.
+
+    And whether one of them is being loaded. Touches nothing. Host memory evicts also from between blocks that
+    stay. So each is looked for, in order, as vLLM's manager does. Most lie side by side.
+    """
+    block, copy, is_loading, fresh = start, NOTHING, False, chunks.workers[w].fresh
+    while block < most:
+        key, copy = block_id(chunks, r, block), copy + 1
+        if copy >= fresh or chunks.copies[w, copy].id != key:
+            copy = find(chunks, w, key)
+            if copy == NOTHING:
+                break
+        is_loading = is_loading or chunks.copies[w, copy].users > 0
+        block += 1
+    return block - start, is_loading
 
 
 @compiled
@@ -193,6 +212,7 @@ def drop(caches: Caches, w: int, copy: int) -> None:
         caches.copies[w, copy].id = UNKNOWN
     caches.copies[w, copy].later = caches.workers[w].unused
     caches.workers[w].unused = copy
+    caches.workers[w].dropped += 1
 
 
 @compiled

@@ -64,26 +64,6 @@ def is_kept(tier: HostTier, w: int) -> bool:
 
 
 @compiled
-def to_load(tier: HostTier, w: int, r: int, cached: int, length: int) -> tuple[int, bool]:
-    """How many blocks a request would load behind what it hits, one whole at least; and whether it must wait.
-
-    It waits while another loads one of them.
-    """
-    unit = tier.chunks.tokens
-    start = block = cached // unit
-    copy, is_loading = NOTHING, False
-    while block < length // unit:
-        copy = table.find_next(tier.chunks, w, copy, table.block_id(tier.chunks, r, block))
-        if copy == NOTHING:
-            break
-        is_loading = is_loading or tier.chunks.copies[w, copy].users > 0
-        block += 1
-    if block * unit - cached < unit:
-        return 0, False
-    return block - start, is_loading
-
-
-@compiled
 def offer(tier: HostTier, w: int, r: int, after: int) -> None:
     """Offer the blocks that a request fills with `after` tokens, those that it has not offered yet.
 
@@ -150,9 +130,8 @@ def make_room(tier: HostTier, w: int, new: int) -> bool:
 def may_go(tier: HostTier, w: int, copy: int) -> bool:
     """Whether a copy can be evicted: it is not being loaded, nor of this step or of this offer."""
     mark, worker = tier.marks[w, copy], tier.workers[w]
-    return bool(
-        tier.chunks.copies[w, copy].users == 0 and mark.plan != worker.plan and mark.offer != worker.offer
-    )
+    is_new = mark.plan == worker.plan or mark.offer == worker.offer
+    return bool(tier.chunks.copies[w, copy].users == 0 and not is_new)
 
 
 @compiled

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel import coefficients as speed
-from controlplane.placement import batch
+from controlplane.placement import batch, hits
 from controlplane.placement import ledger as state
 from controlplane.placement.caches import NOTHING
 from controlplane.placement.ledger import Ledger
@@ -155,7 +155,7 @@ def admit(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
     The first that has no room ends it. A decode worker's requests come with their KV.
     """
     worker, engine = ledger.workers[w], engines.workers[w]
-    k, has_tier = ledger.coefficients[worker.variant], host_tier.is_kept(engines.host, w)
+    k = ledger.coefficients[worker.variant]
     sending.note_planned(ledger, engines, w)
     r = batch.queue_first(ledger, w)
     while r != state.NONE:
@@ -164,12 +164,10 @@ def admit(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
             return
         after, length = batch.next_in_queue(ledger, w, r), ledger.requests[r].prompt + ledger.requests[r].key
         copies, cached, asleep = kv.look_up(ledger, w, r, length)
-        loads = 0
-        if has_tier:
-            loads, waits = host_tier.to_load(engines.host, w, r, cached, length)
-            if waits:  # for another's load, which it will hit
-                r = after
-                continue
+        loads, waits = hits.to_load(ledger, w, r, cached, 0)
+        if waits:  # for another's load, which it will hit
+            r = after
+            continue
         chunk = batch.chunk_of(k, length - cached, budget)
         if batch.is_too_long(k, engine.prefill, chunk, budget):
             return

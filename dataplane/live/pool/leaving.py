@@ -238,9 +238,8 @@ class Exit:
             if tracked is None or tracked.worker != self.worker:
                 continue
             target = order.target
-            if (
-                order.how == STAY and self._core.segments.obstacle_to_replay(tracked) is None
-            ):  # it did not end by itself
+            # It did not end by itself.
+            if order.how == STAY and self._core.segments.obstacle_to_replay(tracked) is None:
                 target = max(self._havens(), key=lambda h: (h.free_tokens, h.worker)).worker
             if target is not None:
                 going.append(self._replay(tracked, target, why))

@@ -170,9 +170,8 @@ class RayHost:
         for node in await asyncio.to_thread(ray.nodes):
             if node["Alive"] and node["NodeManagerAddress"] == address:
                 until_ms = int((time.time() + seconds) * 1000)
-                reason = DrainNodeReason.Value(
-                    "DRAIN_NODE_REASON_PREEMPTION"
-                )  # the other waits till it is idle
+                # The other waits till it is idle.
+                reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
                 await asyncio.to_thread(gcs.drain_node, node["NodeID"], reason, "it is evacuated", until_ms)
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from invariants import check
 from made_profiles import made_profile
@@ -16,9 +16,11 @@ from controlplane.perfmodel.profile import EngineLimits, HostKv, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.assign import assign
 from controlplane.placement.batch import enqueue
+from controlplane.placement.caches import forget
 from controlplane.placement.constraints import could_fit, fits, harm
 from controlplane.placement.hits import cached_tokens, known_cached, known_loads
 from controlplane.placement.ledger import ANY_PHASE, HELD, NONE, PREFILLING, QUEUED
+from controlplane.placement.memory import learn
 from controlplane.placement.outlook import (
     demand,
     hopeless,
@@ -150,6 +152,9 @@ def test_what_a_worker_would_load_is_what_its_host_memory_has_behind_what_it_cac
 
     @settings(max_examples=60)
     @given(st.integers(0, 2**40), st.sampled_from([90, 400]))
+    @example(14109, 90)  # blocks stay in host memory behind one that was evicted
+    @example(257, 90)
+    @example(270, 90)
     def compare(seed, room):
         rng = np.random.default_rng(seed)
         load = random_load(rng, 90, 4, 60.0)
@@ -172,6 +177,38 @@ def test_what_a_worker_would_load_is_what_its_host_memory_has_behind_what_it_cac
     compare()
     assert min(seen.values()) > 30, seen
     assert len(seen) == 3
+
+
+def test_what_would_be_loaded_ends_at_the_first_gap_whatever_host_memory_keeps():
+    seen = Counter()
+
+    @settings(max_examples=60)
+    @given(st.integers(0, 2**40), st.booleans())
+    def compare(seed, are_kept):
+        rng = np.random.default_rng(seed)
+        load = of_prefixes(np.zeros(6), [(n % 2, int(rng.integers(1, 40))) for n in range(6)])
+        state = prepare(load, [WorkerSpec(profile_of(host=host_of(200)))] * 2, RELAXED, "spread")
+        led = state.ledger
+        led.orders.are_kept[0] = are_kept
+        for _ in range(15):
+            w, r = int(rng.integers(2)), int(rng.integers(6))
+            stored, removed = (np.unique(rng.choice(load.prefixes.ids, n)) for n in (25, 6))
+            learn(led.host.chunks, w, stored, removed)
+            if rng.random() < 0.3:
+                forget(led.caches, w, 2500)
+                learn(led.caches, w, load.prefixes.of(r)[: rng.integers(40)], np.zeros(0, np.int64))
+            led.orders.changes[0] += 1
+            for w, r in np.ndindex(2, 6):
+                copies, cached = loads_by_hand(state, w, r), expected_by_hand(state, w, r, False)
+                assert known_loads(led, w, r) == copies
+                assert known_cached(led, w, r, 0) == cached + copies * BLOCK
+                behind = load.prefixes.of(r)[cached // BLOCK + copies :].tolist()
+                seen["gaps"] += bool(copies) and not ids_at(led.host.chunks, w, False).isdisjoint(behind)
+                seen["both"] += 0 < copies * BLOCK < cached
+
+    compare()
+    assert seen["gaps"] > 1000, seen
+    assert seen["both"] > 100, seen
 
 
 @settings(max_examples=40)

@@ -129,7 +129,7 @@ def test_a_router_is_told_what_a_request_would_hit_and_changes_nothing_by_asking
                         break
                     hits += 1
                 for guess in (0, 1, hits, hits + 1, hits + 7):
-                    assert cached_blocks(caches, 0, r, 0, (tokens - 1) // block, guess, False) == hits
+                    assert cached_blocks(caches, 0, r, (tokens - 1) // block, guess, False) == hits
                 named = np.array(ids[: (tokens - 1) // block], np.int64)
                 assert cached_everywhere(caches, named).tolist() == [min(hits, len(named))]
                 told += hits
