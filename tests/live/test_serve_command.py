@@ -176,7 +176,9 @@ def test_clients_are_served_over_tls_alone_and_a_new_certificate_is_taken_while_
     assert next(line for line in lines if line).startswith("data: {")
     stream.close()
     decided = guarded_fleet.until(lambda: guarded_fleet.ask("GET", "/v1/fleet")["decisions"])
-    assert [d["reason"] for d in decided if d["kind"] == "certificate"][-1].endswith("from now on")
+    said = [d["reason"] for d in decided if d["kind"] == "certificate"][-1]
+    assert said.endswith("from now on")
+    assert f"WARNING dataplane.live.control.fleet: {said}\n" in guarded_fleet.log.read_text()
     guarded_fleet.until(lambda: not requests(guarded_fleet))
 
 

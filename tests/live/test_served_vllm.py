@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from urllib.error import HTTPError
@@ -257,11 +258,22 @@ def test_streams_go_on_when_an_engine_dies_or_hangs_and_another_takes_its_place(
         children = psutil.Process(workers(vllm_fleet)[0]["pid"]).children(recursive=True)
         os.kill(next(child.pid for child in children if "EngineCore" in child.name()), ends)
 
-    lost = vllm_fleet.metric("tokenfleet_workers_lost_total")
+    vllm_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
+    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
+    lost, told = vllm_fleet.metric("tokenfleet_workers_lost_total"), len(vllm_fleet.log.read_text())
+    gone = workers(vllm_fleet)[0]["worker"]
     expected, got = asyncio.run(runs(vllm_fleet, 12, 400, kill))
     assert got == expected
     vllm_fleet.until(lambda: vllm_fleet.metric("tokenfleet_workers_lost_total") == lost + 1)
     vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
+    why = "was killed (signal 9)" if ends == signal.SIGKILL else "made no step for 1"
+    vllm_fleet.until(lambda: f"in place of {gone}\n" in vllm_fleet.log.read_text()[told:])
+    (line,) = [one for one in vllm_fleet.log.read_text()[told:].splitlines() if " lost: " in one]
+    assert f" s  {gone} lost: its engine {why}" in line
+    assert re.search(r"; \d+ requests? goe?s? on elsewhere; a new worker ", line)
+    explained = vllm_fleet.told("explain")
+    assert line.split(" lost: ")[1] in explained
+    assert f"its engine is ready and warm, in place of {gone}" in explained
 
 
 def test_streams_go_on_when_the_core_is_killed_and_its_successor_adopts_the_engines(vllm_fleet):

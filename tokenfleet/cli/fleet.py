@@ -128,7 +128,7 @@ def explain(
         raise BadInput("explain: expected a request's id, got none; `fleet explain` lists them")
     if request is None:
         reply, view = context.obj.ask("GET", "/v1/requests"), context.obj.ask("GET", "/v1/fleet")
-        reply["scaling"] = view["scaling"]
+        reply |= {"scaling": view["scaling"], "losses": view["losses"]}
         size = f"Desired: {_wanted(view)} ({_sized(view)})"
         _show(
             reply,
@@ -136,6 +136,7 @@ def explain(
             lambda r: [
                 size,
                 *_change_line(r["scaling"]),
+                *([_decisions_table(r["losses"], "Lost workers")] if r["losses"] else ()),
                 *_scaling_tables(r["scaling"]),
                 *_request_tables(r),
             ],
@@ -473,9 +474,9 @@ def _wanted(view: dict[str, Any]) -> str:
     return f"{workers}: {parts}" if len(kinds) > 1 else workers
 
 
-def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
+def _decisions_table(decisions: list[dict[str, Any]], title: str = "Last decisions") -> Table:
     """Decisions, the latest last; like ones of several requests in a row share a line."""
-    table = Table(title="Last decisions", title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("time", no_wrap=True)
     for name in ("decision", "request, worker", "reason"):
         table.add_column(name, overflow="fold")
@@ -506,7 +507,7 @@ def _change_line(decisions: list[dict[str, Any]]) -> Iterator[str]:
 def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
     """The last changes of the fleet's size: what was seen, compared and chosen, and what it costs."""
     if not decisions:
-        return ["The number of workers has not changed."]
+        return ["The desired number of workers has not changed."]
     table = Table(title="Scaling decisions", title_justify="left")
     for name in ("decision", "workers", "reason", "observed, workers, cost"):
         table.add_column(name, overflow="fold")

@@ -45,7 +45,7 @@ from dataplane.live.control.settings import Autoscale, ControllerSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api.processes import Estate
 from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
-from dataplane.live.gateway.events import EventLog
+from dataplane.live.gateway.events import EventLog, tell_losses
 from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
 from dataplane.live.gateway.history import History
 from dataplane.live.gateway.idempotency import Answers
@@ -292,6 +292,7 @@ class _Fleet:
         )
         self._cleanup.push_async_callback(pool.close)
         self._cleanup.callback(self._tell_stop)
+        pool.tasks.spawn(tell_losses(self.events, self._tell))
         telling = asyncio.create_task(tell_start(pool, self._tell))
         self._cleanup.callback(telling.cancel)
         self._cleanup.push_async_callback(self.controller.close)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from dataplane.live.control.views import (
     worker_view,
 )
 from dataplane.live.engine_api.processes import Estate, Tasks
+from dataplane.live.gateway.events import Event, is_of_loss
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.metrics import Metrics
 from dataplane.live.gateway.timeline import BUCKET_S
@@ -38,7 +39,7 @@ from dataplane.live.ledger.request import Tracked
 from dataplane.live.pool.pool import WorkerPool
 
 LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
-LAST_SCALING = 5
+LAST_SCALING, LAST_LOSSES = 5, 10
 SCALING_KINDS = ("scale", "advice-scale", "correction", "limit")
 
 
@@ -59,6 +60,10 @@ class FleetFacts:
     policy: Policy
     moves: bool
     estate: Estate | None = None
+
+
+def _last(most: int, events: Iterable[Event], holds: Callable[[Event], bool]) -> list[dict[str, Any]]:
+    return [event.as_json() for event in events if holds(event)][-most:]
 
 
 def set_gauges(m: Metrics, core: FleetCore, states: Sequence[str], policy: str) -> None:
@@ -204,7 +209,8 @@ class Operations:
             "transport": transport_view(self.core),
             "moving": [move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
-            "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
+            "scaling": _last(LAST_SCALING, self.events, lambda e: e.kind in SCALING_KINDS),
+            "losses": _last(LAST_LOSSES, self.events, is_of_loss),
         }
 
     def share(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,3 +75,15 @@ class EventLog:
                 event = await queue.get()
                 if event.id > last:
                     yield event
+
+
+def is_of_loss(event: Event) -> bool:
+    """Whether a worker was lost, did not start, or serves in place of such a one."""
+    return event.kind in ("lost", "gone") or "replaces" in event.facts  # gone: lost while it drained
+
+
+async def tell_losses(events: EventLog, tell: Callable[[str], None]) -> None:
+    """Tell a line at each event of a loss, until cancelled."""
+    async for event in events.follow():
+        if is_of_loss(event):
+            tell(f"{event.facts['worker']} {event.kind}: {event.reason}")

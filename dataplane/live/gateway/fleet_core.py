@@ -65,9 +65,9 @@ class CoreSettings:
 class FleetCore(FrontEndClient):
     """The fleet as one engine.
 
-    Hooks, called in the loop: `on_lost(worker, reason)`, `on_arrival(request)`, `on_end(request, outcome)`,
-    `on_step(telemetry)`, `on_closing(reason)`. `predict_anew(prompt, generated)`: what to expect of a request
-    that has outlived its prediction (Algorithm 2).
+    Hooks, called in the loop: `on_lost(worker, reason, whether each request goes on)`, `on_arrival(request)`,
+    `on_end(request, outcome)`, `on_step(telemetry)`, `on_closing(reason)`. `predict_anew(prompt, generated)`:
+    what to expect of a request that has outlived its prediction (Algorithm 2).
     """
 
     def __init__(
@@ -96,11 +96,10 @@ class FleetCore(FrontEndClient):
         )
         self.requests, self.admission = self.segments.requests, self.segments.admission
         self.migrations, self.handovers = self.segments.migrations, self.segments.handovers
-        self.on_lost: list[Callable[[WorkerId, str], None]] = []
+        self.on_lost: list[Callable[[WorkerId, str, Sequence[bool]], None]] = []
         self.on_arrival: list[Callable[[Tracked], None]] = []
-        self.on_end = self.segments.on_end
         self.on_step: list[Callable[[Telemetry], None]] = []
-        self.on_closing: list[Callable[[str], None]] = []
+        self.on_end, self.on_closing = self.segments.on_end, list[Callable[[str], None]]()
         self._predict, self._predict_anew = predict, predict_anew
 
     def await_workers(self, is_starting: Callable[[], bool]) -> None:
@@ -171,15 +170,16 @@ class FleetCore(FrontEndClient):
         at.reader = self._loop.create_task(self._read(at))
         self.admission.look()
 
-    async def detach(self, worker: WorkerId, why: str = "the worker was stopped") -> None:
-        """Part with a worker on purpose; whatever it still runs is replayed elsewhere."""
+    async def detach(self, worker: WorkerId, why: str = "the worker was stopped") -> Sequence[bool]:
+        """Part with a worker on purpose; whatever it still runs is replayed elsewhere, where it can go on."""
         at = self._attached.get(worker)
         if at is None:
-            return
+            return ()
         if at.reader is not None:
             at.reader.cancel()
-        self._forget_worker(at, why)
+        go_on = self._forget_worker(at, why)
         await at.link.close()
+        return go_on
 
     def become(self, worker: WorkerId, kind: str, role: Role) -> None:
         """Give a worker another kind and role; what its new role does not do leaves it."""
@@ -265,10 +265,10 @@ class FleetCore(FrontEndClient):
                 self._suspect(at, not event.is_over)
             else:
                 self.metrics.lost_workers.inc()
-                self._forget_worker(at, event.reason)
+                go_on = self._forget_worker(at, event.reason)
                 await at.link.close()
                 for tell in self.on_lost:
-                    tell(at.worker, event.reason)
+                    tell(at.worker, event.reason, go_on)
                 return
 
     async def _take_cached(self, at: Attached, change: CacheChange) -> None:
@@ -339,14 +339,14 @@ class FleetCore(FrontEndClient):
         if output.finish_reason is not None:
             self.segments.end(tracked, "finished")
 
-    def _forget_worker(self, at: Attached, reason: str) -> None:
+    def _forget_worker(self, at: Attached, reason: str) -> Sequence[bool]:
         self._attached.discard(at.worker)
         self.placement.detach(at.worker)
         self.adapters.forget(at.worker)
         self.migrations.paces.forget(at.worker)
         self.metrics.forget_worker(at.worker)
-        for tracked in self.requests.on_worker(at.worker):
-            self.segments.replay(tracked, f"{at.worker} is gone: {reason}")
+        left, why = self.requests.on_worker(at.worker), f"{at.worker} is gone: {reason}"
+        return [self.segments.replay(tracked, why) for tracked in left]
 
     async def _close(self, timeout_s: float) -> None:
         for tell in self.on_closing:

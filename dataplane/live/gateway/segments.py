@@ -204,10 +204,11 @@ class Segments:
         if self.requests.listening_to(segment) is not tracked:
             await link.abort([segment])  # it ended while the link was full
 
-    def replay(self, tracked: Tracked, why: str) -> None:
-        """Put a request whose segment is over back in line, ahead of newcomers."""
-        if self.may_go_on(tracked, why):
+    def replay(self, tracked: Tracked, why: str) -> bool:
+        """Put a request whose segment is over back in line, ahead of newcomers; whether it can go on."""
+        if goes_on := self.may_go_on(tracked, why):
             self.admission.take_back(tracked)
+        return goes_on
 
     def may_go_on(self, tracked: Tracked, why: str) -> bool:
         """Whether a request whose segment is over can be continued elsewhere; otherwise it fails."""

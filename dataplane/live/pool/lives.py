@@ -8,10 +8,9 @@ not relaunch without end. A start that takes too long is given up.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -22,10 +21,8 @@ from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.processes import Tasks, cancel_all, pause_s
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.leaving import Exit, bring_to
-from dataplane.live.pool.member import Host, Life, LifeEvent, Member, Revision
+from dataplane.live.pool.member import Host, Life, LifeEvent, Loss, Member, Revision
 from dataplane.live.pool.roster import Roster
-
-log = logging.getLogger(__name__)
 
 Gate = Callable[[Member], Awaitable[None]]
 Measure = Callable[[EngineLink, str, bool], Awaitable[None]]
@@ -37,7 +34,7 @@ class Lives:
     """Walks the workers of a roster through their lives, behind one FleetCore.
 
     `measure`: what is done with a worker that has warmed up, before it serves (learning.py). `on_gone`: who
-    hears of a worker that was lost or did not start, and why.
+    hears of a worker that was lost or did not start, and why. Its event has the facts of a Loss.
     """
 
     def __init__(
@@ -52,7 +49,8 @@ class Lives:
         self.measure = measure
         self.on_gone: list[Callable[[Member, str], None]] = []
         self.tasks = Tasks()
-        self._pause_s = 0.0
+        self._pause_s: dict[str, float] = defaultdict(float)  # by kind, as the next two
+        self._early, self._unreplaced = Counter[str](), defaultdict[str, list[WorkerId]](list)
         self._closing = False
         core.on_lost.append(self._lost)
         self.tasks.spawn(self._watch(health_every_s))
@@ -92,15 +90,15 @@ class Lives:
     # Starts.
 
     def _begin(self, kind: str, reason: str) -> None:
-        member = self._roster.enroll(kind, reason)
+        member, unreplaced = self._roster.enroll(kind, reason), self._unreplaced[kind]
+        member.replaces = unreplaced.pop(0) if unreplaced else None
         member.task = self.tasks.spawn(self._launch_or_report(member))
 
     async def _launch_or_report(self, member: Member) -> None:
         try:
             await self._launch(member, self._roster.revision, None)
         except (RuntimeError, OSError, ControlPlaneError) as error:
-            log.error("worker %s did not start: %s", member.worker, error)
-            self._replace(member, f"did not start: {error}")
+            self._replace(member, f"it did not start: {error}", None)
 
     def launch(self, member: Member, revision: Revision, gate: Gate | None = None) -> asyncio.Task[None]:
         """Start a worker and let it serve, past its gate. Raises what hinders it; then it is gone."""
@@ -137,7 +135,9 @@ class Lives:
                     self._roster.ended(member)
             raise
         self._roster.cold_start_s = cold_start_s
-        self._roster.become(member, LifeEvent.READY, "its engine is ready and warm")
+        place = f", in place of {member.replaces}" if member.replaces else ""
+        facts = {"replaces": member.replaces} if member.replaces else {}
+        self._roster.become(member, LifeEvent.READY, f"its engine is ready and warm{place}", **facts)
         self.tasks.spawn(bring_to(self._core, member.worker, self._is_serving))
 
     def _is_serving(self, worker: WorkerId) -> bool:
@@ -153,7 +153,7 @@ class Lives:
 
     # Losses.
 
-    def _lost(self, worker: WorkerId, reason: str) -> None:
+    def _lost(self, worker: WorkerId, reason: str, go_on: Sequence[bool]) -> None:
         member = self._roster.find(worker)
         if member is None or self._closing:
             return
@@ -164,9 +164,9 @@ class Lives:
         member.stop_work()
         self._end_with(self.tasks.spawn(self._host.stop(worker)), member)
         if not was_left:
-            self._replace(member, reason)
+            self._replace(member, reason, go_on)
             return
-        self._roster.tell("gone", f"lost while draining: {reason}", worker=worker)
+        self._tell_loss("gone", member, f"lost while draining: {reason}", go_on)
         if was_replaced:
             self.settle(member.kind, f"in place of {worker}, which was evacuated")
 
@@ -184,20 +184,32 @@ class Lives:
         if self._roster.share is not None and not self._closing:
             self.settle(kind, "there is room for it in the model's share")
 
-    def _replace(self, member: Member, reason: str) -> None:
+    def _replace(self, member: Member, cause: str, go_on: Sequence[bool] | None) -> None:
         """Launch another in place of a lost worker, after a pause if it died young."""
-        self._roster.tell("lost", reason, worker=member.worker)
+        kind = member.kind
+        wait_s = self._pause_s[kind] = pause_s(self._pause_s[kind], time.monotonic() - member.since_s)
+        self._early[kind] = self._early[kind] + 1 if wait_s else 0
+        self._tell_loss("lost", member, cause, go_on, wait_s)
         for tell in self.on_gone:
-            tell(member, reason)
-        self._pause_s = pause_s(self._pause_s, time.monotonic() - member.since_s)
-        self.tasks.spawn(self._replace_after(self._pause_s, member))
+            tell(member, cause)
+        self._unreplaced[kind].append(member.worker)
+        self.tasks.spawn(self._replace_after(wait_s, member))
+
+    def _tell_loss(
+        self, event: str, member: Member, cause: str, go_on: Sequence[bool] | None, wait_s: float = 0.0
+    ) -> None:
+        kind, fates = member.kind, Counter(go_on or ())
+        pause_s = wait_s if self._roster.lacks(kind) else None
+        went_on = None if go_on is None else fates[True]
+        loss = Loss(cause, kind, went_on, fates[False], self._roster.serving, pause_s, self._early[kind])
+        self._roster.tell(event, str(loss), worker=member.worker, **asdict(loss))
 
     async def _replace_after(self, wait_s: float, gone: Member) -> None:
         await asyncio.sleep(wait_s)
-        roster, kind = self._roster, gone.kind
-        here = roster.number_in("starting", kind) + roster.number_in("serving", kind)
-        if here < roster.wanted_kinds.get(kind, 0) + roster.surge[kind] and roster.has_room(kind):
-            self._begin(kind, f"replaces {gone.worker}")
+        if not self._roster.lacks(gone.kind):
+            self._unreplaced[gone.kind].clear()
+        elif self._roster.has_room(gone.kind):
+            self._begin(gone.kind, f"replaces {gone.worker}")
 
     async def _watch(self, every_s: float) -> None:
         """Notice a worker whose process hangs or has vanished without its link saying so.
@@ -212,7 +224,7 @@ class Lives:
             for member in self._roster.members():
                 if member.state == "starting" and now_s - member.since_s > START_LIMIT_S:
                     self.give_up(member, f"still not ready after {now_s - member.since_s:.0f} s")
-                    self.tasks.spawn(self._replace_after(self._pause_s, member))
+                    self.tasks.spawn(self._replace_after(self._pause_s[member.kind], member))
                     continue
                 if member.state == "starting" or member.worker in unheard:
                     continue
@@ -221,8 +233,8 @@ class Lives:
                     continue
                 silent[member.worker] += 1
                 if silent[member.worker] >= MISSED_CHECKS:  # once may be a machine that is short of CPU
-                    await self._core.detach(member.worker)
-                    self._lost(member.worker, "its process does not answer")
+                    cause = "its process does not answer"
+                    self._lost(member.worker, cause, await self._core.detach(member.worker, cause))
 
     # Ways out.
 

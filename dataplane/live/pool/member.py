@@ -15,6 +15,7 @@ from controlplane.errors import IllegalStep
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import Notice
+from dataplane.processes.keeper import PAUSES
 
 WorkerState = Literal["starting", "serving", "draining"]
 
@@ -143,11 +144,50 @@ class Revision:
         return Revision(self.number, self.model, self.flags)
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of a worker, or a start that failed, and what follows; as a sentence, too.
+
+    `go_on`, `failed`: how many of its requests do; None where it has not served. `serving`: the workers left.
+    `pause_s`: until another is started, None where none is wanted. `early`: how many workers of its kind in a
+    row, with it, ended within PAUSES.young_s.
+    """
+
+    cause: str
+    worker_kind: str
+    go_on: int | None
+    failed: int
+    serving: int
+    pause_s: float | None
+    early: int
+
+    def __str__(self) -> str:
+        said, some = [self.cause], "1 request goes" if self.go_on == 1 else f"{self.go_on} requests go"
+        if self.go_on == 0 and not self.failed:
+            said.append("it had no requests")
+        elif self.go_on:
+            said.append(f"{some} on {'elsewhere' if self.serving else 'once another worker serves'}")
+        if self.failed:
+            said.append(f"{self.failed} request{'s' * (self.failed > 1)} failed")
+        if self.pause_s is None:
+            said.append("no other is wanted in its place")
+        elif not self.pause_s:
+            said.append("a new worker is starting")
+        elif self.early == 1:
+            said.append(f"a new worker starts in {self.pause_s:g} s")
+        else:
+            lasted = f"lasted less than {PAUSES.young_s:g} s"
+            said.append(f"{self.early} workers of type {self.worker_kind} in a row {lasted}")
+            said.append(f"the next starts in {self.pause_s:g} s")
+        return "; ".join(said)
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """A worker of the cluster, from the decision to launch it until it is gone.
 
     `task`: the work that its state takes. `until_s`: when one that is evacuated must be empty (Unix time).
+    `replaces`: the lost worker in whose place it was launched.
     """
 
     worker: WorkerId
@@ -159,6 +199,7 @@ class Member:
     phase: str = "starting the process"  # of its start
     task: asyncio.Task[None] | None = None
     until_s: float | None = None
+    replaces: WorkerId | None = None
 
     @property
     def state(self) -> WorkerState:

@@ -120,6 +120,11 @@ class Roster:
     def starting(self) -> int:
         return self.number_in("starting")
 
+    def lacks(self, kind: str) -> bool:
+        """Whether fewer workers of a kind start or serve than are wanted."""
+        here = self.number_in("starting", kind) + self.number_in("serving", kind)
+        return here < self.wanted_kinds.get(kind, 0) + self.surge[kind]
+
     @property
     def held(self) -> Counter[str]:
         """The workers whose GPUs are taken, by kind: those that start, serve or leave, or have to end."""
@@ -147,11 +152,11 @@ class Roster:
         self._there[worker] = Member(worker, kind, life, time.monotonic(), reason, number)
         return self._there[worker]
 
-    def become(self, member: Member, event: LifeEvent, reason: str) -> None:
+    def become(self, member: Member, event: LifeEvent, reason: str, **facts: object) -> None:
         """Take a worker to its next state, and say so."""
         member.happens(event)
         member.since_s, member.reason = time.monotonic(), reason
-        self.tell(member.state, reason, worker=member.worker)
+        self.tell(member.state, reason, worker=member.worker, **facts)
 
     def ended(self, member: Member) -> None:
         """Nothing of a worker is left."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from multiprocessing import active_children, resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class Worker:
         try:
             self._core = await asyncio.to_thread(start_engine, engine_args(engine_settings, kv_door))
             release()
-            self._shared = shared_memory(descendants())
+            self._shared, self._engines = shared_memory(descendants()), active_children()
             self._phase = "warming up"
             kv = await warm_up(self._core)
         except (RuntimeError, EngineDeadError) as error:
@@ -177,7 +178,7 @@ class Worker:
             try:
                 await work()
             except EngineDeadError:
-                await self._end("its engine died")
+                await self._end(_end_of(self._engines))
             except Exception as error:  # a worker that has lost a task must not look alive
                 log.exception("%s broke", self._worker)
                 await self._end(f"it broke: {error!r}")
@@ -358,6 +359,14 @@ class Worker:
         if not self._daemon.is_gone and (group := ray.util.get_current_placement_group()) is not None:
             remove_placement_group(group)
         os._exit(1)
+
+
+def _end_of(engines: Sequence[BaseProcess]) -> str:
+    """How an engine's processes have ended."""
+    codes = [engine.exitcode for engine in engines if engine.exitcode]
+    if not codes:
+        return "its engine died"
+    return f"its engine {f'was killed (signal {-codes[0]})' if codes[0] < 0 else f'ended with {codes[0]}'}"
 
 
 async def _end_engine(core: Any) -> None:

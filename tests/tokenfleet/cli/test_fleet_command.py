@@ -32,7 +32,7 @@ FLEET = {
     "model": "m", "engine": "vllm", "workers": [], "auto": False, "advisory": False, "wanted_workers": 2,
     "wanted_kinds": {"TP1": 2}, "max_workers": 8, "requests": {"running": 0, "waiting": 0}, "moving": [],
     "fixed": {}, "update": None,
-    "decisions": DECIDED, "scaling": [SCALED], "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
+    "decisions": DECIDED, "scaling": [SCALED], "losses": [], "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
     "attainment_target": 0.99, "lately": {
         "over_s": 60.0, "tokens_per_s": 0.0, "finished": 0, "failed": 0, "rejected": 0, "ttft_s": None,
         "tpot_s": None,
@@ -288,6 +288,18 @@ def test_explain_begins_with_the_fleets_size_or_the_requests_place(
 ) -> None:
     assert main(["fleet", "--control", control, "explain"]) == 0
     assert capsys.readouterr().out.startswith("Desired: 2 workers (manual scaling, max 8)\n")
+
+
+def test_explain_names_lost_workers_where_the_desired_number_has_not_changed(
+    control: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setitem(FLEET, "scaling", [])
+    monkeypatch.setitem(FLEET, "losses", [DECIDED[17]])
+    assert main(["fleet", "--control", control, "explain"]) == 0
+    _, title, *lines = capsys.readouterr().out.splitlines()
+    assert (title.strip(), lines[-2]) == ("Lost workers", "The desired number of workers has not changed.")
+    assert [cell.strip() for cell in lines[3].split("│")[2:-1]] == ["lost", "w0", "its process is gone"]
 
 
 def test_explain_names_the_last_change_point_and_what_it_did(

@@ -202,6 +202,7 @@ def prepare_process(verbose: bool) -> None:
     for name, value in {
         **QUIET,
         "VLLM_LOGGING_LEVEL": level,
+        "SAGEMAKER_CONTAINER_LOG_LEVEL": level,  # which vLLM's server gives the root logger, else ERROR
         # Longer than clients and balancers keep idle connections (60 s). A server that closes first loses the
         # requests that are on their way. vLLM's 5 s are soon over on a busy machine.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
@@ -211,6 +212,8 @@ def prepare_process(verbose: bool) -> None:
         os.environ.setdefault(name, value)
     logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("tokenfleet").setLevel(logging.INFO)
+    # What sets that level logs to stdout where it has no handler, and has news for SageMaker alone.
+    logging.getLogger("model_hosting_container_standards").addHandler(logging.NullHandler())
     if not verbose:
         for name in EXPECTED:
             logging.getLogger(name).addFilter(_is_news)

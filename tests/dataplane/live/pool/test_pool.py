@@ -46,8 +46,17 @@ def names(fleet, state="serving"):
     return [member.worker for member in fleet.members() if member.state == state]
 
 
-def test_a_lost_worker_is_replaced_and_its_requests_end_whole(play):
+def told(front):
+    """The lines that `serve` prints of losses, as they come."""
+    from dataplane.live.gateway.events import tell_losses
+
+    lines = []
+    return lines, asyncio.ensure_future(tell_losses(front.events, lines.append))
+
+
+def test_a_lost_worker_is_replaced_its_requests_end_whole_and_both_are_told(play):
     async def story(front, fleet, host):
+        lines, telling = told(front)
         await front.send("r", [1, 2], max_tokens=400)
         await front.until("r", 5)
         lost = front.core.requests.get("r").worker
@@ -56,7 +65,64 @@ def test_a_lost_worker_is_replaced_and_its_requests_end_whole(play):
         assert len(front.tokens["r"]) == 400
         await until(lambda: len(names(fleet)) == 2)
         assert lost not in names(fleet)
-        assert [e.kind for e in front.events if e.kind == "lost"] == ["lost"]
+        await until(lambda: len(lines) == 2)
+        telling.cancel()
+        assert lines == [
+            f"{lost} lost: kill -9; 1 request goes on elsewhere; a new worker starts in 0.01 s",
+            f"w2 serving: its engine is ready and warm, in place of {lost}",
+        ]
+        (loss,) = [e for e in front.events if e.kind == "lost"]
+        assert (loss.facts["worker"], loss.facts["cause"], loss.facts["go_on"]) == (lost, "kill -9", 1)
+
+    play(story)
+
+
+def test_a_request_that_cannot_go_on_is_told_with_the_loss_of_its_worker(play):
+    async def story(front, fleet, host):
+        lines, telling = told(front)
+        await front.send("r", [1, 2], max_tokens=400, n=2)
+        await front.until("r", 5)
+        front.core.segments.obstacle_to_replay = lambda tracked: "a test"
+        front.engines[front.core.requests.get("r").worker].kill("kill -9")
+        await until(lambda: lines)
+        telling.cancel()
+        assert "lost: kill -9; 1 request failed; a new worker starts in 0.01 s" in lines[0]
+
+    play(story)
+
+
+def test_workers_of_a_type_that_keep_dying_are_told_with_their_number_and_the_next_start(play):
+    async def story(front, fleet, host):
+        lines, telling = told(front)
+        host.failures = 2
+        front.engines["w0"].kill("kill -9")
+        await until(lambda: len(names(fleet)) == 2)
+        await until(lambda: len(lines) == 4)
+        telling.cancel()
+        row = "workers of type TP1 in a row lasted less than 30 s; the next starts in 0.01 s"
+        assert lines == [
+            "w0 lost: kill -9; it had no requests; a new worker starts in 0.01 s",
+            f"w2 lost: it did not start: no such model; 2 {row}",
+            f"w3 lost: it did not start: no such model; 3 {row}",
+            "w4 serving: its engine is ready and warm, in place of w3",
+        ]
+
+    play(story)
+
+
+def test_a_worker_that_is_lost_as_it_drains_is_told_and_no_other_is_wanted(play):
+    async def story(front, fleet, host):
+        lines, telling = told(front)
+        for i in range(8):
+            await front.send(f"r{i}", [i + 1] * 30, max_tokens=300)
+        await asyncio.gather(*(front.until(f"r{i}", 5) for i in range(8)))
+        fleet.drain(WorkerId("w0"), "a test")
+        front.engines["w0"].kill("kill -9")
+        await until(lambda: lines)
+        telling.cancel()
+        assert lines[0].startswith("w0 gone: lost while draining: kill -9; ")
+        assert lines[0].endswith(" on elsewhere; no other is wanted in its place")
+        await front.ended(*(f"r{i}" for i in range(8)))
 
     play(story)
 
@@ -72,7 +138,8 @@ def test_a_worker_that_hangs_is_replaced_but_while_it_is_not_heard_of_its_link_d
         assert names(fleet) == ["w0", "w1"]
         there.is_silent = False
         await until(lambda: names(fleet) == ["w1", "w2"])
-        assert [e.reason for e in front.events if e.kind == "lost"] == ["its process does not answer"]
+        causes = [e.facts["cause"] for e in front.events if e.kind == "lost"]
+        assert causes == ["its process does not answer"]
 
     play(story)
 
@@ -141,8 +208,8 @@ def test_a_worker_that_does_not_start_is_tried_again(play):
         host.failures = 2
         fleet.scale({"TP1": 3}, "a test")
         await until(lambda: len(names(fleet)) == 3)
-        reasons = [e.reason for e in front.events if e.kind == "lost"]
-        assert reasons == ["did not start: no such model"] * 2
+        causes = [e.facts["cause"] for e in front.events if e.kind == "lost"]
+        assert causes == ["it did not start: no such model"] * 2
 
     play(story)
 
