@@ -561,9 +561,10 @@ def _request_tables(reply: dict[str, Any]) -> list[Any]:
 
 
 def _explain_lines(reply: dict[str, Any]) -> list[RenderableType]:
-    running = reply["request"]
+    running, told = reply["request"], reply["decisions"]
+    decisions = [_decisions_table(told)] if told else ["No decision about it is recorded."]
     if not running:
-        return ["The request is no longer running.", _decisions_table(reply["decisions"])]
+        return ["The request is no longer running.", *decisions]
     at = f"on {running['worker']}" if running["worker"] else "on no worker yet"
     head = f"{running['request_id']} is {running['state']} {at}"
-    return [head, *_request_tables({"requests": [running]}), _decisions_table(reply["decisions"])]
+    return [head, *_request_tables({"requests": [running]}), *decisions]

@@ -46,7 +46,7 @@ def scorecard_tables(card: dict[str, Any]) -> list[Any]:
     head, *rest = card["says"]
     parts: list[Any] = [
         f"{head[0].upper()}{head[1:]}",
-        f"Plan {card['plan']}: {fleet}; {card['requests']:,} requests finished",
+        f"Plan {card['plan']}: {fleet}; requests finished: {card['requests']:,}",
     ]
     if card["attainment"] is not None:
         ways = ("planned", "predicted", "observed")

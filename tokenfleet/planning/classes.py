@@ -73,7 +73,7 @@ def classed(trace: Trace, request: PlanRequest) -> Trace:
     if request.has_only_classes and (slo_class == len(names)).any():
         without = int((slo_class == len(names)).sum())
         raise BadInput(
-            f"{trace.name}: {without} of {len(workload)} requests are of no class; give one with --class, or"
+            f"{trace.name}: {without} of {len(workload)} requests have no class; give one with --class, or"
             " targets with a plain --slo ttft=…,tpot=…"
         )
     return replace(trace, workload=replace(workload, slo_class=slo_class, slo_classes=(*names, PLAIN_CLASS)))

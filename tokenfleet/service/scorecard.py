@@ -218,7 +218,7 @@ def scorecard(
         facts["says"] = ["this plan found no fleet"]
     elif len(finished) < FEWEST_REQUESTS:
         facts["says"] = [
-            f"{len(finished)} requests finished under this plan; {FEWEST_REQUESTS} are needed to compare"
+            f"requests finished under this plan: {len(finished)}; {FEWEST_REQUESTS} are needed to compare"
         ]
     else:
         facts |= _compared(plan, finished.sort("arrival_s"), len(over), own)

@@ -352,7 +352,7 @@ class Operations:
         """Begin to replace every gateway by a new process; how many there are. Raises UnknownName."""
         if self._gateways is None:
             raise UnknownName(
-                "gateways: this fleet's only one is its own process; serve with --gateways 2 or more"
+                "gateways: the only one is a part of the fleet's process; serve with --gateways 2 or more"
             )
         self._gateways.renew(finish_s)
         return {"gateways": self._gateways.count}

@@ -196,7 +196,7 @@ class FleetTypes:
     def only(self) -> str:
         """The name of the one type there is. Raises BadInput, naming them, where there are several."""
         if len(self) > 1:
-            raise BadInput(f"kind: this fleet has several, so say which: {', '.join(self.names)}")
+            raise BadInput(f"kind: missing, expected one of this fleet's types: {', '.join(self.names)}")
         return self.names[0]
 
     def checked_name(self, name: str) -> str:
@@ -209,9 +209,7 @@ class FleetTypes:
         """The name of that type in another role. Raises BadInput where the fleet has no such type."""
         alike = {t.role: t.name for t in self if (t.gpu, t.gpus) == (self[name].gpu, self[name].gpus)}
         if role not in alike:
-            raise BadInput(
-                f"role: this fleet was started with {', '.join(alike)} workers alone, got {role!r}"
-            )
+            raise BadInput(f"role: expected one of this fleet's: {', '.join(alike)}; got {role!r}")
         return alike[role]
 
     def check_roles(self, counts: Mapping[str, int]) -> None:
