@@ -59,7 +59,7 @@ def test_a_fleet_from_an_export_places_by_the_plans_targets_and_policy(mixed_fle
 def test_kinds_are_scaled_one_by_one(mixed_fleet, capsys):
     control = ["fleet", "--control", mixed_fleet.control, "scale"]
     assert main([*control, "2"]) == 2
-    assert f"say which: {LARGE}, {SMALL}" in " ".join(capsys.readouterr().err.split())
+    assert f"one of this fleet's types: {LARGE}, {SMALL}" in " ".join(capsys.readouterr().err.split())
     assert main([*control, "1", "--kind", "b200"]) == 2
     capsys.readouterr()
     assert main([*control, "1", "--kind", SMALL]) == 0

@@ -230,7 +230,7 @@ def test_no_phase_is_left_to_no_worker(pool):
         (only,), decoders = of(fleet, "prefill"), of(fleet, "decode")
         with pytest.raises(BadInput, match="decode workers need a prefill worker"):
             fleet.set_role(only, "decode", "a test")
-        with pytest.raises(BadInput, match="started with prefill, decode workers alone"):
+        with pytest.raises(BadInput, match="role: expected one of this fleet's: prefill, decode; got"):
             fleet.set_role(only, "any", "a test")
         with pytest.raises(BadInput, match="has the role decode already"):
             fleet.set_role(decoders[0], "decode", "a test")

@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused(play):
             fleet.scale({FAST: 4}, "a test")
         with pytest.raises(BadInput, match="expected one of h100-sxm TP2, a100-sxm TP1, got 'b200'"):
             fleet.scale({"b200": 1}, "a test")
-        with pytest.raises(BadInput, match="say which"):
+        with pytest.raises(BadInput, match="one of this fleet's types: "):
             fleet.types.only()
         assert fleet.wanted_kinds == {FAST: 1, SLOW: 1}
 
