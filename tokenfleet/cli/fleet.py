@@ -128,7 +128,7 @@ def explain(
         raise BadInput("explain: expected a request's id, got none; `fleet explain` lists them")
     if request is None:
         reply, view = context.obj.ask("GET", "/v1/requests"), context.obj.ask("GET", "/v1/fleet")
-        reply |= {"scaling": view["scaling"], "losses": view["losses"]}
+        reply |= {"scaling": view["scaling"], "losses": view.get("losses", [])}
         size = f"Desired: {_wanted(view)} ({_sized(view)})"
         _show(
             reply,
