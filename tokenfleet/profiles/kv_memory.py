@@ -31,7 +31,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 MXFP4_BYTES = 0.5 + 1 / 32  # of a weight: 4 bits, and its share of a scale
 EXPERT_WIDTHS = 256  # an expert's width is a multiple of it
-KV_OFF = 0.05  # measured KV that differs by more from the arithmetic is said
+KV_OFF = 0.05  # a larger relative difference between measured KV and the arithmetic is named
 # What PyTorch reports of a card. It is less than nvidia-smi shows, and no whole GiB as in the tables.
 VISIBLE_GIB = {
     "a100_sxm": 79.15,
