@@ -93,7 +93,7 @@ def test_text_is_the_same_moved_or_not_and_a_stop_string_ends_it_across_moves(vl
 
     async def story(headers, **more):
         async with session() as http:
-            running = asyncio.create_task(stream(http, vllm_fleet.gateway, headers, **body(1, 2500), **more))
+            running = asyncio.create_task(stream(http, vllm_fleet.gateway, headers, **body(1, 1000), **more))
             if headers:
                 await begun(vllm_fleet, 1, [running])
                 for _ in range(3):
