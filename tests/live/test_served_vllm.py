@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import select
 import signal
 import time
 from urllib.error import HTTPError
@@ -252,11 +253,26 @@ def test_a_burst_brings_another_worker_and_every_stream_ends_whole(vllm_fleet):
 
 
 # `test_worker_actor` holds that a worker ends an engine that hangs; it is then lost as a killed one is.
-@pytest.mark.parametrize("ends", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
-def test_streams_go_on_when_an_engine_dies_or_hangs_and_another_takes_its_place(vllm_fleet, ends):
+KILLED = "its engine was killed (signal 9)"
+HUNG = "its engine made no step for 1"
+GONE = "its process, or the connection to it, is gone"
+
+
+@pytest.mark.parametrize(
+    ("process", "ends", "why"),
+    [
+        ("EngineCore", signal.SIGKILL, KILLED),
+        pytest.param("EngineCore", signal.SIGSTOP, HUNG, marks=pytest.mark.nightly),
+        ("ray::", signal.SIGKILL, GONE),  # the worker's own
+    ],
+)
+def test_streams_go_on_when_a_worker_dies_or_hangs_and_another_takes_its_place(
+    vllm_fleet, process, ends, why
+):
     def kill():
-        children = psutil.Process(workers(vllm_fleet)[0]["pid"]).children(recursive=True)
-        os.kill(next(child.pid for child in children if "EngineCore" in child.name()), ends)
+        worker = psutil.Process(workers(vllm_fleet)[0]["pid"])
+        family = (worker, *worker.children(recursive=True))
+        os.kill(next(child.pid for child in family if process in child.name()), ends)
 
     vllm_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
     vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
@@ -266,14 +282,16 @@ def test_streams_go_on_when_an_engine_dies_or_hangs_and_another_takes_its_place(
     assert got == expected
     vllm_fleet.until(lambda: vllm_fleet.metric("tokenfleet_workers_lost_total") == lost + 1)
     vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
-    why = "was killed (signal 9)" if ends == signal.SIGKILL else "made no step for 1"
     vllm_fleet.until(lambda: f"in place of {gone}\n" in vllm_fleet.log.read_text()[told:])
     (line,) = [one for one in vllm_fleet.log.read_text()[told:].splitlines() if " lost: " in one]
-    assert f" s  {gone} lost: its engine {why}" in line
+    assert f" s  {gone} lost: {why}" in line
     assert re.search(r"; \d+ requests? goe?s? on elsewhere; a new worker ", line)
     explained = vllm_fleet.told("explain")
     assert line.split(" lost: ")[1] in explained
     assert f"its engine is ready and warm, in place of {gone}" in explained
+    is_told_by_ray = "(raylet) A worker died" in vllm_fleet.log.read_text()[told:]
+    assert is_told_by_ray == (process == "ray::")
+    assert not select.select([vllm_fleet.process.stdout], [], [], 0)[0]  # which has had its one line
 
 
 def test_streams_go_on_when_the_core_is_killed_and_its_successor_adopts_the_engines(vllm_fleet):

@@ -264,7 +264,6 @@ class FleetCore(FrontEndClient):
             elif isinstance(event, Silence):
                 self._suspect(at, not event.is_over)
             else:
-                self.metrics.lost_workers.inc()
                 go_on = self._forget_worker(at, event.reason)
                 await at.link.close()
                 for tell in self.on_lost:

@@ -118,7 +118,7 @@ class Metrics:
             "Requests of evacuated workers by how they left: moved, replayed, ended, failed",
             ["how"],
         )
-        self.lost_workers = counter("tokenfleet_workers_lost", "Workers that died")
+        self.lost_workers = counter("tokenfleet_workers_lost", "Workers that were lost or did not start")
 
     def see(self, request: Tracked, event: Moment) -> None:
         """Take in what an engine did with a request, at a time of the gateway's clock."""

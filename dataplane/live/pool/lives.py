@@ -8,6 +8,7 @@ not relaunch without end. A start that takes too long is given up.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -72,7 +73,7 @@ class Lives:
             if m.kind == kind and not m.is_empty and not m.is_replaced
         ]
         wanted = roster.wanted_kinds[kind] + roster.surge[kind]
-        for step in steps_to(wanted, standing, time.monotonic(), START_LIMIT_S, reason):
+        for step in steps_to(wanted, standing, time.monotonic(), math.inf, reason):
             if isinstance(step, Launch):
                 for _ in range(step.workers):
                     if roster.has_room(kind):  # else once there is
@@ -144,9 +145,13 @@ class Lives:
         return self._roster.state_of(worker) == "serving"
 
     def give_up(self, member: Member, reason: str) -> None:
-        """End a worker that is not ready yet; its launch cleans up after itself."""
-        member.happens(LifeEvent.GIVEN_UP)
+        """End a worker that is not ready yet."""
         self._roster.tell("stop", reason, worker=member.worker)
+        self._end_start(member)
+
+    def _end_start(self, member: Member) -> None:
+        """Its launch cleans up after itself."""
+        member.happens(LifeEvent.GIVEN_UP)
         assert member.task is not None  # its launch
         member.stop_work()
         self._end_with(member.task, member)
@@ -201,6 +206,7 @@ class Lives:
         kind, fates = member.kind, Counter(go_on or ())
         pause_s = wait_s if self._roster.lacks(kind) else None
         went_on = None if go_on is None else fates[True]
+        self._core.metrics.lost_workers.inc()
         loss = Loss(cause, kind, went_on, fates[False], self._roster.serving, pause_s, self._early[kind])
         self._roster.tell(event, str(loss), worker=member.worker, **asdict(loss))
 
@@ -219,12 +225,12 @@ class Lives:
         silent: Counter[WorkerId] = Counter()
         while True:
             await asyncio.sleep(every_s)
-            now_s = time.monotonic()
+            latest_s = time.monotonic() - START_LIMIT_S
             unheard = {at.worker for at in self._core.attached() if at.is_silent}
             for member in self._roster.members():
-                if member.state == "starting" and now_s - member.since_s > START_LIMIT_S:
-                    self.give_up(member, f"still not ready after {now_s - member.since_s:.0f} s")
-                    self.tasks.spawn(self._replace_after(self._pause_s[member.kind], member))
+                if member.state == "starting" and member.since_s < latest_s:
+                    self._end_start(member)
+                    self._replace(member, f"it did not start within {START_LIMIT_S:g} s", None)
                     continue
                 if member.state == "starting" or member.worker in unheard:
                     continue

@@ -159,7 +159,7 @@ def _run_core(settings: FleetSettings, tell: Say, name: str, estate: Estate) -> 
 
     def announce(line: str) -> None:
         if estate.number == 1 and not name:
-            print(line, flush=True)
+            print(line, file=sys.__stdout__, flush=True)
             tell(f"console: {line.split()[-1]}/live (Ctrl-C stops the fleet)")
         else:
             told(line)
@@ -167,6 +167,7 @@ def _run_core(settings: FleetSettings, tell: Say, name: str, estate: Estate) -> 
     def run() -> int:
         import uvloop
 
+        sys.stdout = sys.stderr  # Ray prints there that an actor has died; stdout is for our one line
         try:
             uvloop.run(run_fleet(settings, estate, announce, told))
         except asyncio.CancelledError:  # told to stop before it could answer; who told it says so
@@ -207,6 +208,7 @@ def prepare_process(verbose: bool) -> None:
         # requests that are on their way. vLLM's 5 s are soon over on a busy machine.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "TOKENIZERS_PARALLELISM": "false",
+        "RAY_COLOR_PREFIX": "0",  # its messages go to a log
         **({} if "RAY_ADDRESS" in os.environ else local_ray),
     }.items():
         os.environ.setdefault(name, value)

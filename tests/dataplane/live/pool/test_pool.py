@@ -54,6 +54,11 @@ def told(front):
     return lines, asyncio.ensure_future(tell_losses(front.events, lines.append))
 
 
+def losses_counted(front):
+    """Its metric, which counts what /v1/fleet lists as losses."""
+    return front.core.metrics.lost_workers._value.get()
+
+
 def test_a_lost_worker_is_replaced_its_requests_end_whole_and_both_are_told(play):
     async def story(front, fleet, host):
         lines, telling = told(front)
@@ -106,6 +111,7 @@ def test_workers_of_a_type_that_keep_dying_are_told_with_their_number_and_the_ne
             f"w3 lost: it did not start: no such model; 3 {row}",
             "w4 serving: its engine is ready and warm, in place of w3",
         ]
+        assert losses_counted(front) == 3
 
     play(story)
 
@@ -122,6 +128,7 @@ def test_a_worker_that_is_lost_as_it_drains_is_told_and_no_other_is_wanted(play)
         telling.cancel()
         assert lines[0].startswith("w0 gone: lost while draining: kill -9; ")
         assert lines[0].endswith(" on elsewhere; no other is wanted in its place")
+        assert losses_counted(front) == 1
         await front.ended(*(f"r{i}" for i in range(8)))
 
     play(story)
@@ -140,6 +147,29 @@ def test_a_worker_that_hangs_is_replaced_but_while_it_is_not_heard_of_its_link_d
         await until(lambda: names(fleet) == ["w1", "w2"])
         causes = [e.facts["cause"] for e in front.events if e.kind == "lost"]
         assert causes == ["its process does not answer"]
+        assert losses_counted(front) == 1
+
+    play(story)
+
+
+def test_a_start_that_takes_too_long_is_given_up_told_counted_and_made_good(play, monkeypatch):
+    from dataplane.live.pool import lives
+
+    async def story(front, fleet, host):
+        async def launch(worker, *how, as_ever=host.launch):
+            if worker == "w2":
+                await asyncio.Event().wait()
+            return await as_ever(worker, *how)
+
+        lines, telling = told(front)
+        monkeypatch.setattr(lives, "START_LIMIT_S", 0.2)
+        monkeypatch.setattr(host, "launch", launch)
+        fleet.scale({"TP1": 3}, "a test")
+        await until(lambda: len(names(fleet)) == 3)
+        await until(lambda: "in place of w2" in lines[-1])
+        telling.cancel()
+        assert lines[0] == "w2 lost: it did not start within 0.2 s; a new worker starts in 0.01 s"
+        assert losses_counted(front) == len(lines) - 1
 
     play(story)
 
