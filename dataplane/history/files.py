@@ -43,6 +43,7 @@ SCHEMA: Mapping[str, type[pl.DataType] | pl.DataType] = {
     "priority": pl.String,
     "tenant": pl.String,
     "outcome": pl.String,
+    "queued_s": pl.Float64,
     "ttft_s": pl.Float64,
     "tpot_s": pl.Float64,
     "ttft_target_s": pl.Float64,
@@ -198,8 +199,7 @@ def read_history(
     month then take some 40 bytes each. Raises BadInput naming a file that cannot be read.
     """
     within = pl.col("arrival_s").is_between(start_s, end_s, closed="left")
-    is_whole = len(columns) == len(SCHEMA)
-    names = [name for name in columns if SCHEMA[name] == pl.String and not is_whole]
+    names = [name for name in columns if SCHEMA[name] == pl.String and len(columns) < len(SCHEMA)]
     read: list[str | pl.Expr] = [
         *(name for name in columns if name not in names),
         pl.col(names).cast(pl.Categorical),
@@ -289,7 +289,7 @@ def _rows(path: Path) -> pl.LazyFrame:
     if path.suffix == ".jsonl":
         with suppress(FileNotFoundError):
             return _rows_of(path.read_bytes()).lazy()
-    return pl.scan_parquet(path.with_suffix(".parquet"), glob=False)
+    return pl.scan_parquet(path.with_suffix(".parquet"), glob=False, schema=SCHEMA, missing_columns="insert")
 
 
 def _rows_of(text: bytes) -> pl.DataFrame:

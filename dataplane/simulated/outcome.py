@@ -63,6 +63,7 @@ class Outcome:
     tpot_target_s: NDArray[np.float64]
     worker: NDArray[np.int64]
     first_token_s: NDArray[np.float64]
+    engine_s: NDArray[np.float64]  # from its worker's queue to its first token, without the frontend
     finish_s: NDArray[np.float64]
     preemptions: NDArray[np.int64]
     migrations: NDArray[np.int64]
@@ -182,6 +183,7 @@ def outcome_of(
         tpot_target_s=engines.requests["tpot_s"] * pace,
         worker=ledger.requests["worker"].copy(),
         first_token_s=ledger.requests["first_s"] + to_client_s,
+        engine_s=ledger.requests["first_s"] + ledger.requests["lag_s"] - engines.requests["placed_s"],
         finish_s=finish_s + to_client_s,
         preemptions=engines.requests["preemptions"].copy(),
         migrations=engines.requests["migrations"].copy(),

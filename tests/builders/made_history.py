@@ -13,6 +13,7 @@ def row(i, **changes):
         "priority": "normal",
         "tenant": "key-0",
         "outcome": "finished",
+        "queued_s": 0.01,
         "ttft_s": 0.1,
         "tpot_s": 0.02,
         "ttft_target_s": 1.0,

@@ -8,7 +8,7 @@ error, and by how much its step times are wrong.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ from tokenfleet.service.gap import gaps
 from tokenfleet.service.jobs import Jobs, Plans, Serving
 from tokenfleet.texts import parse_strictness
 
-ROUNDS = 8  # each leaves the part of the error that is of steps planned ahead, not of prefill
+ROUNDS = 8  # each leaves the part of the error that is of other requests' steps
+LEAST_SPREAD = 0.2  # of the time to a first token: what longer prompts must add, else they tell nothing
 CLOSE = 0.01  # of a ratio to one: nearer than any profile is right
 SCHEMA = "tokenfleet.scorecard/1"
 FEWEST_REQUESTS = 100
@@ -50,8 +51,10 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 class PlanReplay:
     """Latencies (seconds) and attainment of the replay, and the step times that would have been right.
 
-    Decode then takes `decode` and prefill `prefill` times as long as the profile says. With these, mean TPOT
-    and median TTFT of the replay are within `remaining` (ratios, observed / replayed) of what was observed.
+    Decode then takes `decode` and prefill `prefill` times as long as the profile says. Prefill is what longer
+    prompts add to the time in the engine: the queue, the frontend and steps planned ahead are no part of it.
+    With these, mean TPOT and median TTFT of the replay are within `remaining` (ratios, observed / replayed)
+    of what was observed.
     """
 
     ttft_s: np.ndarray
@@ -80,9 +83,11 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanR
     """Replay the requests of `rows` (history.files.SCHEMA; all with tokens) on the plan's fleet.
 
     `own_profiles` are the texts of those the plan was made with, empty for the library's. Raises BadInput
-    where the plan's profiles are not to be had any more.
+    where the plan's profiles are not to be had any more, and for rows without the time in the queue.
     """
     workers = _workers(plan, own_profiles)
+    if len(rows) - rows["queued_s"].null_count() < FEWEST_REQUESTS:
+        raise BadInput("an earlier version has recorded these requests, without their time in the queue")
     workload = Workload(
         arrival_s=(rows["arrival_s"] - rows["arrival_s"][0]).to_numpy(),
         prompt_tokens=rows["prompt_tokens"].to_numpy(),
@@ -100,25 +105,42 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanR
         slos = [one.slo for one in classes]
         return simulate(workload, specs, slos, plan.policy, settings=settings, predictor=predictor)
 
-    observed_tpot_s, observed_ttft_s = rows["tpot_s"].mean(), rows["ttft_s"].median()
-    assert isinstance(observed_tpot_s, float)
-    assert isinstance(observed_ttft_s, float)
-
-    def ratios_to(simulated: Outcome) -> tuple[float, float]:
-        tpot_s, ttft_s = np.nanmean(simulated.tpot_s), np.nanmedian(simulated.ttft_s)
-        return float(observed_tpot_s / tpot_s), float(observed_ttft_s / ttft_s)
-
+    tpot_s, ttft_s = (rows[name].cast(pl.Float64).to_numpy() for name in ("tpot_s", "ttft_s"))
+    engine_s = ttft_s - rows["queued_s"].to_numpy()
     decode, prefill = 1.0, 1.0
     first = simulated = outcome(1.0, 1.0)
+    prefill_of = _prefill_time(workload.prompt_tokens, first.engine_s)
     for _ in range(ROUNDS):
-        ratios = ratios_to(simulated)
-        if max(abs(ratios[0] - 1.0), abs(ratios[1] - 1.0)) < CLOSE:
+        of_decode = float(np.nanmean(tpot_s) / np.nanmean(simulated.tpot_s))
+        of_prefill = prefill_of(engine_s) / prefill_of(simulated.engine_s)
+        if max(abs(of_decode - 1.0), abs(of_prefill - 1.0)) < CLOSE:
             break
-        decode, prefill = _bounded(decode * ratios[0]), _bounded(prefill * ratios[1])
+        decode, prefill = _bounded(decode * of_decode), _bounded(prefill * of_prefill)
         simulated = outcome(decode, prefill)
-    remaining = ratios_to(simulated)
+    remaining = (
+        float(np.nanmean(tpot_s) / np.nanmean(simulated.tpot_s)),
+        float(np.nanmedian(ttft_s) / np.nanmedian(simulated.ttft_s)),
+    )
     by_class = tuple(first.class_attainments.tolist())
     return PlanReplay(first.ttft_s, first.tpot_s, first.attainment, decode, prefill, remaining, by_class)
+
+
+def _prefill_time(
+    prompt_tokens: NDArray[np.int64], engine_s: NDArray[np.float64]
+) -> Callable[[NDArray[np.float64]], float]:
+    """What of times in the engine [requests] (seconds) is of prefill: what the longer half of prompts adds.
+
+    A wait that is the same for all cancels out. All of it, where `engine_s` shows that prompts are alike.
+    """
+    longer = prompt_tokens > np.median(prompt_tokens)
+
+    def added_s(times_s: NDArray[np.float64]) -> float:
+        return float(np.nanmedian(times_s[longer]) - np.nanmedian(times_s[~longer]))
+
+    def whole_s(times_s: NDArray[np.float64]) -> float:
+        return float(np.nanmedian(times_s))
+
+    return added_s if longer.any() and added_s(engine_s) > LEAST_SPREAD * whole_s(engine_s) else whole_s
 
 
 def _bounded(factor: float) -> float:

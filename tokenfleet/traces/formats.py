@@ -80,7 +80,7 @@ FORMATS = (
         shared=(*SHARED, *ANSWERED),
         known=(
             "request", "worker", "first_token_s", "finish_s", "preemptions", "migrations", "outcome",
-            "cached_tokens", "ttft_target_s", "tpot_target_s", "moves", "replays", "model",
+            "cached_tokens", "queued_s", "ttft_target_s", "tpot_target_s", "moves", "replays", "model",
         ),
     ),
 )  # fmt: skip

@@ -111,6 +111,7 @@ class History:
             "priority": PRIORITY_NAMES[tracked.ticket.priority],
             "tenant": tracked.ticket.key,
             "outcome": outcome,
+            "queued_s": None if tracked.begun_s is None else tracked.begun_s - tracked.arrival_s,
             "ttft_s": tracked.ttft_s(),
             "tpot_s": tracked.tpot_s(),
             "ttft_target_s": tracked.slo.ttft_s,

@@ -8,7 +8,6 @@ not relaunch without end. A start that takes too long is given up.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -73,7 +72,7 @@ class Lives:
             if m.kind == kind and not m.is_empty and not m.is_replaced
         ]
         wanted = roster.wanted_kinds[kind] + roster.surge[kind]
-        for step in steps_to(wanted, standing, time.monotonic(), math.inf, reason):
+        for step in steps_to(wanted, standing, time.monotonic(), float("inf"), reason):
             if isinstance(step, Launch):
                 for _ in range(step.workers):
                     if roster.has_room(kind):  # else once there is
@@ -144,14 +143,11 @@ class Lives:
     def _is_serving(self, worker: WorkerId) -> bool:
         return self._roster.state_of(worker) == "serving"
 
-    def give_up(self, member: Member, reason: str) -> None:
-        """End a worker that is not ready yet."""
-        self._roster.tell("stop", reason, worker=member.worker)
-        self._end_start(member)
-
-    def _end_start(self, member: Member) -> None:
-        """Its launch cleans up after itself."""
+    def give_up(self, member: Member, reason: str = "") -> None:
+        """End a worker that is not ready yet; its launch cleans up after itself. A loss has no `reason`."""
         member.happens(LifeEvent.GIVEN_UP)
+        if reason:
+            self._roster.tell("stop", reason, worker=member.worker)
         assert member.task is not None  # its launch
         member.stop_work()
         self._end_with(member.task, member)
@@ -228,19 +224,17 @@ class Lives:
             latest_s = time.monotonic() - START_LIMIT_S
             unheard = {at.worker for at in self._core.attached() if at.is_silent}
             for member in self._roster.members():
-                if member.state == "starting" and member.since_s < latest_s:
-                    self._end_start(member)
-                    self._replace(member, f"it did not start within {START_LIMIT_S:g} s", None)
-                    continue
-                if member.state == "starting" or member.worker in unheard:
-                    continue
-                if await self._host.is_healthy(member.worker):
-                    silent.pop(member.worker, None)
-                    continue
-                silent[member.worker] += 1
-                if silent[member.worker] >= MISSED_CHECKS:  # once may be a machine that is short of CPU
-                    cause = "its process does not answer"
-                    self._lost(member.worker, cause, await self._core.detach(member.worker, cause))
+                if member.state == "starting":
+                    if member.since_s < latest_s:
+                        self.give_up(member)
+                        self._replace(member, f"it did not start within {START_LIMIT_S:g} s", None)
+                elif member.worker not in unheard:
+                    silent[member.worker] += 1
+                    if await self._host.is_healthy(member.worker):
+                        del silent[member.worker]
+                    elif silent[member.worker] >= MISSED_CHECKS:  # once may be a machine short of CPU
+                        cause = "its process does not answer"
+                        self._lost(member.worker, cause, await self._core.detach(member.worker, cause))
 
     # Ways out.
 

@@ -146,3 +146,10 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 
     with pytest.raises(BadInput, match=r"--data: .* cannot be written"):
         HistoryWriter(tmp_path / "history", HistoryLimits())
+
+
+def test_a_segment_of_an_earlier_version_is_read_with_what_it_lacks_as_unknown(tmp_path):
+    path = tmp_path / "requests-1780000000000-1.parquet"
+    pl.DataFrame([row(0)], schema=SCHEMA).drop("queued_s").write_parquet(path)
+    written(tmp_path, [row(1)])
+    assert read_history(tmp_path, 0.0, float("inf"))["queued_s"].to_list() == [None, 0.01]

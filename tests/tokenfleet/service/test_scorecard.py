@@ -20,8 +20,21 @@ from tokenfleet.service.jobs import Plans
 from tokenfleet.service.scorecard import bias_of, scorecard_of
 
 
-def served(data, decode=1.0, prefill=1.0, requests=1500, workers=2, plan=None, others=(), classes=(None,)):
-    """A folder of a fleet that served under a plan; `decode` and `prefill` scale its profile's times."""
+def served(
+    data,
+    decode=1.0,
+    prefill=1.0,
+    requests=1500,
+    workers=2,
+    plan=None,
+    others=(),
+    classes=(None,),
+    waits_s=(0, 0),
+):
+    """A folder of a fleet that served under a plan; `decode` and `prefill` scale its profile's times.
+
+    `waits_s`: the mean wait in the gateway's queue and the wait of all in an engine, which no replay knows.
+    """
     rng = np.random.default_rng(1)
     workload = Workload(
         np.cumsum(rng.exponential(1 / 10.0, requests)),
@@ -31,6 +44,7 @@ def served(data, decode=1.0, prefill=1.0, requests=1500, workers=2, plan=None, o
     specs = [WorkerSpec(with_times(PROFILE, decode, prefill))] * workers
     predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
     outcome = simulate(workload, specs, SLO, "spread", predictor=predictor)
+    queued_s = outcome.ttft_s - outcome.engine_s + rng.exponential(waits_s[0], requests)
     database = Database(data / "tokenfleet.db")
     plans = Plans(database)
     name = plans.keep(plan or plan_json(workers), "served")
@@ -50,7 +64,8 @@ def served(data, decode=1.0, prefill=1.0, requests=1500, workers=2, plan=None, o
             "arrival_s": began_s + workload.arrival_s[i],
             "prompt_tokens": int(workload.prompt_tokens[i]),
             "output_tokens": int(workload.output_tokens[i]),
-            "ttft_s": outcome.ttft_s[i],
+            "queued_s": queued_s[i],
+            "ttft_s": queued_s[i] + outcome.engine_s[i] + waits_s[1],
             "tpot_s": outcome.tpot_s[i],
             "worker": f"w{outcome.worker[i]}",
             "slo_class": classes[i % len(classes)],
@@ -100,6 +115,24 @@ def test_the_bias_of_an_engine_is_found_from_its_latencies_alone(tmp_path, decod
     assert card["bias"]["prefill"] == pytest.approx(prefill, rel=0.1)
     assert max(abs(ratio - 1) for ratio in card["bias"]["left"].values()) < 0.1
     assert bias_of(card).decode == card["bias"]["decode"]
+
+
+@pytest.mark.parametrize("waits_s", [(2.0, 0.0), (0.0, 0.02), (2.0, 0.02)])
+@pytest.mark.parametrize("prefill", [1.0, 1.6])
+def test_time_in_a_queue_is_no_error_of_prefill(tmp_path, waits_s, prefill):
+    name, _ = served(tmp_path, 1.0, prefill, waits_s=waits_s)
+    card = scorecard_of(tmp_path, name)
+    assert card["bias"]["decode"] == pytest.approx(1.0, rel=0.02)
+    assert card["bias"]["prefill"] == pytest.approx(prefill, rel=0.1)
+    assert card["bias"]["left"]["ttft"] > 1.1
+    assert any("step times alone do not explain it" in said for said in card["says"])
+
+
+def test_requests_recorded_without_their_time_in_the_queue_tell_no_step_times(tmp_path):
+    name, _ = served(tmp_path, requests=99, others=[{"queued_s": None}] * 99)
+    card = scorecard_of(tmp_path, name)
+    assert (card["bias"], card["attainment"]["observed"] > 0.9) == (None, True)
+    assert "step times are not compared: an earlier version has recorded" in card["says"][-1]
 
 
 def test_what_was_turned_away_counts_as_missed_and_who_left_does_not(tmp_path):
