@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import os
 import shutil
 import stat
@@ -49,6 +50,18 @@ def loading() -> Iterator[None]:
         gc.freeze()
         if is_on:
             gc.enable()
+
+
+def log_to_stderr(*, named: bool = False) -> None:
+    """Log warnings to stderr as commands print theirs, `warning: …`; `named`: more, each with its logger."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s") if named else _Plain())
+    logging.basicConfig(level="INFO" if named else "WARNING", handlers=[handler])
+
+
+class _Plain(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: " * (record.levelno > logging.INFO) + record.message
 
 
 def use_kernel_cache() -> None:

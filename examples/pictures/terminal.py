@@ -97,7 +97,7 @@ class Session:
             self.print("\r\n")
             os.write(self.handles[step.terminal], f"{step.typed}\n".encode())
         handle = self.handles[step.terminal]
-        if step.terminal and not step.typed:
+        if self.events and not step.typed:
             self.print("\r\n")
         fresh, until_s = "", time.monotonic() + step.limit_s
         while not re.search(step.until, fresh):
@@ -280,6 +280,9 @@ def take_killed_worker() -> None:
         Step(f"grep -o '\"completion_tokens\":[0-9]*' {answer}", terminal=1),
         Step("until tokenfleet fleet status | grep '2 of 2'; do sleep 1; done", terminal=1, limit_s=400),
         Step("tokenfleet fleet status", terminal=1),
+        Step("tokenfleet fleet explain", terminal=1),
+        Step("# serve, in the first terminal, has printed:", terminal=1),
+        Step("", r"serving: .*\r\n"),
     )
 
 

@@ -191,3 +191,28 @@ def test_what_was_loaded_is_not_looked_through_again():
     with loading():
         loaded = [{}]
     assert not any(one is loaded for one in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("", "warning: TP1: a cause\nerror: a fault\na line\n"),
+        (
+            "named=True",
+            "WARNING dataplane.live: TP1: a cause\nERROR dataplane.live: a fault\n"
+            "INFO dataplane.live: a line\n",
+        ),
+    ],
+)
+def test_warnings_are_logged_as_commands_print_them(named, said, tmp_path):
+    code = f"""
+import logging
+from dataplane.startup import log_to_stderr
+log_to_stderr({named})
+log = logging.getLogger("dataplane.live")
+log.setLevel("INFO")
+log.warning("%s: a cause", "TP1")
+log.error("a fault")
+log.info("a line")
+"""
+    assert python(code, tmp_path).stderr == said

@@ -178,7 +178,7 @@ def test_clients_are_served_over_tls_alone_and_a_new_certificate_is_taken_while_
     decided = guarded_fleet.until(lambda: guarded_fleet.ask("GET", "/v1/fleet")["decisions"])
     said = [d["reason"] for d in decided if d["kind"] == "certificate"][-1]
     assert said.endswith("from now on")
-    assert f"WARNING dataplane.live.control.fleet: {said}\n" in guarded_fleet.log.read_text()
+    assert f"warning: {said}\n" in guarded_fleet.log.read_text()
     guarded_fleet.until(lambda: not requests(guarded_fleet))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -314,6 +313,7 @@ def is_outlying(measured: Sequence[Sequence[Step]], repeat: int) -> bool:
 def _prepare_process(cores: str) -> None:
     """Logs to stderr and no telemetry to anyone, for this process and the engine's."""
     from dataplane.live.engine_api.processes import QUIET
+    from dataplane.startup import log_to_stderr
 
     for name, value in {
         **QUIET,
@@ -322,7 +322,7 @@ def _prepare_process(cores: str) -> None:
         **({"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {}),
     }.items():
         os.environ.setdefault(name, value)
-    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
 
 
 def _say(summary: dict[str, Any], out: Path, output_format: OutputFormat) -> None:

@@ -346,9 +346,9 @@ def sessions_rows(told: dict[str, Any] | None, asked: float) -> Iterator[tuple[s
     yield "Sessions", f"{told['completed']:,} of {told['sessions']:,} completed{took}"
     yield "Session requests", f"{share_text(told['turns_attainment'])} in SLO"
     if "agents" in told:
-        usd = told["usd_per_session"]
+        usd, an_hour = told["usd_per_session"], told["sessions_per_h"]
         priced = "" if usd is None else f", ${usd:.3g} a session"
-        yield (
-            "Throughput",
-            f"{told['sessions_per_h']:.1f} sessions/h{priced}, with {told['agents']:,} at once",
-        )
+        rate = f"{an_hour:,.0f}" if an_hour >= 100 else f"{an_hour:.3g}"
+        at_once = f"with {told['agents']:,} at once"
+        text = f"{rate} sessions/h{priced}, {at_once}"
+        yield "Throughput", text if an_hour else f"unknown: no session ends {at_once}"

@@ -64,6 +64,6 @@ def _check_policy(fleet: Deployment) -> None:
         raise BadInput(f"{kind}: prefill and decode workers need the chart's own KV transfer set-up")
     if fleet.policy != Policy.ROUND_ROBIN:
         raise BadInput(
-            f"{kind}: its router places requests in turn, and the fleet was planned with {fleet.policy}: plan"
-            f" with --policy {Policy.ROUND_ROBIN}, or export kuberay or systemd"
+            f"{kind}: its router places requests round-robin, and the fleet was planned with {fleet.policy}:"
+            f" plan with --policy {Policy.ROUND_ROBIN}, or export kuberay or systemd"
         )

@@ -97,7 +97,7 @@ def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *,
     if why_not := unmovable(fleet, search.workload):
         return Settled(search, fleet, estimate, MovesWorth(False, fleet, why_not=why_not))
     if fleet.workers == 1:
-        why_not = "A single worker has no other to move requests to"
+        why_not = "One worker carries this traffic, so moves save no worker"
         return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
     if not is_judged:
         why_not = "Not judged: the fleet holds without moves, and a plan of its own judges it with them"

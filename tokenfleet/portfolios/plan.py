@@ -287,14 +287,13 @@ def _what_gives(market: Market, named: Sequence[tuple[str, Limit]]) -> str:
     price = float(np.mean([o.usd_per_h.sum() / max(o.gpus.sum(), 1) for o in market.offers]))
     prices = [1.0 if limit.of == "usd" else price for _, limit in named]
     raise_these = cheapest_relaxation(market, prices)
-    least = ", ".join(_raised_text(named[number], more) for number, more in raise_these.items())
-    alone = []
-    for number, one in enumerate(named):
-        more = least_excess(market, number)
-        alone.append(f"{one[0]} alone: " + ("no rise is enough" if more is None else _raised_text(one, more)))
-    return f"the limits leave no choice of fleets; the cheapest way out: {least} ({'; '.join(alone)})"
+    least = " and ".join(_raised_text(named[number], more) for number, more in raise_these.items())
+    alone = "; ".join(_raised_text(one, least_excess(market, number)) for number, one in enumerate(named))
+    by_one = f". By one limit alone: {alone}" if len(named) > 1 else ""
+    return f"no choice of fleets is within the limits; the cheapest way out: raise {least}{by_one}"
 
 
-def _raised_text(named: tuple[str, Limit], more: float) -> str:
+def _raised_text(named: tuple[str, Limit], more: float | None) -> str:
     name, limit = named
-    return f"{name} {limit.most:g} -> {limit.most + more:.10g}"
+    raised = "" if more is None else f" from {limit.most:g} to {limit.most + more:.10g}"
+    return name + (raised or ": no rise is enough")

@@ -165,7 +165,7 @@ class Proposals:
         """Begin to serve by the proposed plan; how that stands. Raises BadInput, and then changes nothing."""
         last = self.last
         if last.plan is None or last.state not in ("ready", "rolled-back"):
-            raise Conflict(f"apply: there is no proposal to apply ({last.state}): {last.line}")
+            raise Conflict(f"apply: no proposal is ready to apply; the last one: {last.line}")
         plan = self._service.plans.find(last.plan)
         if plan is None or self._by.to_serve is None or self._fleet is None:
             raise Conflict(f"apply: plan {last.plan} cannot be applied to this fleet")

@@ -46,7 +46,7 @@ from dataplane.processes.fork_server import (
     serve_forks,
 )
 from dataplane.processes.keeper import End, Keeper, Pauses, Process, Spec, tell
-from dataplane.startup import child_environment
+from dataplane.startup import child_environment, log_to_stderr
 
 log = logging.getLogger("tokenfleet.supervisor")
 CORE, FRONT, SWEEP = "core", "front", "sweep"
@@ -321,7 +321,7 @@ def end_all(seconds: float) -> None:
 
 def main() -> int:
     """Supervise what the only argument says, in JSON."""
-    logging.basicConfig(stream=sys.stderr, level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     ask_kernel(PR_SET_CHILD_SUBREAPER, 1)  # those whose parent has died are ours to wait for
     what = json.loads(sys.argv[1])
     shared, settings = Path(what["folder"]), what["settings"]

@@ -42,6 +42,7 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # a line of ours has the cause
 }
 PULSE_BYTES = 16
 RECORD_VERSION = 2  # of what a core writes down for its successor

@@ -216,7 +216,7 @@ class Learning:
         self.learnt[kind] = profile
         self.reasons.pop(kind, None)
         if (error := profile.residuals.mean_relative) > UNSURE:
-            log.warning("%s: step times are uncertain by %.0f %%; better: --profile FILE", kind, 100 * error)
+            log.warning("%s: step times are %.0f %% uncertain; --profile FILE is surer", kind, 100 * error)
         self._events.record(time.time(), "learned", said, worker_kind=kind)
         for tell in self.on_learnt:
             tell(kind, profile)

@@ -19,6 +19,7 @@ import ray
 
 from dataplane.live.engine_api.processes import replace_text
 from dataplane.processes.fork_server import PR_SET_PDEATHSIG, ask_kernel
+from dataplane.startup import log_to_stderr
 
 log = logging.getLogger("tokenfleet.ray")
 STARTS = 3
@@ -65,7 +66,7 @@ def _start(folder: Path) -> str:
 
 def main() -> None:
     """Run it; the file is the only argument."""
-    logging.basicConfig(stream=sys.stderr, level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
     keep_own_ray(Path(sys.argv[1]))
 

@@ -11,6 +11,7 @@ import pytest
 from planning_builders import poisson, save, worker
 
 from tokenfleet.cli.main import main
+from tokenfleet.cli.simulate import sessions_rows
 from tokenfleet.profiles.library import write_profile
 
 PRICES = """schema: tokenfleet.prices/1
@@ -273,6 +274,20 @@ def test_agents_finish_so_many_sessions_an_hour_at_a_price(
     captured = capsys.readouterr()
     assert "sessions/h, $" in captured.out
     assert "at most run at once" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("an_hour", "said"),
+    [
+        (17770.3, "17,770 sessions/h, $0.2 a session, with 3 at once"),
+        (0.034, "0.034 sessions/h, $0.2 a session, with 3 at once"),
+        (0.0, "unknown: no session ends with 3 at once"),
+    ],
+)
+def test_a_throughput_is_never_rounded_to_none(an_hour: float, said: str) -> None:
+    told = {"sessions": 4, "completed": 0, "turns_attainment": 1.0, "agents": 3}
+    rows = dict(sessions_rows(told | {"sessions_per_h": an_hour, "usd_per_session": 0.2}, 0.9))
+    assert rows["Throughput"] == said
 
 
 def test_agents_without_sessions_to_run_are_said(talks: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -415,7 +415,7 @@ def test_kustomize_renders_objects_that_their_apis_take() -> None:
         (
             {},
             "production-stack",
-            "production-stack: its router places requests in turn, and the fleet was planned with spread",
+            "production-stack: its router places requests round-robin, and the fleet was planned with spread",
         ),
         (
             {"fleet": [{"gpu": gpu, "tp_degree": 2, "workers": 2} for gpu in ("h100-sxm", "a100-sxm")]},

@@ -137,7 +137,7 @@ def test_a_fleet_of_one_worker_keeps_the_policy_and_saves_nothing() -> None:
     plan = planned(policy=None, slo=Slo(5.0, 1.0), explained=True)
     assert plan.best is not None
     assert (plan.best.fleet.workers, plan.policy) == (1, "spread+migrate")
-    assert said_of(plan)["Moves"] == "A single worker has no other to move requests to."
+    assert said_of(plan)["Moves"] == "One worker carries this traffic, so moves save no worker."
 
 
 def test_what_ifs_have_moves_and_the_fleet_that_holds_without_them() -> None:

@@ -264,7 +264,7 @@ def test_an_applied_proposal_is_the_plan_that_is_served_and_one_rolled_back_is_n
     name = proposals.view()["plan"]
     assert proposals.apply() == {"what": f"plan {name}"}
     assert running.orders == [name]
-    with pytest.raises(Conflict, match=r"there is no proposal to apply \(applying\)"):
+    with pytest.raises(Conflict, match=r"no proposal is ready to apply; the last one: .* applies it"):
         proposals.apply()
     with pytest.raises(Conflict, match="is being applied already"):
         asyncio.run(proposals.begin("an operator asked", "1h"))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
 from dataplane.live.engine_api.processes import QUIET
+from dataplane.startup import log_to_stderr
 
 if TYPE_CHECKING:
     from dataplane.live.control.fleet import FleetSettings
@@ -212,7 +213,7 @@ def prepare_process(verbose: bool) -> None:
         **({} if "RAY_ADDRESS" in os.environ else local_ray),
     }.items():
         os.environ.setdefault(name, value)
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(named=verbose)
     logging.getLogger("tokenfleet").setLevel(logging.INFO)
     # What sets that level logs to stdout where it has no handler, and has news for SageMaker alone.
     logging.getLogger("model_hosting_container_standards").addHandler(logging.NullHandler())

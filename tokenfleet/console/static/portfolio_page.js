@@ -140,7 +140,7 @@ function models(plan) {
       share(one.plan.attainment.low),
       one.others
         .map(({ gpu, spot, workers_per_gpu: n, usd_per_hour: usd }) =>
-          `${gpu}${n > 1 ? ` x 1/${n}` : ""}${spot ? " on spot" : ""} ${usd === null ? "none" : dollars(usd)}`,
+          `${gpu}${n > 1 ? ` x 1/${n}` : ""}${spot ? " on spot" : ""} ${usd === null ? "no fleet" : dollars(usd)}`,
         )
         .join(", "),
     ]),
