@@ -26,11 +26,11 @@ ASKED: dict[str, Any] = {
     "gpus": ["h100"],
     "tps": 1,
     "rate_scale": 8,
-    "window": "20m..25m",
+    "window": "20m..22m",
 }
 FLAGS = [
     *("--trace", str(SAMPLE), "--model", "llama-3.1-8b", "--slo", "ttft=1s,tpot=50ms", "--format", "json"),
-    *("--gpu", "h100", "--tp", "1", "--rate-scale", "8", "--window", "20m..25m"),
+    *("--gpu", "h100", "--tp", "1", "--rate-scale", "8", "--window", "20m..22m"),
 ]
 
 

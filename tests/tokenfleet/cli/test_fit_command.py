@@ -249,7 +249,7 @@ def engine(step: StepModel) -> Profile:
 TRUE_ENGINE = engine(TRUTH)
 
 
-def made_log(requests: int = 120, made_by: Profile = TRUE_ENGINE) -> RequestLog:
+def made_log(requests: int = 60, made_by: Profile = TRUE_ENGINE) -> RequestLog:
     rng = np.random.default_rng(5)
     workload = Workload(
         np.cumsum(rng.exponential(0.2, requests)),

@@ -73,8 +73,8 @@ def tiered(kv: int = KV, gib: float = 1.0) -> Profile:
 
 def test_host_memory_below_kv_saves_workers_and_the_plan_says_how_many_and_what_it_does_to_hits() -> None:
     tight = 3_000  # tokens: few talks at once
-    plan = planned(busy_talks(), [worker_type(tiered(tight))], explained=True)
-    bare = planned(busy_talks(), [worker_type(worker(kv=tight))])
+    plan = planned(busy_talks(150), [worker_type(tiered(tight))], explained=True)
+    bare = planned(busy_talks(150), [worker_type(worker(kv=tight))])
     assert plan.best is not None
     assert bare.best is not None
     assert plan.best.fleet.workers <= bare.best.fleet.workers

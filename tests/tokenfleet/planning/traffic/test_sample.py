@@ -45,7 +45,7 @@ def met_of(workload: Workload) -> np.ndarray:
 @pytest.fixture
 def short_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "LONG", 10_000)
-    monkeypatch.setattr(planner, "SAMPLED", 15_000)
+    monkeypatch.setattr(planner, "SAMPLED", 10_000)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -157,7 +157,7 @@ def test_a_trial_by_samples_stops_once_lost_and_comes_to_the_verdict_of_one_that
 
 @pytest.mark.usefixtures("short_is_long")
 def test_a_long_trace_is_planned_by_samples_and_replayed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = days()
+    workload = days(40_000)
     monkeypatch.setattr(schedule, "OF_WINDOW", 500)
     plan = planned(workload, explained=True)
     assert plan.best is not None
