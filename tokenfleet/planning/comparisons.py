@@ -228,7 +228,7 @@ def _without_tier(fleet: Fleet) -> Fleet:
 def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
     """The fleet's size as both targets are eased and tightened, judged as the answer was.
 
-    Looser targets never take more workers, so each search begins where the one before it ended. Where replays
+    Looser targets never take more workers, so each search ends where the one before it did. Where replays
     take long, all targets are sized on the recorded trace alone, the one that was asked for among them.
     """
     assert sizing.workers is not None
@@ -250,10 +250,10 @@ def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
         return smallest(lambda n: holds(scale, n), low, low if scale < 1.0 else high, high)
 
     counts: dict[float, int | None] = {1.0: asked}
-    fewest: int | None = asked
-    for scale in sorted((s for s in SLO_SCALES if s < 1.0), reverse=True):
-        fewest = None if fewest is None else count(scale, fewest, most)
-        counts[scale] = fewest
+    strictest: int | None = None
+    for scale in sorted(s for s in SLO_SCALES if s < 1.0):
+        strictest = count(scale, asked, most if strictest is None else strictest - 1) or strictest
+        counts[scale] = strictest
     enough = asked
     for scale in sorted(s for s in SLO_SCALES if s > 1.0):
         enough = count(scale, sizing.fewest, enough - 1) or enough

@@ -8,6 +8,7 @@ fewer, what binds and when, the scaling rule, the scaling schedule, other polici
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ from tokenfleet.planning.result import Candidate, Doubt, InfeasibleType, Inputs,
 from tokenfleet.planning.reuse import reuse_of
 from tokenfleet.planning.schedule import Schedule, TraceClock, make_schedule, paid, waits
 from tokenfleet.planning.search import Replayer, Search
-from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
+from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, past_hope, size_all, smallest
 from tokenfleet.planning.standby import no_spares_do, stricter, with_spares
 from tokenfleet.planning.threads import Threads, Watch
 from tokenfleet.planning.traffic.replicates import Doubted
@@ -51,10 +52,11 @@ from tokenfleet.planning.verified import verified
 
 R = TypeVar("R")
 
-# The cheapest worker types are confirmed in resampled traces; dearer ones are sized on the recorded trace.
-CONFIRMED_KINDS = 4
+# So many fleets of other worker types are confirmed too, the cheapest that hold; dearer ones are sized on the
+# recorded trace.
+ALTERNATIVES = 3
 DOUBT_REPLICATES = 6
-_REASONS = 12  # parts of a plan's explanation
+_REASONS = 13  # parts of a plan's explanation
 STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say what binds
 
 
@@ -179,7 +181,7 @@ def _serving(blank: Plan, search: Search, explained: bool, scheduled: bool) -> P
     if possible and (few := too_few(search)):
         return _too_short(blank, search, few, possible)
     search.watch.stage("confirming in resampled traces", 0.2)
-    _confirm_cheapest(search, possible, CONFIRMED_KINDS if explained else 1)
+    _confirm_cheapest(search, possible, 1)
     search.watch.stage("looking for a cheaper mix", 0.45)
     single = min((s for s in possible if s.confirmed), key=lambda s: s.cost, default=None)
     mixed, mixes = cheapest_mix(search, sizings, single)
@@ -207,14 +209,10 @@ def _of_winner(
         if plan.best is None:
             return plan
     plan, answer = _with_moves(plan, search, winner, explained)
-    plan = replace(
-        plan,
-        alternatives=_others(search, possible, winner),
-        on_trace=dict(winner.on_trace),
-        sure=dict(winner.sure),
-    )
+    plan = replace(plan, on_trace=dict(winner.on_trace), sure=dict(winner.sure))
     if explained:
-        return _explained(plan, search, answer, winner)
+        return _explained(plan, search, answer, winner, possible)
+    plan = replace(plan, alternatives=_others(search, possible, winner))
     if scheduled:
         return replace(plan, schedule=_schedule(plan, answer.explains(search), winner))
     return plan
@@ -258,33 +256,35 @@ def _schedule(plan: Plan, search: Search, winner: Sizing) -> Schedule | None:
     return make_schedule(search, winner, winner.fleet(winner.confirmed or 0), clock)
 
 
-def _confirm_cheapest(search: Search, possible: list[Sizing], kinds: int) -> None:
-    """Confirm the `kinds` cheapest, and go on while a kind not yet confirmed might be the cheapest.
+def _confirm_cheapest(search: Search, possible: Sequence[Sizing], kinds: int) -> None:
+    """Confirm worker types until the cheapest `kinds` of them are known, or none is left.
 
-    How many has no say in which is the cheapest, only in how much is known of the others. Where replays
-    take long only those that might be are confirmed.
+    Next is the type whose next count costs least, up to the count at which another type's costs less. So no
+    type is confirmed that is dearer than one that is not.
     """
-    cheapest: tuple[float, int, int] | None = None
-    for i, sizing in enumerate(possible):
-        floor, is_spare = sizing.fleet(sizing.workers or 0), i >= kinds or search.is_slow
-        if is_spare and cheapest is not None and floor.cost >= cheapest:
-            continue
-        most = None if not is_spare or cheapest is None else _below(sizing, cheapest)
-        confirm(search, sizing, most)
-        if sizing.confirmed:
-            cost = sizing.fleet(sizing.confirmed).cost
-            cheapest = cost if cheapest is None else min(cheapest, cost)
+    wanted = kinds - sum(s.confirmed is not None for s in possible)
+    left = [(s.fleet(s.next_count).cost, i) for i, s in enumerate(possible) if not (s.confirmed or s.reason)]
+    heapq.heapify(left)
+    while left and wanted > 0:
+        i = heapq.heappop(left)[1]
+        sizing = possible[i]
+        most = None if not left else _upto(search, sizing, left[0][0])
+        if confirm(search, sizing, most):
+            heapq.heappush(left, (sizing.fleet(sizing.next_count).cost, i))
+        wanted -= sizing.confirmed is not None
 
 
-def _below(sizing: Sizing, cost: tuple[float, int, int]) -> int:
-    """The most workers of a kind that cost less, `sizing.workers` of them doing so."""
-    count = sizing.workers or 1
-    while sizing.fleet(count + 1).cost < cost:
+def _upto(search: Search, sizing: Sizing, cost: tuple[float, int, int]) -> int:
+    """The most workers of a type that cost no more, or else its next count."""
+    count, most = sizing.next_count, past_hope(sizing, search.workload)
+    while count < most and sizing.fleet(count + 1).cost <= cost:
         count += 1
     return count
 
 
-def _explained(plan: Plan, still: Search, answer: Settled, winner: Sizing) -> Plan:
+def _explained(
+    plan: Plan, still: Search, answer: Settled, winner: Sizing, possible: Sequence[Sizing]
+) -> Plan:
     """The plan with its reasons and its neighbourhood; `still`: the search that found it, without moves."""
     best = plan.best
     assert best is not None
@@ -306,15 +306,11 @@ def _explained(plan: Plan, still: Search, answer: Settled, winner: Sizing) -> Pl
         seen = search.threads.map(lambda n: search.replay(winner.fleet(n), most_missed=hopeless), counts)
         return winner.on_trace | {n: o.attainment for n, o in zip(counts, seen, strict=True) if o.complete}
 
-    def one_more() -> dict[int, Estimate]:
-        more = winner.confirmed + 1 if winner.confirmed else 1
-        known = winner.sure.get(more)
-        return {more: known or _verdict(search, winner.fleet(more))}
-
     # Side by side, what takes longest first.
     hit_rates = best.estimate.hit_rates if best.estimate else ()
     grow = "growing the sessions"
     reuse = begin(grow, lambda: reuse_of(search, best.fleet, hit_rates))
+    next_best = begin("confirming the next best", lambda: _next_best(still, possible, winner))
     line = begin("fitting the scaling rule", lambda: demand_line(bound, winner))
     costed = begin("pricing other targets", lambda: cost_by_slo(bound, winner))
     one_fewer = begin("showing that one fewer fails", lambda: _one_fewer(alone, winner))
@@ -324,10 +320,11 @@ def _explained(plan: Plan, still: Search, answer: Settled, winner: Sizing) -> Pl
     room = begin("looking for the headroom", lambda: headroom(rough, best.fleet))
     bind = begin("finding the bottleneck", lambda: _binding(rough, winner))
     schedule = begin("making the scaling schedule", lambda: _schedule(plan, search, winner))
-    surer = begin("confirming one more", one_more)
+    surer = begin("confirming one more", lambda: _one_more(search, winner))
     on_trace = begin("replaying the counts around it", around)()
     plan = replace(
         plan,
+        alternatives=next_best(),
         one_fewer=one_fewer(),
         doubt=doubt(),
         binding=bind(),
@@ -377,6 +374,11 @@ def _one_fewer(search: Search, winner: Sizing) -> SmallerFleet:
     return SmallerFleet(count, on_trace, verdict, fails, fleet)
 
 
+def _one_more(search: Search, winner: Sizing) -> dict[int, Estimate]:
+    more = winner.confirmed + 1 if winner.confirmed else 1
+    return {more: winner.sure.get(more) or _verdict(search, winner.fleet(more))}
+
+
 def _binding(search: Search, winner: Sizing) -> Binding:
     """The binding constraint at the largest fleet that fails the trace.
 
@@ -404,6 +406,13 @@ def _doubt(search: Search, fleet: Fleet) -> Doubt:
     return Doubt(scatter("arrivals"), from_drift, scatter("coefficients"), drift.told, drift.of_rate)
 
 
+def _next_best(search: Search, possible: Sequence[Sizing], winner: Sizing) -> tuple[Candidate, ...]:
+    """The alternatives, the cheapest of them confirmed where replays do not take long."""
+    if not search.is_slow:
+        _confirm_cheapest(search, possible, ALTERNATIVES + any(s is winner for s in possible))
+    return _others(search, possible, winner)
+
+
 def _others(search: Search, possible: Sequence[Sizing], winner: Sizing | None) -> tuple[Candidate, ...]:
     """Every other worker type that meets the target at least on the trace, cheapest first."""
     rest = [s for s in possible if s is not winner and s.answer is not None]
@@ -412,10 +421,19 @@ def _others(search: Search, possible: Sequence[Sizing], winner: Sizing | None) -
         fleet = sizing.answer
         assert fleet is not None
         sure = sizing.sure.get(fleet.workers) if sizing.confirmed else None
-        note = sizing.reason or ("" if sizing.confirmed else "sized on the recorded trace alone")
-        return _candidate(search, fleet, sure, note)
+        return _candidate(search, fleet, sure, _note(sizing))
 
     return tuple(sorted(search.threads.map(one, rest), key=lambda c: (c.estimate is None, c.fleet.cost)))
+
+
+def _note(sizing: Sizing) -> str:
+    """How far a worker type that is not the answer was sized."""
+    if sizing.confirmed or sizing.reason:
+        return sizing.reason
+    if not sizing.failed:
+        return "sized on the recorded trace alone"
+    fail = "1 worker fails" if sizing.failed == 1 else f"{sizing.failed} workers fail"
+    return f"{fail} in resampled traces; whether {sizing.next_count} hold was not tried"
 
 
 def _candidate(search: Search, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:

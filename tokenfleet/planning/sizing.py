@@ -65,6 +65,7 @@ class Sizing:
     on_trace: dict[int, float] = field(default_factory=dict)
     sure: dict[int, Estimate] = field(default_factory=dict)
     tried: dict[int, Trial] = field(default_factory=dict)  # their verdicts are not in `sure` yet
+    failed: int = 0  # so many workers are known to fail at the asked confidence
     missed: dict[int, float] = field(default_factory=dict)  # of the confirmed fleet, by resampled trace
 
     def tell_tried(self) -> None:
@@ -84,9 +85,14 @@ class Sizing:
         return 2 if self.worker_type.is_split else 1
 
     @property
+    def next_count(self) -> int:
+        """The smallest count that may hold at the asked confidence."""
+        return max(self.workers or 0, self.failed + 1)
+
+    @property
     def answer(self) -> Fleet | None:
-        """The confirmed fleet, else the one sized on the trace alone."""
-        count = self.confirmed or self.workers
+        """The confirmed fleet, else the smallest that may hold; where none does, the one for the trace."""
+        count = self.confirmed or (self.workers if self.reason or not self.workers else self.next_count)
         return None if count is None else self.fleet(count)
 
     @property
@@ -270,55 +276,72 @@ def passes_on_trace(search: Search, sizing: Sizing, workers: int) -> bool:
     return False
 
 
-def confirm(search: Search, sizing: Sizing, most: int | None = None) -> None:
-    """Raise the count until its lower bound meets the target; sets `confirmed`, or `reason`.
+def confirm(search: Search, sizing: Sizing, most: int | None = None) -> bool:
+    """Raise the count, up to `most`, until its lower bound meets the target; True while a larger one may.
 
-    The search begins at the count found on the trace, since what fails there is no answer. It ends at
-    `most`, past which the worker type would be no bargain.
+    Sets `confirmed`, or else `failed`, and `reason` where no count holds. The search begins at the count
+    found on the trace, since what fails there is no answer, and goes on where an earlier one ended.
     """
     assert sizing.workers is not None
-    limits = (search.request.most_workers(sizing.worker_type), most, past_hope(sizing, search.workload))
-    cap = min(limit for limit in limits if limit is not None)
-    near = min(2 * sizing.workers + 2, cap)
-
-    trials, start = dict[int, Trial](), sizing.workers
+    limits = (search.request.most_workers(sizing.worker_type), past_hope(sizing, search.workload))
+    last = min(limit for limit in limits if limit is not None)
+    cap = last if most is None else min(most, last)
+    near = 2 * sizing.workers + 2
+    trials, start = sizing.tried, sizing.workers
 
     def passes(workers: int) -> bool:
-        trial = trials[workers] = Trial(search, sizing.fleet(workers))
-        return trial.holds(screening=search.is_slow)
+        if workers not in trials:
+            trials[workers] = Trial(search, sizing.fleet(workers))
+        return trials[workers].holds(screening=search.is_slow)
 
-    def fewest(low: int, guess: int, most: int) -> int | None:
+    def fewest(guess: int, most: int) -> int | None:
         """The smallest count that holds, of those that pass as far as they were tried."""
-        count = smallest(passes, low, guess, most)
+        count = smallest(passes, sizing.next_count, guess, most)
         while count is not None and not trials[count].holds():
             count = smallest(passes, count + 1, count + 1, most)
         # Where the curve is flat, one worker more may miss a request more: what was stepped over is tried.
         end = 0 if search.is_slow else count or 0
         over = [n for n in range(start, end) if n not in trials][-STEPPED_OVER:]
-        return next((n for n in over if passes(n) and trials[n].holds()), count)
+        found = next((n for n in over if passes(n) and trials[n].holds()), count)
+        if found is None:
+            sizing.failed = max(sizing.failed, most)
+        return found
 
     # Rounded to the nearest: for a few workers a tenth is none, and an answer that is the first tried takes
     # one verdict, not two.
     guess = round((MORE_FOR_DOUBT if search.traffic.units.is_plain else MORE_FOR_SESSIONS) * sizing.workers)
-    sizing.confirmed = fewest(sizing.workers, guess, near)
+    found = fewest(guess, min(near, cap))
     # Past twice the count the uncertainty is seldom about capacity: first ask whether workers could end it.
-    if sizing.confirmed is None and near < cap and workers_could_hold(search, sizing.worker_type):
-        sizing.confirmed = fewest(near + 1, 2 * near, cap)
-    sizing.tried |= {n: trial for n, trial in trials.items() if n != sizing.confirmed}
-    if sizing.confirmed is not None:
-        sizing.sure[sizing.confirmed] = trials[sizing.confirmed].verdict()
-        sizing.missed = trials[sizing.confirmed].shares_missed
-    else:
-        sizing.tell_tried()
-        if not sizing.sure:
-            last = max(trials)
-            seen = look(search, sizing.fleet(last), trials[last].numbers)
-            sizing.sure[last] = verdict_on(seen, search.request, search.terms.asked)
-        last = max(sizing.sure)
-        sizing.reason = (
-            f"{last} workers meet the target on average, but their lower bound is"
-            f" {100 * sizing.sure[last].low:.4g} % ({100 * search.request.confidence:g} % confidence)"
+    if found is None and near < cap:
+        if workers_could_hold(search, sizing.worker_type):
+            found = fewest(2 * near, cap)
+        else:
+            cap = last
+    sizing.confirmed = found
+    if found is not None:
+        trial = trials.pop(found)
+        sizing.sure[found], sizing.missed = trial.verdict(), trial.shares_missed
+        return False
+    if cap < last:
+        return True
+    tell_failed(search, sizing)
+    return False
+
+
+def tell_failed(search: Search, sizing: Sizing) -> None:
+    """Say of a worker type that no count holds: the verdict on the largest that was tried."""
+    last = max(sizing.tried)
+    seen = sizing.tried[last].numbers
+    sizing.tell_tried()
+    if not sizing.sure:
+        sizing.sure[last] = verdict_on(
+            look(search, sizing.fleet(last), seen), search.request, search.terms.asked
         )
+    last = max(sizing.sure)
+    sizing.reason = (
+        f"{last} workers meet the target on average, but their lower bound is"
+        f" {100 * sizing.sure[last].low:.4g} % ({100 * search.request.confidence:g} % confidence)"
+    )
 
 
 def fraction_needed(sizing: Sizing, search: Search) -> float:
