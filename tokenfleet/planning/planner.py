@@ -181,7 +181,7 @@ def _serving(blank: Plan, search: Search, explained: bool, scheduled: bool) -> P
     if possible and (few := too_few(search)):
         return _too_short(blank, search, few, possible)
     search.watch.stage("confirming in resampled traces", 0.2)
-    _confirm_cheapest(search, possible, 1)
+    confirm_cheapest(search, possible, 1)
     search.watch.stage("looking for a cheaper mix", 0.45)
     single = min((s for s in possible if s.confirmed), key=lambda s: s.cost, default=None)
     mixed, mixes = cheapest_mix(search, sizings, single)
@@ -256,7 +256,7 @@ def _schedule(plan: Plan, search: Search, winner: Sizing) -> Schedule | None:
     return make_schedule(search, winner, winner.fleet(winner.confirmed or 0), clock)
 
 
-def _confirm_cheapest(search: Search, possible: Sequence[Sizing], kinds: int) -> None:
+def confirm_cheapest(search: Search, possible: Sequence[Sizing], kinds: int) -> None:
     """Confirm worker types until the cheapest `kinds` of them are known, or none is left.
 
     Next is the type whose next count costs least, up to the count at which another type's costs less. So no
@@ -409,7 +409,7 @@ def _doubt(search: Search, fleet: Fleet) -> Doubt:
 def _next_best(search: Search, possible: Sequence[Sizing], winner: Sizing) -> tuple[Candidate, ...]:
     """The alternatives, the cheapest of them confirmed where replays do not take long."""
     if not search.is_slow:
-        _confirm_cheapest(search, possible, ALTERNATIVES + any(s is winner for s in possible))
+        confirm_cheapest(search, possible, ALTERNATIVES + any(s is winner for s in possible))
     return _others(search, possible, winner)
 
 
