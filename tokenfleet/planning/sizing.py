@@ -329,7 +329,7 @@ def confirm(search: Search, sizing: Sizing, most: int | None = None) -> bool:
 
 
 def tell_failed(search: Search, sizing: Sizing) -> None:
-    """Say of a worker type that no count holds: the verdict on the largest that was tried."""
+    """Set the reason why no count of a worker type holds, by the largest that was tried."""
     last = max(sizing.tried)
     seen = sizing.tried[last].numbers
     sizing.tell_tried()
