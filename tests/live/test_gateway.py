@@ -178,17 +178,19 @@ def test_a_request_has_the_targets_of_its_class_and_each_class_has_an_attainment
 
     before = {name: attained(name) for name in ("batch", "hasty")}
     assert raw(emulated_fleet, {"x-slo-class": "batch"}, max_tokens=20, slo_class="hasty").is_success
+    assert raw(emulated_fleet, {"x-llm-d-inference-objective": "batch"}, max_tokens=20).is_success
+    assert raw(emulated_fleet, {"x-llm-d-inference-objective": "another's"}, max_tokens=20).is_success
     assert raw(emulated_fleet, max_tokens=20, slo_class="hasty").is_success  # in place of the header
     (batch_met, batch_of), (hasty_met, hasty_of) = before["batch"], before["hasty"]
     emulated_fleet.until(lambda: attained("hasty")[1] == hasty_of + 1)
-    assert attained("batch") == (batch_met + 1, batch_of + 1)
+    assert attained("batch") == (batch_met + 2, batch_of + 2)
     assert attained("hasty") == (hasty_met, hasty_of + 1)
     assert (
         emulated_fleet.metric("tokenfleet_slo_requests_total", slo_class="hasty", met="true", target="both")
         == 0
     )
     assert main(["fleet", "--control", emulated_fleet.control, "status"]) == 0
-    assert f"Class batch: 100 % of {batch_of + 1}" in capsys.readouterr().out
+    assert f"Class batch: 100 % of {batch_of + 2}" in capsys.readouterr().out
 
 
 def test_slo_hits_are_counted_per_request(emulated_fleet):

@@ -13,12 +13,9 @@ from typing import Any
 import msgspec
 
 from controlplane.types import Slo, SloClass
+from dataplane.live.ledger.request import CLASS_HEADER, OBJECTIVE_HEADERS, TPOT_HEADERS, TTFT_HEADERS
 
-CLASS_HEADER = "x-slo-class"
-# Kubernetes' objective of a request. It names a class where we have one of that name.
-OBJECTIVES = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
-TENANTS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
-TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"  # llm-d's
+TENANTS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 MOST_MS = 86_400_000.0
 MOST_TOKENS = 1 << 31
 # Parts of a message whose tokens are not their bytes.
@@ -43,10 +40,10 @@ class PickTargets:
         if name and name not in self.classes:
             known = ", ".join(self.classes) or "none: this picker has no classes"
             raise Unclear(f"{CLASS_HEADER}: expected one of {known}, got {name[:NAME_CHARS]!r}")
-        objective = next((headers[one] for one in OBJECTIVES if one in headers), "")
-        name = name or (objective if objective in self.classes else "")
+        objectives = [headers.get(one, "") for one in OBJECTIVE_HEADERS]
+        name = name or next((one for one in objectives if one in self.classes), "")
         slo = self.classes[name].slo if name else self.plain
-        ttft_s, tpot_s = _seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER)
+        ttft_s, tpot_s = _seconds(headers, TTFT_HEADERS), _seconds(headers, TPOT_HEADERS)
         return name, Slo(ttft_s or slo.ttft_s, tpot_s or slo.tpot_s)
 
 
@@ -142,10 +139,11 @@ def _tokens(document: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def _seconds(headers: Mapping[str, str], name: str) -> float | None:
-    text = headers.get(name)
-    if not text:
+def _seconds(headers: Mapping[str, str], names: Sequence[str]) -> float | None:
+    name = next((one for one in names if headers.get(one)), None)
+    if name is None:
         return None
+    text = headers[name]
     try:
         value = float(text)
     except ValueError:

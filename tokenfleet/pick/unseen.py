@@ -33,6 +33,12 @@ def load_of(page: EngineCounts) -> int:
     return round(page.values.get("running", 0) + page.values.get("waiting", 0))
 
 
+def _had_arrived(call: Call, asked_s: float) -> bool:
+    """Whether a server has counted a call in a page asked for at `asked_s`: one that answers has it."""
+    first_s = None if call.tracked is None else call.tracked.first_token_s
+    return call.placed_s <= asked_s - ARRIVES_S or (first_s is not None and first_s <= asked_s)
+
+
 @dataclass(slots=True)
 class _Seen:
     """A server's last scrape, and the requests that the ledger lacked then (below 0: had too many)."""
@@ -75,7 +81,7 @@ class Unseen:
         self._last[server] = _Seen(page, missing)
         if seen is not None:
             self._progress(server, calls, seen.page, page)
-        arrived = [call for call in calls if call.placed_s <= asked_s - ARRIVES_S]
+        arrived = [call for call in calls if _had_arrived(call, asked_s)]
         if len(arrived) > count:
             self._end(arrived, len(arrived) - count)
         elif missing > 0 and before > 0:

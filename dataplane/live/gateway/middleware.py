@@ -27,11 +27,8 @@ from dataplane.http.keys import PRIORITIES, ApiKey, KeyRing
 from dataplane.http.rules import error_reply, send_reply
 from dataplane.live.gateway.idempotency import LONGEST_KEY, KeyClaims, OtherBody, answer_once
 from dataplane.live.gateway.request import CURRENT_TICKET
-from dataplane.live.ledger.request import Ticket
+from dataplane.live.ledger.request import CLASS_HEADER, OBJECTIVE_HEADERS, TPOT_HEADERS, TTFT_HEADERS, Ticket
 
-TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
-TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
-CLASS_HEADER = "x-slo-class"
 CLASS_FIELD = "slo_class"  # of the body, where the header is not there
 PRIORITY_HEADER = "x-tokenfleet-priority"
 IDEMPOTENCY_HEADER = "idempotency-key"
@@ -229,7 +226,7 @@ async def _admit(
 async def _class_of(
     headers: dict[str, str], key: ApiKey, policy: DoorPolicy, ahead: _Ahead
 ) -> tuple[str, Slo]:
-    """A request's SLO class (its header's, its body's, its key's, or none) and its targets.
+    """A request's SLO class (its header's, its body's, its objective, its key's, or none) and its targets.
 
     Raises Refusal (400) for a header or body that names a class which the fleet does not have. A key may name
     one: it is filed for all fleets.
@@ -240,7 +237,8 @@ async def _class_of(
     if name and name not in policy.classes:
         known = ", ".join(policy.classes)
         raise _bad_header(where, f"must be one of {known}" if known else "this fleet has no classes", name)
-    name = name or (key.slo_class if key.slo_class in policy.classes else "")
+    others = [*(headers.get(one, "") for one in OBJECTIVE_HEADERS), key.slo_class]
+    name = name or next((one for one in others if one in policy.classes), "")
     return name, policy.classes.get(name, policy.default_slo)
 
 

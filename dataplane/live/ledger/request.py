@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from dataplane.live.engine_api.messages import EngineRequest
 
 STAYS_OF_A_CORE = 1 << 20
+# Headers of a request, by llm-d's name and an older one; the first that is there holds.
+TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+CLASS_HEADER = "x-slo-class"
+# An objective of Kubernetes. It names a class where we have one of that name.
+OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 
 
 @dataclass(slots=True, eq=False)

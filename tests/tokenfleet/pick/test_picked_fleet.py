@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from picked import TARGETS, held, made_fleet
 
 from controlplane.placement.queue import QueueSettings
-from controlplane.types import WorkerId
+from controlplane.types import Slo, SloClass, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from tokenfleet.advise.look import NoCounts
 from tokenfleet.pick import messages as wire
-from tokenfleet.pick.asked import Unclear, read_body, tenant_of
+from tokenfleet.pick.asked import PickTargets, Unclear, read_body, tenant_of
 from tokenfleet.pick.call import Call
 from tokenfleet.pick.exchange import Exchange
 from tokenfleet.pick.unseen import Unseen
@@ -192,6 +192,19 @@ def test_prompts_are_measured_by_ids_or_by_their_text():
     asked = read_body(json.dumps(image).encode())
     assert (asked.text_bytes, asked.has_media) == (2 + len("text"), True)
     assert tenant_of({"x-gateway-inference-fairness-id": "t" * 500}) == "t" * 80
+    assert tenant_of({"x-llm-d-inference-fairness-id": "one"}) == "one"
+
+
+@pytest.mark.parametrize("of", ["x-llm-d", "x-gateway"])
+def test_llm_ds_headers_name_the_class_and_the_targets(of):
+    batch = SloClass("batch", Slo(60.0, 2.0), 0.9)
+    targets, named = PickTargets(Slo(2.0, 0.5), {"batch": batch}), f"{of}-inference-objective"
+    assert targets.of({named: "batch"}) == ("batch", batch.slo)
+    assert targets.of({named: "another's"}) == ("", targets.plain)
+    both = {"x-llm-d-slo-ttft-ms": "700", "x-slo-ttft-ms": "900", "x-llm-d-slo-tpot-ms": "80"}
+    assert targets.of({named: "batch", **both}) == ("batch", Slo(0.7, 0.08))
+    with pytest.raises(Unclear, match="x-llm-d-slo-ttft-ms: expected milliseconds above 0, got 'soon'"):
+        targets.of({"x-llm-d-slo-ttft-ms": "soon"})
 
 
 @pytest.mark.parametrize("size", [0, 1, 130, 20_000, 62 * 1024, 200_000])
@@ -313,6 +326,28 @@ def test_a_request_that_its_server_does_not_count_is_on_none_until_its_answer_na
         assert call.worker == other
         gateway.exchange.closed()
         assert (held(fleet), fleet.calls) == ({}, {})
+
+    in_a_loop(story)
+
+
+def test_a_request_that_has_just_begun_its_answer_hides_none_that_its_server_lacks():
+    def page(running):
+        return EngineCounts(0.0, {"running": running, "waiting": 0.0, "first_tokens": 0.0, "gaps": 0.0})
+
+    async def story(fleet):
+        unseen, lacked, begun = Unseen(fleet), Gateway(fleet), Gateway(fleet)
+        for one in (lacked, begun):
+            one.ask()
+        gone, there = fleet.calls.values()
+        fleet.put(there, gone.worker)
+        gone.placed_s, asked_s = there.placed_s - 1.0, fleet.now_s + 0.01
+        unseen.heard(gone.worker, page(1.0), asked_s)  # the one that it counts may be either
+        assert dict(unseen.counts) == {}
+        fleet.got(there, 1)
+        unseen.heard(there.worker, page(1.0), fleet.now_s)
+        assert (gone.worker, there.worker is None, unseen.counts["lost"]) == (None, False, 1)
+        for one in (lacked, begun):
+            one.exchange.closed()
 
     in_a_loop(story)
 
