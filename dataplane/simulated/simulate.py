@@ -43,7 +43,7 @@ __all__ = [
     "simulate_stream",
 ]
 
-COLUMNS = ("arrival_s", "ttft_target_s", "tpot_target_s", "worker", "first_token_s", "finish_s",
+COLUMNS = ("arrival_s", "ttft_target_s", "tpot_target_s", "worker", "first_token_s", "engine_s", "finish_s",
            "preemptions", "migrations")  # fmt: skip
 NO_LIMITS = np.full(3, np.nan)  # no load is past them
 
