@@ -40,6 +40,7 @@ from tokenfleet.texts import parse_strictness
 ROUNDS = 8  # each leaves the part of the error that is of other requests' steps
 LEAST_SPREAD = 0.2  # of the time to a first token: what longer prompts must add, else they tell nothing
 CLOSE = 0.01  # of a ratio to one: nearer than any profile is right
+DOUBT = 1.25 * 2.0  # two standard errors of a median; of the difference of two halves, observed and replayed
 SCHEMA = "tokenfleet.scorecard/1"
 FEWEST_REQUESTS = 100
 CAPACITY_WINDOW_S = 60.0
@@ -110,9 +111,12 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanR
     decode, prefill = 1.0, 1.0
     first = simulated = outcome(1.0, 1.0)
     prefill_of = _prefill_time(workload.prompt_tokens, first.engine_s)
+    # What waits in a busy engine scatter by is no error of prefill.
+    doubt_s = DOUBT * float(np.nanstd(engine_s)) * np.sqrt(8 / len(engine_s))
+    is_told = abs(prefill_of(engine_s) - prefill_of(first.engine_s)) > doubt_s
     for _ in range(ROUNDS):
         of_decode = float(np.nanmean(tpot_s) / np.nanmean(simulated.tpot_s))
-        of_prefill = prefill_of(engine_s) / prefill_of(simulated.engine_s)
+        of_prefill = prefill_of(engine_s) / prefill_of(simulated.engine_s) if is_told else 1.0
         if max(abs(of_decode - 1.0), abs(of_prefill - 1.0)) < CLOSE:
             break
         decode, prefill = _bounded(decode * of_decode), _bounded(prefill * of_prefill)

@@ -29,11 +29,12 @@ def served(
     plan=None,
     others=(),
     classes=(None,),
-    waits_s=(0, 0),
+    waits_s=(0, 0, 0),
 ):
     """A folder of a fleet that served under a plan; `decode` and `prefill` scale its profile's times.
 
-    `waits_s`: the mean wait in the gateway's queue and the wait of all in an engine, which no replay knows.
+    `waits_s`: the mean wait in the gateway's queue, the wait of all in an engine, and the mean of waits there
+    that differ, which no replay knows.
     """
     rng = np.random.default_rng(1)
     workload = Workload(
@@ -65,7 +66,7 @@ def served(
             "prompt_tokens": int(workload.prompt_tokens[i]),
             "output_tokens": int(workload.output_tokens[i]),
             "queued_s": queued_s[i],
-            "ttft_s": queued_s[i] + outcome.engine_s[i] + waits_s[1],
+            "ttft_s": queued_s[i] + outcome.engine_s[i] + waits_s[1] + rng.exponential(waits_s[2]),
             "tpot_s": outcome.tpot_s[i],
             "worker": f"w{outcome.worker[i]}",
             "slo_class": classes[i % len(classes)],
@@ -117,7 +118,7 @@ def test_the_bias_of_an_engine_is_found_from_its_latencies_alone(tmp_path, decod
     assert bias_of(card).decode == card["bias"]["decode"]
 
 
-@pytest.mark.parametrize("waits_s", [(2.0, 0.0), (0.0, 0.02), (2.0, 0.02)])
+@pytest.mark.parametrize("waits_s", [(2.0, 0.0, 0.0), (0.0, 0.02, 0.0), (2.0, 0.02, 0.0)])
 @pytest.mark.parametrize("prefill", [1.0, 1.6])
 def test_time_in_a_queue_is_no_error_of_prefill(tmp_path, waits_s, prefill):
     name, _ = served(tmp_path, 1.0, prefill, waits_s=waits_s)
@@ -126,6 +127,12 @@ def test_time_in_a_queue_is_no_error_of_prefill(tmp_path, waits_s, prefill):
     assert card["bias"]["prefill"] == pytest.approx(prefill, rel=0.1)
     assert card["bias"]["left"]["ttft"] > 1.1
     assert any("step times alone do not explain it" in said for said in card["says"])
+
+
+def test_a_difference_within_the_scatter_of_waits_is_no_error_of_prefill(tmp_path):
+    name, _ = served(tmp_path, waits_s=(2.0, 0.0, 0.1))
+    bias = scorecard_of(tmp_path, name)["bias"]
+    assert (bias["prefill"], bias["decode"]) == (1.0, pytest.approx(1.0, rel=0.02))
 
 
 def test_requests_recorded_without_their_time_in_the_queue_tell_no_step_times(tmp_path):
