@@ -70,7 +70,7 @@ class ServedApi:
         assert reply.status_code == 202, reply.text
         return str(reply.json()["id"])
 
-    def until(self, name: str, *states: str, seconds: float = 120.0, of: str = "plans") -> dict[str, Any]:
+    def until(self, name: str, *states: str, seconds: float = 300.0, of: str = "plans") -> dict[str, Any]:
         """Wait until a job is in one of these states, and return it; it runs elsewhere, so this looks."""
         deadline = time.monotonic() + seconds
         while (job := self.job(name, of))["state"] not in states:
