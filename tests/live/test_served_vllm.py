@@ -289,8 +289,7 @@ def test_streams_go_on_when_a_worker_dies_or_hangs_and_another_takes_its_place(
     explained = vllm_fleet.told("explain")
     assert line.split(" lost: ")[1] in explained
     assert f"its engine is ready and warm, in place of {gone}" in explained
-    is_told_by_ray = "(raylet) A worker died" in vllm_fleet.log.read_text()[told:]
-    assert is_told_by_ray == (process == "ray::")
+    assert "(raylet) A worker died" not in vllm_fleet.log.read_text()[told:]  # our line has the cause
     assert not select.select([vllm_fleet.process.stdout], [], [], 0)[0]  # which has had its one line
 
 
