@@ -60,13 +60,9 @@ class PortfolioAnswer:
 
 def portfolio_texts(plan: PortfolioPlan) -> dict[str, str]:
     """The files of a portfolio's plan by their names."""
-    texts = {
-        "portfolio.json": json.dumps(portfolio_json(plan), indent=1) + "\n",
-        "portfolio.html": portfolio_report(plan),
-    }
-    return texts | {
-        f"{row.name}.plan.json": json.dumps(row.plan.document, indent=1) + "\n" for row in plan.rows
-    }
+    whole = {"portfolio": portfolio_json(plan)} | {f"{row.name}.plan": row.plan.document for row in plan.rows}
+    texts = {f"{name}.json": json.dumps(document, indent=1) + "\n" for name, document in whole.items()}
+    return texts | {"portfolio.html": portfolio_report(plan)}
 
 
 def portfolio(file: str | Path, *, jobs: int = 1, keep: bool = True) -> PortfolioAnswer:

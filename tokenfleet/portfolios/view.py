@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from tokenfleet.planning.plan_file import Shown
 from tokenfleet.portfolios.offers import GpuPurchase
 from tokenfleet.portfolios.plan import PortfolioPlan, Row, Use
 from tokenfleet.report.answer import ages
@@ -17,14 +18,16 @@ from tokenfleet.report.tables import fleet_text, gpu_text, share_text, table, us
 from tokenfleet.version import VERSION
 
 SCHEMA = "tokenfleet.portfolio-plan/1"
-_MODELS = ("model", "fleet", "constant size", "on schedule", "lower bound", "on other GPUs")
-_LIMITS = ("limit", "maximum", "peak use", "gain if raised")
+_MODELS = ["model", "fleet", "constant size", "on schedule", "lower bound", "on other GPUs"]
+_LIMITS = ["limit", "maximum", "peak use", "gain if raised"]
 
 
 def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
     """The JSON of `tokenfleet.portfolio-plan/1`."""
     return {
         "schema": SCHEMA,
+        "says": says(plan),
+        "tables": [shown.model_dump() for shown in tables(plan)],
         "usd_per_hour": plan.usd_per_h,
         "unlimited_usd_per_hour": plan.unlimited_usd_per_h,
         "constant_usd_per_hour": plan.constant_usd_per_h,
@@ -40,15 +43,7 @@ def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
                 "adapters_usd_per_hour": row.adapters_usd_per_h,
                 "usd_per_hour": row.usd_per_h,
                 "constant_usd_per_hour": row.constant_usd_per_h,
-                "others": [
-                    _kind(kind)
-                    | (
-                        {"usd_per_hour": None, "reason": found}
-                        if isinstance(found, str)
-                        else {"usd_per_hour": found, "reason": None}
-                    )
-                    for kind, found in row.others.items()
-                ],
+                "others": [_kind(kind) | _cost(found) for kind, found in row.others.items()],
                 "plan": row.plan.document,
             }
             for row in plan.rows
@@ -76,6 +71,11 @@ def _kind(kind: GpuPurchase) -> dict[str, Any]:
     return {"gpu": kind.gpu, "spot": kind.is_spot, "workers_per_gpu": kind.workers_per_gpu}
 
 
+def _cost(found: float | str) -> dict[str, Any]:
+    usd, reason = (None, found) if isinstance(found, str) else (found, None)
+    return {"usd_per_hour": usd, "reason": reason}
+
+
 def headline(plan: PortfolioPlan) -> str:
     """The answer in one sentence."""
     most = ", ".join(
@@ -87,21 +87,28 @@ def headline(plan: PortfolioPlan) -> str:
     return f"{models} can meet their targets within the limits: {usd_text(plan.usd_per_h)}, at peak {most}"
 
 
-def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
-    """A row for each model, a row for each limit, and what limits and schedules are worth."""
-    yield Text(headline(plan), style="bold green")
-    for columns, rows in (
-        (_MODELS, [_model(row) for row in plan.rows]),
-        (_LIMITS, [_limit(u) for u in plan.uses]),
-    ):
-        if rows:
-            yield table(columns, rows, left=columns)
+def says(plan: PortfolioPlan) -> list[str]:
+    """The sentences of the answer that terminal, report and console print, the verdict first."""
     profiles = [profile for row in plan.rows for profile in row.plan.inputs.profiles]
-    for sentence in (*_of_adapters(plan), *_sentences(plan), ages(profiles)):
-        yield Text(sentence)
+    return [headline(plan), *_of_adapters(plan), *_sentences(plan), ages(profiles)]
 
 
-def _model(row: Row) -> tuple[str, ...]:
+def tables(plan: PortfolioPlan) -> Iterator[Shown]:
+    """A row for each model, and a row for each limit."""
+    yield Shown(title="Models", columns=_MODELS, rows=[_model(row) for row in plan.rows])
+    if plan.uses:
+        yield Shown(title="Limits", columns=_LIMITS, rows=[_limit(use) for use in plan.uses])
+
+
+def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
+    """The verdict, the tables, and the other sentences."""
+    verdict, *sentences = says(plan)
+    yield Text(verdict, style="bold green")
+    yield from (table(shown.columns, shown.rows, left=shown.columns) for shown in tables(plan))
+    yield from map(Text, sentences)
+
+
+def _model(row: Row) -> list[str]:
     low = row.plan.attainment.low
     others = ", ".join(
         f"{kind}: {usd_text(found) if isinstance(found, float) else 'no fleet'}"
@@ -110,14 +117,14 @@ def _model(row: Row) -> tuple[str, ...]:
     fleet = fleet_text(row.plan.fleet) + _on_spot(row)
     if row.kind.workers_per_gpu > 1:
         fleet += f", each 1/{row.kind.workers_per_gpu} of a GPU"
-    return (
+    return [
         row.name,
         fleet + (f", {row.zone}" if row.zone else ""),
         usd_text(row.constant_usd_per_h),
         usd_text(row.usd_per_h),
         "-" if low is None else share_text(low),
         others or "-",
-    )
+    ]
 
 
 def _on_spot(row: Row) -> str:
@@ -127,11 +134,11 @@ def _on_spot(row: Row) -> str:
     return " on spot" * row.kind.is_spot
 
 
-def _limit(use: Use) -> tuple[str, ...]:
+def _limit(use: Use) -> list[str]:
     gain = "a higher limit saves nothing"
     if use.more is not None and use.saves_usd_per_h is not None:
         gain = f"{use.more:.4g} more saves {usd_text(use.saves_usd_per_h)}"
-    return use.name, f"{use.most:g}", f"{use.peak:.4g}", gain
+    return [use.name, f"{use.most:g}", f"{use.peak:.4g}", gain]
 
 
 def _of_adapters(plan: PortfolioPlan) -> Iterator[str]:
@@ -168,16 +175,14 @@ def _shared(plan: PortfolioPlan) -> Iterator[str]:
 
 def portfolio_report(plan: PortfolioPlan) -> str:
     """The page: GPUs of each type over time, models, limits."""
+    verdict, *sentences = says(plan)
     return page(
         "Tokenfleet portfolio",
-        headline(plan),
-        " ".join((*_of_adapters(plan), *_sentences(plan))),
+        verdict,
+        " ".join(sentences),
         "",
         [_over_time(plan)],
-        [
-            section("Models", _MODELS, [_model(row) for row in plan.rows]),
-            section("Limits", _LIMITS, [_limit(use) for use in plan.uses]),
-        ],
+        [section(shown.title, shown.columns, shown.rows) for shown in tables(plan)],
         f"Made by tokenfleet {VERSION}. Latencies come from simulation, not from a running fleet.",
     )
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from html import escape
 
 import numpy as np
 import pytest
@@ -424,7 +425,14 @@ def test_each_models_plan_is_one_that_serve_reads(asked, folder):
         assert read_plan(folder / "out" / f"{model['name']}.plan.json").document == model["plan"]
     page = (folder / "out" / "portfolio.html").read_text()
     assert "GPUs over time" in page
-    assert "early" in page
+    verdict, *sentences = whole["says"]
+    cells = [cell for shown in whole["tables"] for row in shown["rows"] for cell in row]
+    assert [shown["title"] for shown in whole["tables"]] == ["Models", "Limits"]
+    assert "early" in cells
+    printed = " ".join(out.split())
+    for text in (verdict, *sentences, *cells):
+        assert escape(text) in page
+    assert [text for text in (verdict, *sentences) if text not in printed] == []
 
 
 def test_a_models_classes_are_those_of_plan(folder):

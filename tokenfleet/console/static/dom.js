@@ -76,3 +76,10 @@ export function table(caption, columns, rows, attributes = {}) {
     ),
   );
 }
+
+/** A table that an answer brings along, under its title; columns of figures are flush right. */
+export function shownTable({ title, columns, rows }) {
+  const isFigure = (i) => rows.every((row) => /^([-?$]|\d[^x]*$)/.test(row[i]));
+  const named = columns.map((name, i) => ({ name, number: i > 0 && isFigure(i) }));
+  return make("section", {}, make("h3", {}, title), table(title, named, rows, { class: "cards" }));
+}

@@ -1,6 +1,6 @@
 /* The answer: the lines and tables that the plan brings along, its charts, and what it rests on. */
 
-import { make, table } from "./dom.js";
+import { make, shownTable } from "./dom.js";
 import { counted, kind, share } from "./format.js";
 import { planCharts } from "./plan_charts.js";
 
@@ -28,7 +28,7 @@ export function answer(plan, tryTargets) {
     nearest(plan, tryTargets),
     folded(counted(warnings.length, "warning"), warnings, { class: "notice" }),
     planCharts(plan),
-    ...(plan.tables ?? []).map(shown),
+    ...(plan.tables ?? []).map(shownTable),
     folded("Profiles and prices it rests on", plan.inputs.profiles.map(basis)),
   ].filter(Boolean);
 }
@@ -38,12 +38,6 @@ function nearest({ nearest_feasible: near }, tryTargets) {
   if (near?.ttft_s === undefined) return null;
   const button = make("button", { type: "button", onclick: () => tryTargets(near) }, "Ask for these targets");
   return make("p", { class: "buttons" }, button);
-}
-
-function shown({ title, columns, rows }) {
-  const isFigure = (i) => rows.every((row) => /^([-?$]|\d[^x]*$)/.test(row[i]));
-  const named = columns.map((name, i) => ({ name, number: i > 0 && isFigure(i) }));
-  return make("section", {}, make("h3", {}, title), table(title, named, rows, { class: "cards" }));
 }
 
 function folded(title, lines, attributes = {}) {

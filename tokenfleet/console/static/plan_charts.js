@@ -227,7 +227,7 @@ function demandLine({ demand_line: line, fleet }) {
   return chart({
     title: "Workers by rate",
     says:
-      `The scaling rule for this traffic mix on ${fleet.length === 1 ? fleetLabel(fleet).replace(/^\d+ × /, "") : "workers of one kind"}:` +
+      `The scaling rule for this traffic mix on ${fleet.length === 1 ? fleetLabel(fleet).replace(/^\d+ × /, "") : "workers of one type"}:` +
       ` ${number(line.workers_per_rps)} workers for each request a second, and ${number(line.intercept)} (R² ${number(line.r2, 4)}).`,
     x: { name: "requests a second", kind: "linear", zero: true, format: whole },
     y: { name: "workers", kind: "linear", zero: true, format: whole },

@@ -2,13 +2,16 @@
 
 import { ask } from "./api.js";
 import { chart } from "./chart.js";
-import { byId, make, say, table } from "./dom.js";
-import { counted, dollars, fleetLabel, number, percent, share } from "./format.js";
+import { byId, make, say, shownTable } from "./dom.js";
+import { counted, dollars, number, percent } from "./format.js";
 import { download, guarded, listRecent, onStream, settled, waiting } from "./job_page.js";
 import { cancel, followed, sendTrace } from "./plan_job.js";
 
 const OF = "portfolios";
 const SAMPLE = "sample_trace.csv";
+const OLDER = ["This portfolio was planned by an older version. Plan again to read it in words."];
+
+const saysOf = (plan) => plan.says ?? OLDER;
 
 let following = ""; // the id of the job being waited for
 let shown = null; // the answer
@@ -80,9 +83,9 @@ async function watch(id) {
   }
   shown = job.portfolio;
   byId("answer").replaceChildren(...answer(shown));
-  settled(`Planned: ${sentence(shown)}.`);
+  settled(`Planned: ${saysOf(shown)[0]}.`);
   byId("take").hidden = false;
-  document.title = `${sentence(shown)} · Tokenfleet`;
+  document.title = `${saysOf(shown)[0]} · Tokenfleet`;
   byId("answer-title").focus();
 }
 
@@ -91,23 +94,12 @@ function types({ gpus }) {
   return Object.keys(gpus[0]).filter((name) => !name.endsWith("_s") && gpus.some((stretch) => stretch[name] > 0));
 }
 
-function sentence(plan) {
-  const most = types(plan).map((name) => `${Math.max(...plan.gpus.map((one) => one[name]))} ${name}`);
-  return `${dollars(plan.usd_per_hour)} for ${counted(plan.models.length, "model")}, at most ${most.join(", ")}`;
-}
-
 function answer(plan) {
-  const { constant_usd_per_hour: fixed, unlimited_usd_per_hour: free, limits: shared } = plan;
-  const constant = fixed === null ? "Fleets of constant size exceed the limits" : `Fleets of constant size: ${dollars(fixed)}`;
+  const [verdict, ...sentences] = saysOf(plan);
   return [
-    make("h2", { id: "answer-title", tabindex: "-1" }, sentence(plan)),
-    make("p", { class: "soft" }, shared.length > 0 ? `Without limits: ${dollars(free)}. ${constant}.` : `${constant}.`),
-    models(plan),
-    ...plan.models.filter((one) => one.adapters?.length > 0).map(adapters),
-    plan.free_parts_usd_per_hour > 0.005
-      ? make("p", { class: "soft" }, `Unused parts of shared GPUs: ${dollars(plan.free_parts_usd_per_hour)}.`)
-      : null,
-    shared.length > 0 ? limits(plan) : null,
+    make("h2", { id: "answer-title", tabindex: "-1" }, verdict),
+    ...sentences.map((text) => make("p", { class: "soft" }, text)),
+    ...(plan.tables ?? []).map(shownTable),
     make("div", { class: "charts" }, overTime(plan)),
     notes(plan.warnings),
   ].filter(Boolean);
@@ -124,65 +116,13 @@ function notes(lines) {
   );
 }
 
-function models(plan) {
-  const numbers = ["constant size", "on schedule", "lower bound"].map((name) => ({ name, number: true }));
-  return table(
-    "Each model: its fleet, the cost at constant size and on its schedule, and the lower bound of its SLO attainment",
-    [{ name: "model" }, { name: "fleet" }, ...numbers, { name: "on other GPUs" }],
-    plan.models.map((one) => [
-      one.name,
-      fleetLabel(one.plan.fleet) +
-        onSpot(one) +
-        (one.workers_per_gpu > 1 ? `, each 1/${one.workers_per_gpu} of a GPU` : "") +
-        (one.zone ? `, ${one.zone}` : ""),
-      dollars(one.constant_usd_per_hour),
-      dollars(one.usd_per_hour),
-      share(one.plan.attainment.low),
-      one.others
-        .map(({ gpu, spot, workers_per_gpu: n, usd_per_hour: usd }) =>
-          `${gpu}${n > 1 ? ` x 1/${n}` : ""}${spot ? " on spot" : ""} ${usd === null ? "no fleet" : dollars(usd)}`,
-        )
-        .join(", "),
-    ]),
-    { class: "cards" },
-  );
-}
-
-/** How much of a fleet is on spot; answers that were kept from before do not say what is on demand. */
-function onSpot({ spot, on_demand_workers: onDemand, plan }) {
-  if (spot && onDemand > 0) return `, ${onDemand} on demand, ${plan.workers - onDemand} on spot`;
-  return spot ? " on spot" : "";
-}
-
-function adapters({ name, adapters: of, adapters_usd_per_hour: usd }) {
-  const shares = of.map((one) => `${one.name} ${share(one.share)}`).join(", ");
-  const adds = usd === null ? "" : ` They add ${dollars(usd)}.`;
-  return make("p", { class: "soft" }, `Adapters of ${name}, as shares of its requests: ${shares}.${adds}`);
-}
-
-function limits(plan) {
-  return table(
-    "Limits: the peak use of each, and what raising it saves",
-    [{ name: "limit" }, { name: "at most", number: true }, { name: "peak use", number: true }, { name: "raising it" }],
-    plan.limits.map((one) => [
-      one.name,
-      number(one.most, 6),
-      number(one.peak, 4),
-      one.more === null
-        ? "saves nothing"
-        : `${number(one.more, 4)} more saves ${dollars(one.saves_usd_per_hour)}`,
-    ]),
-    { class: "cards" },
-  );
-}
-
 function overTime(plan) {
   const end = plan.gpus.at(-1).end_s;
   const [per, unit] = end < 4 * 3600 ? [60, "minutes"] : [3600, "hours"];
   const named = types(plan);
   return chart({
     title: "GPUs over time",
-    says: "GPUs of each type in use by all models together.",
+    says: "GPUs of each type that all models take together, on their schedules.",
     x: { name: unit, kind: "linear", domain: [plan.gpus[0].start_s / per, end / per], format: (v) => number(v, 4) },
     y: { name: "GPUs", kind: "whole", zero: true, format: (v) => number(v, 4) },
     series: named.map((name, i) => ({
