@@ -257,7 +257,7 @@ def _say(
         return
     from tokenfleet.report.tables import table
 
-    lines = [(name, f"{round(value, 18):.6g}") for name, value in coefficients(step).items()]  # less is rounding
+    lines = [(name, f"{round(value, 18):.6g}") for name, value in coefficients(step).items()]
     lines += [(f"error of {100 * c:.0f} % of steps", f"up to {100 * e:.1f} %") for c, e in errors.items()]
     show(
         [
