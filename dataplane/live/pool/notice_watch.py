@@ -54,5 +54,5 @@ class NoticeWatch:
                     raise BadInput("all workers' machines go away, so there is nowhere to go")
                 self._pool.evacuate([worker], left_s, notice.why)
             except BadInput as error:
-                said = f"{notice.why} in {left_s:.0f} s, and it is not evacuated: {error}"
+                said = f"{notice.why} ({left_s:.0f} s left), and it is not evacuated: {error}"
                 self._pool.events.record(time.time(), "notice", said, worker=worker)
