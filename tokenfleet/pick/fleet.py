@@ -168,6 +168,7 @@ class PickedFleet:
     async def _begin(self, tracked: Tracked, server: WorkerId) -> None:
         call = self.calls[tracked.id]
         self.put(call, server)
+        tracked.begun_s = call.placed_s
         self.counts["picked", server] += 1
         call.asker.picked([server, *self._others(call, server)][: self._fallbacks])
 
