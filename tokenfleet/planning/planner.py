@@ -52,8 +52,7 @@ from tokenfleet.planning.verified import verified
 
 R = TypeVar("R")
 
-# So many fleets of other worker types are confirmed too, the cheapest that hold; dearer ones are sized on the
-# recorded trace.
+# The alternatives that are confirmed, the cheapest that hold. Dearer ones are sized on the recorded trace.
 ALTERNATIVES = 3
 DOUBT_REPLICATES = 6
 _REASONS = 13  # parts of a plan's explanation

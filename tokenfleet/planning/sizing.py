@@ -65,7 +65,7 @@ class Sizing:
     on_trace: dict[int, float] = field(default_factory=dict)
     sure: dict[int, Estimate] = field(default_factory=dict)
     tried: dict[int, Trial] = field(default_factory=dict)  # their verdicts are not in `sure` yet
-    failed: int = 0  # so many workers are known to fail at the asked confidence
+    failed: int = 0  # the largest count known to fail at the asked confidence
     missed: dict[int, float] = field(default_factory=dict)  # of the confirmed fleet, by resampled trace
 
     def tell_tried(self) -> None:

@@ -170,6 +170,7 @@ def test_uncertain_step_times_are_said_to_be_so(play, monkeypatch, caplog):
         (event,) = events_of(front, "learned")
         assert "uncertain: --profile FILE" in event.reason
         assert f"{KIND}: step times are" in caplog.text
+        assert "% uncertain; --profile FILE is surer" in caplog.text
 
     play(story, workers=1)
 
