@@ -281,7 +281,7 @@ def take_killed_worker() -> None:
         Step("until tokenfleet fleet status | grep '2 of 2'; do sleep 1; done", terminal=1, limit_s=400),
         Step("tokenfleet fleet status", terminal=1),
         Step("tokenfleet fleet explain", terminal=1),
-        Step("# serve, in the first terminal, has printed:", terminal=1),
+        Step("# serve, in the first terminal, has printed:", "", terminal=1),
         Step("", r"serving: .*\r\n"),
     )
 
