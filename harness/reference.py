@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 import typing
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from controlplane.perfmodel.profile import Profile
 from dataplane.http.keys import KeyRing
 from dataplane.http.server import Extension
 from dataplane.live.control.api import control_app
@@ -43,6 +45,66 @@ NAVIGATION = (
 )
 MADE = "This page is made from the code by `make reference`."
 Rows = Iterable[Iterable[object]]
+Pages = dict[str, str]  # the text of each, by its path in the folder
+
+BODIES = {
+    "http/fleet.md": (
+        "HTTP: bodies of the control API",
+        "The bodies that change a running fleet, and the refusals of both servers.",
+        "EvacuationOrder MoveOrder NeedOrder RestartOrder RoleOrder ScaleOrder ShareOrder UpdateOrder"
+        " MoveDecision NoteDecision ScaleDecision ErrorReply ErrorBody",
+    ),
+    "http/orders.md": (
+        "HTTP: orders of plans",
+        "The bodies that ask the plan service for a plan.",
+        "PlanOrder Targets InlineTrace SampleTrace UploadedTrace HistoryTrace PortfolioOrder",
+    ),
+    "http/jobs.md": (
+        "HTTP: jobs",
+        "The plan service's answers about plan jobs, portfolio jobs and traces.",
+        "JobList JobBrief Job PortfolioJobList PortfolioJobBrief PortfolioJob PortfolioBrief TraceSummary",
+    ),
+    "http/catalogue.md": (
+        "HTTP: catalogue and scorecard",
+        "The plan service's answers about what it knows, and about how kept plans did.",
+        "Catalogue KnownModel KnownKind KnownGpu QuotedPrice KnownOption KnownHistory JobLimits Scorecard"
+        " ServedPeriod Compared",
+    ),
+}
+PARTS = {
+    "plan-json.md": (
+        "plan.json",
+        "The fields of `tokenfleet.plan/1`. Names end in their unit. A newer version only adds fields.",
+        "PlanFile",
+    ),
+    "plan-json/fleet.md": (
+        "plan.json: fleets",
+        "The parts of plan.json that have workers, their cost and the targets.",
+        "FleetPart LatencyTargets PlannedClass RunsOn MixesReplayed Considered FleetCost ReplayedFleet"
+        " PassedOver",
+    ),
+    "plan-json/attainment.md": (
+        "plan.json: attainment",
+        "The parts of plan.json that say how well the fleet meets its targets, and what would change that.",
+        "Attainment Quantiles BindingDetail OneFewer Headroom Plateau TraceSample Uncertainty AloneShares"
+        " Nearest",
+    ),
+    "plan-json/scaling.md": (
+        "plan.json: scaling",
+        "The parts of plan.json about the number of workers over time.",
+        "ScalingRule AgentsLine Stretch ScheduleDetail Paid ExpectedLoop Spares PlannedPhase",
+    ),
+    "plan-json/caches.md": (
+        "plan.json: caches and moves",
+        "The parts of plan.json about prefix caches, sessions, KV offload and moves.",
+        "Affinity Reuse SessionCost Cliff Grown KvOffload PlannedMoves PlannedLink",
+    ),
+    "plan-json/inputs.md": (
+        "plan.json: inputs, tables and plots",
+        "The parts of plan.json that record its inputs, and the data of its tables and plots.",
+        "PlanInputs PlannedProfile Shown Curves Counted Costed",
+    ),
+}
 
 
 def table(head: Iterable[str], rows: Rows) -> str:
@@ -56,36 +118,49 @@ def _cell(value: object) -> str:
     return " ".join(str(value).split()).replace("|", "\\|")
 
 
-def page(title: str, says: str, parts: Iterable[tuple[str, str]]) -> str:
-    """A page of headed parts."""
-    body = [f"# {title}", NAVIGATION, f"{says} {MADE}"]
+def page(title: str, says: str, parts: Iterable[tuple[str, str]], up: str = "") -> str:
+    """A page of headed parts; `up` leads from its folder to the reference's."""
+    body = [f"# {title}", NAVIGATION.replace("](", f"]({up}"), f"{says} {MADE}"]
     for head, text in parts:
         body += [f"## {head}", text] if head else [text]
     return "\n\n".join(body) + "\n"
 
 
-def command_line() -> str:
-    """Every verb with its options."""
+def command_line() -> Pages:
+    """Every verb with its options: a page each, and a list of them."""
+    parts: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name, verb in VERBS.items():
+        parts[name.split()[0]] += _command(name, command_of(verb))
+    pages = {
+        f"cli/{name}.md": page(f"tokenfleet {name}", _first(command_of(VERBS[name])), parts[name], "../")
+        for name in parts
+    }
+    rows = [(f"[`{name}`](cli/{name}.md)", _first(command_of(VERBS[name]))) for name in parts]
+    says = "Every verb of `tokenfleet`. Each also takes `--config FILE.yaml`, with the same names."
+    pages["cli.md"] = page("Command line", says, [("", table(("verb", "purpose"), rows))])
+    return pages
 
-    def parts() -> Iterator[tuple[str, str]]:
-        for name, verb in VERBS.items():
-            yield from _command(name, command_of(verb))
 
-    says = "Every verb and option of `tokenfleet`. Each also takes `--config FILE.yaml`, with the same names."
-    return page("Command line", says, parts())
+def _first(command: Any) -> str:
+    """The first paragraph of a command's help, a sentence."""
+    told = _cell((command.help or "").split("\n\n")[0])
+    return told if told.endswith(".") else f"{told}."
 
 
 def _command(name: str, command: Any) -> Iterator[tuple[str, str]]:
     context = command.make_context(name, [], resilient_parsing=True)
     shown = (one.get_help_record(context) for one in command.params if one.name != "help")
     rows = [(f"`{flags}`", says) for flags, says in filter(None, shown)]
-    first = _cell((command.help or "").split("\n\n")[0])
-    yield f"tokenfleet {name}", first + ("\n\n" + table(("option", "meaning"), rows) if rows else "")
+    options = table(("option", "meaning"), rows) if rows else ""
+    if " " in name:
+        yield f"tokenfleet {name}", f"{_first(command)}\n\n{options}".strip()
+    elif options:
+        yield "", options
     for inner in getattr(command, "commands", {}).values():
         yield from _command(f"{name} {inner.name}", inner)
 
 
-def metrics() -> str:
+def metrics() -> Pages:
     """Every family of `/metrics`, with its labels."""
     counters = [one for one in vars(Metrics()).values() if hasattr(one, "_labelnames")]
     rows = [(f"`{one.describe()[0].name}`", one._type, ", ".join(one._labelnames), one._documentation)
@@ -104,7 +179,8 @@ def metrics() -> str:
         "`tokenfleet pick --metrics-listen`": _families(_pick_gauges().collect()),
     }
     head = "name", "type", "labels", "meaning"
-    return page("Metrics", says, [(name, table(head, sorted(of))) for name, of in parts.items()])
+    tables = [(name, table(head, sorted(of))) for name, of in parts.items()]
+    return {"metrics.md": page("Metrics", says, tables)}
 
 
 def _families(collected: Iterable[Any]) -> list[tuple[str, ...]]:
@@ -142,7 +218,7 @@ def _pick_gauges() -> PickGauges:
     return PickGauges(fleet, unseen, Counter())
 
 
-def http() -> str:
+def http() -> Pages:
     """The routes of the control API and of the plan service, and the fields of their bodies."""
     nothing: Any = SimpleNamespace()
     apps = {
@@ -150,19 +226,35 @@ def http() -> str:
         "Plan service (`tokenfleet api`)": plan_app(KeyRing([]), [Extension(routers=[plan_router(nothing)])]),
     }
     says = (
-        "Routes, what they answer, and the fields of their bodies. Each server's `/openapi.json` has the"
-        " same for programs. The gateway's own port is vLLM's OpenAI API."
+        "The routes, and what they answer. Each server's `/openapi.json` has the same for programs. The"
+        " gateway's own port is vLLM's OpenAI API."
     )
     schemas = {name: app.openapi() for name, app in apps.items()}
+    bodies = dict(pair for schema in schemas.values() for pair in _bodies(schema))
+    rows = [
+        (f"[{title.removeprefix('HTTP: ')}]({path})", names.replace(" ", ", "))
+        for path, (title, _, names) in BODIES.items()
+    ]
     parts = [(name, _routes(schema)) for name, schema in schemas.items()]
-    return page("HTTP", says, [*parts, *_bodies(schemas.values())])
+    parts.append(("Bodies", table(("page", "bodies"), rows)))
+    return {"http.md": page("HTTP", says, parts), **_divided(BODIES, bodies)}
 
 
-def _bodies(schemas: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The fields of every body; those of plan.json have a page of their own."""
+def _divided(division: dict[str, tuple[str, str, str]], parts: dict[str, str]) -> Pages:
+    """Every part on its page; a part that the division lacks, or only it has, is an error."""
+    named = [name for _, _, names in division.values() for name in names.split()]
+    if sorted(named) != sorted(parts):
+        raise KeyError(f"no page has, or has in vain: {', '.join(sorted({*named} ^ {*parts}))}")
+    return {
+        path: page(title, says, [(name, parts[name]) for name in names.split()], "../" * path.count("/"))
+        for path, (title, says, names) in division.items()
+    }
+
+
+def _bodies(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The fields of every body; those of plan.json have pages of their own."""
     of_plans = {name for name, value in vars(plan_file).items() if inspect.isclass(value)}
-    bodies = {name: body for schema in schemas for name, body in schema["components"]["schemas"].items()}
-    for name, body in sorted(bodies.items()):
+    for name, body in schema["components"]["schemas"].items():
         if name in of_plans or "properties" not in body:
             continue
         needed = body.get("required", ())
@@ -176,7 +268,7 @@ def _bodies(schemas: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
             for field, of in body["properties"].items()
         ]
         told = " ".join(body.get("description", "").split("\n\n")[0].split())
-        yield f"Body: {name}", f"{told}\n\n{table(('field', 'type', 'meaning', ''), rows)}".strip()
+        yield name, f"{told}\n\n{table(('field', 'type', 'meaning', ''), rows)}".strip()
 
 
 def _json_type(of: dict[str, Any]) -> str:
@@ -206,19 +298,23 @@ def _routes(schema: dict[str, Any]) -> str:
     return table(("route", "answers"), rows)
 
 
-def plan_document() -> str:
-    """The fields of plan.json."""
-    left, seen, parts = [PlanFile], set(), []
+def plan_document() -> Pages:
+    """The fields of plan.json: the document's, and its parts' on pages by subject."""
+    place = {name: path for path, (_, _, names) in PARTS.items() for name in names.split()}
+    left: list[type[BaseModel]] = [PlanFile]
+    parts: dict[str, str] = {}
     while left:
         part = left.pop(0)
-        if part in seen:
+        if part.__name__ in parts:
             continue
-        seen.add(part)
+        up = "../" * place.get(part.__name__, "").count("/")
         rows = []
         for name, field in part.model_fields.items():
             held = list(_parts_in(field.annotation))
             left += held
-            links = ", ".join(f"[{one.__name__}](#{one.__name__.lower()})" for one in held)
+            links = ", ".join(
+                f"[{one}]({up}{place.get(one)}#{one.lower()})" for one in (inner.__name__ for inner in held)
+            )
             rows.append(
                 (
                     f"`{field.alias or name}`",
@@ -228,9 +324,8 @@ def plan_document() -> str:
                 )
             )
         told = " ".join((part.__doc__ or "").split())
-        parts.append((part.__name__, f"{told}\n\n{table(('field', 'type', 'meaning', ''), rows)}"))
-    says = "The fields of `tokenfleet.plan/1`. Names end in their unit. A newer version only adds fields."
-    return page("plan.json", says, parts)
+        parts[part.__name__] = f"{told}\n\n{table(('field', 'type', 'meaning', ''), rows)}"
+    return _divided(PARTS, parts)
 
 
 def _parts_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -258,7 +353,7 @@ def _type(annotation: Any) -> str:
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-def files() -> str:
+def files() -> Pages:
     """The files that people write, and the columns of the traces that are read."""
 
     def parts() -> Iterator[tuple[str, str]]:
@@ -271,10 +366,12 @@ def files() -> str:
         )
         yield "Traces", f"{table(('format', 'arrival', 'prompt tokens', 'output tokens'), rows)}\n\n{also}"
 
-    return page("Files", "[Profiles](../../profiles/README.md) have a page of their own.", parts())
+    return {
+        "files.md": page("Files", "[Profiles](../../profiles/README.md) have a page of their own.", parts())
+    }
 
 
-def python() -> str:
+def python() -> Pages:
     """The public names of the library: signatures and docstrings."""
     import tokenfleet
 
@@ -304,7 +401,8 @@ def python() -> str:
             members = f"\n\n{table(('member', 'is'), rows)}" if rows else ""
             yield f"tf.{name}", f"{told(inspect.getdoc(one))}{members}"
 
-    return page("Python", "`import tokenfleet as tf`. [Python](../python.md) is the guide.", parts())
+    says = "`import tokenfleet as tf`. [Python](../python.md) is the guide."
+    return {"python.md": page("Python", says, parts())}
 
 
 def _is_of(member: Any) -> bool:
@@ -312,37 +410,48 @@ def _is_of(member: Any) -> bool:
     return isinstance(member, property | classmethod | staticmethod) or inspect.isfunction(member)
 
 
-def profiles() -> str:
-    """The models, GPUs and TP degrees of the profile library."""
-    held: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+def profiles() -> Pages:
+    """The models of the profile library by family, with the TP degrees on each GPU."""
+    families: defaultdict[str, list[Profile]] = defaultdict(list)
     for one in library():
-        held[one.model][one.gpu].add(one.tp_degree)
+        families[re.split(r"[-\d]", one.model)[0]].append(one)
 
     def parts() -> Iterator[tuple[str, str]]:
-        for model, gpus in sorted(held.items()):
-            rows = [(gpu, ", ".join(map(str, sorted(degrees)))) for gpu, degrees in sorted(gpus.items())]
-            yield model, table(("GPU", "TP degrees"), rows)
+        for family, held in sorted(families.items()):
+            gpus = sorted({one.gpu for one in held})
+            rows = []
+            for model in sorted({one.model for one in held}):
+                degrees = {(one.gpu, one.tp_degree) for one in held if one.model == model}
+                rows.append(
+                    (model, *(",".join(str(n) for on, n in sorted(degrees) if on == gpu) for gpu in gpus))
+                )
+            yield family, table(("model", *gpus), rows)
 
-    says = "The library has step times for these. [Profiles](../../profiles/README.md) has their sources."
-    return page("Models and GPUs", says, parts())
+    says = (
+        "The library has step times for these models, at these TP degrees of each GPU."
+        " [Profiles](../../profiles/README.md) has their sources."
+    )
+    return {"models.md": page("Models and GPUs", says, parts())}
 
 
-PAGES = {
-    "cli.md": command_line,
-    "files.md": files,
-    "python.md": python,
-    "metrics.md": metrics,
-    "http.md": http,
-    "plan-json.md": plan_document,
-    "models.md": profiles,
+AREAS = {
+    "cli": command_line,
+    "files": files,
+    "python": python,
+    "metrics": metrics,
+    "http": http,
+    "plan-json": plan_document,
+    "models": profiles,
 }
 
 
 def main() -> None:
-    """Write the pages."""
-    FOLDER.mkdir(exist_ok=True)
-    for name, made in PAGES.items():
-        (FOLDER / name).write_text(made(), encoding="utf-8")
+    """Write the pages of each area: one of its name, and others in a folder of its name."""
+    for area, made in AREAS.items():
+        shutil.rmtree(FOLDER / area, ignore_errors=True)
+        for name, text in made().items():
+            (FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
+            (FOLDER / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

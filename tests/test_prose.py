@@ -114,7 +114,6 @@ def test_help_texts_are_short_and_plain() -> None:
     reads_plainly(prose, sentence=11, paragraph=45)
 
 
-GENERATED = ("docs/reference/", "CHANGELOG.md")  # pages that are looked up, not read
 SHOWN = sorted(
     path
     for end in ("js", "html")
@@ -190,8 +189,9 @@ def test_a_document_reads_within_the_bars_of_its_class(name: str) -> None:
     assert over == [], [*prose.long_sentences, *prose.matches(BANNED_TURNS), *prose.matches(OLD_WORDS)]
 
 
-@pytest.mark.parametrize("name", [name for name in documents() if not name.startswith(GENERATED)])
+@pytest.mark.parametrize("name", [name for name in documents() if name != "CHANGELOG.md"])
 def test_a_page_has_at_most_1500_words(name: str) -> None:
+    """Also one of the reference; the changelog is a log of one line a change."""
     assert len((ROOT / name).read_text(encoding="utf-8").split()) <= 1500
 
 
