@@ -11,10 +11,10 @@ from rich.text import Text
 from tokenfleet.planning.plan_file import Shown
 from tokenfleet.portfolios.offers import GpuPurchase
 from tokenfleet.portfolios.plan import PortfolioPlan, Row, Use
-from tokenfleet.report.answer import ages
+from tokenfleet.report.answer import GAP, OPENS, ages, verdict_text
 from tokenfleet.report.figures import TONES, Axis, Figure, Series
-from tokenfleet.report.page import page, section
-from tokenfleet.report.tables import fleet_text, gpu_text, share_text, table, usd_text
+from tokenfleet.report.page import lines_section, page, section
+from tokenfleet.report.tables import fleet_text, gpu_text, lines_table, plan_table, share_text, usd_text
 from tokenfleet.version import VERSION
 
 SCHEMA = "tokenfleet.portfolio-plan/1"
@@ -26,7 +26,7 @@ def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
     """The JSON of `tokenfleet.portfolio-plan/1`."""
     return {
         "schema": SCHEMA,
-        "says": says(plan),
+        "says": [list(line) for line in says(plan)],
         "tables": [shown.model_dump() for shown in tables(plan)],
         "usd_per_hour": plan.usd_per_h,
         "unlimited_usd_per_hour": plan.unlimited_usd_per_h,
@@ -77,20 +77,26 @@ def _cost(found: float | str) -> dict[str, Any]:
 
 
 def headline(plan: PortfolioPlan) -> str:
-    """The answer in one sentence."""
+    """The verdict in one line."""
+    return verdict_text(_verdict(plan))
+
+
+def _verdict(plan: PortfolioPlan) -> tuple[str, str]:
     most = ", ".join(
         f"{int(count)} {gpu_text(gpu)}"
         for gpu, count in zip(plan.gpu_types, plan.gpus.max(axis=0), strict=True)
         if count
     )
     models = f"{len(plan.rows)} model" + ("" if len(plan.rows) == 1 else "s")
-    return f"{models} can meet their targets within the limits: {usd_text(plan.usd_per_h)}, at peak {most}"
+    meet = "meet their targets" if len(plan.rows) > 1 else "meets its targets"
+    figures = (models, usd_text(plan.usd_per_h), f"at peak {most}", f"{meet} within the limits")
+    return "Recommended fleets", GAP.join(figures)
 
 
-def says(plan: PortfolioPlan) -> list[str]:
-    """The sentences of the answer that terminal, report and console print, the verdict first."""
+def says(plan: PortfolioPlan) -> list[tuple[str, str]]:
+    """(topic, text) lines that terminal, report and console print, the verdict first."""
     profiles = [profile for row in plan.rows for profile in row.plan.inputs.profiles]
-    return [headline(plan), *_of_adapters(plan), *_sentences(plan), ages(profiles)]
+    return [_verdict(plan), *_of_adapters(plan), *_costs(plan), *_shared(plan), ("Note", ages(profiles))]
 
 
 def tables(plan: PortfolioPlan) -> Iterator[Shown]:
@@ -101,11 +107,13 @@ def tables(plan: PortfolioPlan) -> Iterator[Shown]:
 
 
 def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
-    """The verdict, the tables, and the other sentences."""
-    verdict, *sentences = says(plan)
-    yield Text(verdict, style="bold green")
-    yield from (table(shown.columns, shown.rows, left=shown.columns) for shown in tables(plan))
-    yield from map(Text, sentences)
+    """The lines, the tables, and the note, as `plan` prints them."""
+    *lines, (topic, note) = says(plan)
+    yield lines_table(lines, OPENS, "bold green")
+    for shown in tables(plan):
+        yield Text("")
+        yield plan_table(shown)
+    yield Text(f"\n{topic}: {note}", style="dim")
 
 
 def _model(row: Row) -> list[str]:
@@ -141,26 +149,28 @@ def _limit(use: Use) -> list[str]:
     return [use.name, f"{use.most:g}", f"{use.peak:.4g}", gain]
 
 
-def _of_adapters(plan: PortfolioPlan) -> Iterator[str]:
+def _of_adapters(plan: PortfolioPlan) -> Iterator[tuple[str, str]]:
     for row in plan.rows:
         if row.adapters:
             shares = ", ".join(f"{name} {share_text(share)}" for name, share in row.adapters.items())
             adds = "" if row.adapters_usd_per_h is None else f"; they add {usd_text(row.adapters_usd_per_h)}"
-            yield f"Requests of {row.name} to adapters: {shares}{adds}."
+            yield "Adapters", f"share of the requests of {row.name}: {shares}{adds}"
 
 
-def _sentences(plan: PortfolioPlan) -> Iterator[str]:
+def _costs(plan: PortfolioPlan) -> Iterator[tuple[str, str]]:
+    """The cost without limits, and that of fleets which follow no schedule."""
+    now = usd_text(plan.usd_per_h)
     if plan.uses:
-        without, now = usd_text(plan.unlimited_usd_per_h), usd_text(plan.usd_per_h)
-        yield f"Without limits the fleets would cost {'the same' if without == now else without}."
+        without = usd_text(plan.unlimited_usd_per_h)
+        yield "Without limits", "the fleets cost the same" if without == now else f"the fleets cost {without}"
     if plan.constant_usd_per_h is None:
-        yield "Fleets of constant size exceed the limits; only fleets that follow their schedules fit."
+        yield "Constant size", "exceeds the limits; only fleets that follow their schedules fit"
     else:
-        yield f"Fleets of constant size would cost {usd_text(plan.constant_usd_per_h)}."
-    yield from _shared(plan)
+        constant = usd_text(plan.constant_usd_per_h)
+        yield "Constant size", "costs the same" if constant == now else f"costs {constant}"
 
 
-def _shared(plan: PortfolioPlan) -> Iterator[str]:
+def _shared(plan: PortfolioPlan) -> Iterator[tuple[str, str]]:
     """Which models may be on one GPU, and what is paid for parts of GPUs that no worker has."""
     told: set[str] = set()
     for row in plan.rows:
@@ -168,19 +178,19 @@ def _shared(plan: PortfolioPlan) -> Iterator[str]:
             told |= {row.name, *row.beside}
             zone = f", {row.zone}" if row.zone else ""
             names = ", ".join([row.name, *row.beside])
-            yield f"{row.kind}{zone}: any {row.kind.workers_per_gpu} workers of {names} share a GPU."
+            text = f"{row.kind}{zone}: any {row.kind.workers_per_gpu} workers of {names} share one"
+            yield "Shared GPUs", text
     if plan.free_usd_per_h > 0.005:
-        yield f"Unused parts of shared GPUs cost {usd_text(plan.free_usd_per_h)}."
+        yield "Unused parts", f"of shared GPUs cost {usd_text(plan.free_usd_per_h)}"
 
 
 def portfolio_report(plan: PortfolioPlan) -> str:
     """The page: GPUs of each type over time, models, limits."""
-    verdict, *sentences = says(plan)
     return page(
         "Tokenfleet portfolio",
-        verdict,
-        " ".join(sentences),
+        headline(plan),
         "",
+        lines_section(says(plan)[1:]),
         [_over_time(plan)],
         [section(shown.title, shown.columns, shown.rows) for shown in tables(plan)],
         f"Made by tokenfleet {VERSION}. Latencies come from simulation, not from a running fleet.",

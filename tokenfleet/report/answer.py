@@ -88,7 +88,12 @@ def _says(plan: PlanFile) -> Iterator[tuple[str, str]]:
 
 def headline(plan: PlanFile) -> str:
     """The verdict in one line."""
-    return ": ".join(next(_verdict(plan))).replace(GAP, ", ")
+    return verdict_text(next(_verdict(plan)))
+
+
+def verdict_text(line: Sequence[str]) -> str:
+    """A line of an answer as a sentence without its gaps."""
+    return ": ".join(line).replace(GAP, ", ")
 
 
 def gpus_of(plan: PlanFile) -> set[str]:

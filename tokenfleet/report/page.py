@@ -27,7 +27,7 @@ def plan_report(plan: PlanFile) -> str:
         f"Tokenfleet plan: {plan.inputs.trace}",
         headline(plan),
         "",
-        _lines(plan),
+        lines_section(plan.says[1:]),
         list(plan_figures(plan)),
         _tables(plan),
         f"Made by tokenfleet {VERSION}, seed {plan.inputs.seed}, placement policy {plan.policy}."
@@ -62,10 +62,10 @@ def framed(whole: str) -> str:
     return f'<iframe srcdoc="{escape(whole)}" style="width:100%;height:900px;border:0"></iframe>'
 
 
-def _lines(plan: PlanFile) -> str:
-    """The answer's lines, in the blocks that the terminal has."""
+def lines_section(lines: Iterable[Sequence[str]]) -> str:
+    """The lines of an answer as HTML, in the blocks that the terminal has."""
     blocks: list[list[str]] = [[]]
-    for topic, text in plan.says[1:]:
+    for topic, text in lines:
         if topic in OPENS and blocks[-1]:
             blocks.append([])
         blocks[-1].append(f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>")

@@ -56,19 +56,20 @@ def test_a_portfolio_is_asked_for_and_its_answer_read(answered, visit):
     assert job["question"]["traces"].keys() == {"sample_trace.csv", "days/monday.csv"}
     tab = visit(url)
     tab.page.locator("#answer-title").wait_for()
-    verdict, *sentences = plan["says"]
-    assert f"${plan['usd_per_hour']:.2f}/h" in verdict
-    assert tab.text("#answer-title") == verdict
+    verdict, *lines = plan["says"]
+    assert f"${plan['usd_per_hour']:.2f}/h" in verdict[1]
+    assert tab.text("#answer-title") == ": ".join(verdict).replace("   ", ", ")
     assert tab.focused() == "answer-title"
-    assert [text for text in sentences if text not in tab.text("#answer")] == []
+    shown = " ".join(tab.text("#answer .says").split())
+    assert [line for line in lines if " ".join(line) not in shown] == []
     for i, shown in enumerate(plan["tables"]):
         rows = tab.page.locator("#answer table").nth(i).locator("tbody tr")
         assert [row.locator("th, td").all_inner_texts() for row in rows.all()] == shown["rows"]
     (chat, _) = plan["models"]
     assert (chat["name"], chat["on_demand_workers"], chat["plan"]["workers"]) == ("chat", 1, 2)
     assert plan["tables"][0]["rows"][0][1] == "2x H100 TP1, 1 on demand, 1 on spot"
-    adds = f"they add ${plan['models'][1]['adapters_usd_per_hour']:.2f}/h."
-    assert f"Requests of code to adapters: support 50.00 %; {adds}" in sentences
+    adds = f"they add ${plan['models'][1]['adapters_usd_per_hour']:.2f}/h"
+    assert ["Adapters", f"share of the requests of code: support 50.00 %; {adds}"] in lines
     assert plan["tables"][1]["rows"][0][0] == "gpus.h100-sxm"
     assert tab.page.locator("figure.chart svg[role=img] path.line").count() == 1
     stretches = tab.page.locator("figure.chart tbody tr")

@@ -77,6 +77,20 @@ export function table(caption, columns, rows, attributes = {}) {
   );
 }
 
+const OLDER = [["Older plan", "This plan was made by an older version. Plan again to read it in words."]];
+
+/** The (topic, text) lines of a plan or a portfolio; older ones have sentences without topics, or none. */
+export const linesOf = ({ says }) => (Array.isArray(says?.[0]) ? says : OLDER);
+
+/** The verdict in one line, for the heading and for whoever listens. */
+export const sentence = (plan) => linesOf(plan)[0].join(": ").replaceAll("   ", ", ");
+
+/** The lines of an answer, each under its topic. */
+export function saidLines(lines) {
+  const rows = lines.map(([topic, text]) => [make("dt", {}, topic), make("dd", {}, text)]);
+  return make("dl", { class: "says" }, rows);
+}
+
 /** A table that an answer brings along, under its title; columns of figures are flush right. */
 export function shownTable({ title, columns, rows }) {
   const isFigure = (i) => rows.every((row) => /^([-?$]|\d[^x]*$)/.test(row[i]));

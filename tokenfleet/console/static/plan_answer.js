@@ -1,15 +1,8 @@
 /* The answer: the lines and tables that the plan brings along, its charts, and what it rests on. */
 
-import { make, shownTable } from "./dom.js";
+import { linesOf, make, saidLines, sentence, shownTable } from "./dom.js";
 import { counted, kind, share } from "./format.js";
 import { planCharts } from "./plan_charts.js";
-
-const OLDER = [["Older plan", "This plan was made by an older version. Plan again to read it in words."]];
-
-const linesOf = (plan) => (plan.says?.length ? plan.says : OLDER);
-
-/** The verdict in one line, for the heading and for whoever listens. */
-export const sentence = (plan) => linesOf(plan)[0].join(": ").replaceAll("   ", ", ");
 
 /** The whole answer as elements. `tryTargets(nearest)` is what the offered targets' button does. */
 export function answer(plan, tryTargets) {
@@ -17,13 +10,7 @@ export function answer(plan, tryTargets) {
   const warnings = all.filter((line) => !ages.includes(line));
   return [
     make("h2", { id: "answer-title", tabindex: "-1", class: plan.feasible ? "" : "bad" }, sentence(plan)),
-    make(
-      "dl",
-      { class: "says" },
-      linesOf(plan)
-        .slice(1)
-        .map(([topic, text]) => [make("dt", {}, topic), make("dd", {}, text)]),
-    ),
+    saidLines(linesOf(plan).slice(1)),
     make("p", { class: "soft" }, "docs/read-your-plan.md explains every line and plot."),
     nearest(plan, tryTargets),
     folded(counted(warnings.length, "warning"), warnings, { class: "notice" }),

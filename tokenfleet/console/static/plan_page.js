@@ -1,10 +1,10 @@
 /* The plan page: form, address, job and answer brought together. */
 
 import { ask, offers } from "./api.js";
-import { byId, say } from "./dom.js";
+import { byId, say, sentence } from "./dom.js";
 import { dollars, duration, fleetLabel, percent } from "./format.js";
 import { connection, download, guarded, isRefusal, listRecent, onStream, settled, waiting } from "./job_page.js";
-import { answer, sentence } from "./plan_answer.js";
+import { answer } from "./plan_answer.js";
 import { PlanForm } from "./plan_form.js";
 import { cancel, followed, job as jobOf, order, sendTrace } from "./plan_job.js";
 import { Questions } from "./plan_question.js";

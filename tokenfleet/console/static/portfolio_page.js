@@ -2,16 +2,13 @@
 
 import { ask } from "./api.js";
 import { chart } from "./chart.js";
-import { byId, make, say, shownTable } from "./dom.js";
+import { byId, linesOf, make, saidLines, say, sentence, shownTable } from "./dom.js";
 import { counted, dollars, number, percent } from "./format.js";
 import { download, guarded, listRecent, onStream, settled, waiting } from "./job_page.js";
 import { cancel, followed, sendTrace } from "./plan_job.js";
 
 const OF = "portfolios";
 const SAMPLE = "sample_trace.csv";
-const OLDER = ["This portfolio was planned by an older version. Plan again to read it in words."];
-
-const saysOf = (plan) => plan.says ?? OLDER;
 
 let following = ""; // the id of the job being waited for
 let shown = null; // the answer
@@ -83,9 +80,9 @@ async function watch(id) {
   }
   shown = job.portfolio;
   byId("answer").replaceChildren(...answer(shown));
-  settled(`Planned: ${saysOf(shown)[0]}.`);
+  settled(`Planned: ${sentence(shown)}.`);
   byId("take").hidden = false;
-  document.title = `${saysOf(shown)[0]} · Tokenfleet`;
+  document.title = `${sentence(shown)} · Tokenfleet`;
   byId("answer-title").focus();
 }
 
@@ -95,10 +92,9 @@ function types({ gpus }) {
 }
 
 function answer(plan) {
-  const [verdict, ...sentences] = saysOf(plan);
   return [
-    make("h2", { id: "answer-title", tabindex: "-1" }, verdict),
-    ...sentences.map((text) => make("p", { class: "soft" }, text)),
+    make("h2", { id: "answer-title", tabindex: "-1" }, sentence(plan)),
+    saidLines(linesOf(plan).slice(1)),
     ...(plan.tables ?? []).map(shownTable),
     make("div", { class: "charts" }, overTime(plan)),
     notes(plan.warnings),

@@ -42,6 +42,11 @@ def test_each_model_is_served_by_its_plan_within_what_the_limits_leave_it(file):
     assert {one.host for one in flags.values()} == {"127.0.0.1"}
 
 
+def test_a_portfolio_whose_answer_is_sentences_without_topics_is_still_served(file):
+    older = portfolio_json({"chat": 3, "code": 1}, 8, says=["2 models can meet their targets: $9.00/h"])
+    assert asked(file(older)).members.keys() == {"chat", "code"}
+
+
 def test_plans_that_peak_at_different_times_begin_with_fair_parts_of_the_limits(file):
     found = asked(file(portfolio_json({"chat": 6, "code": 2}, 4)))
     shares = {
