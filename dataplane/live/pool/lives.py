@@ -143,11 +143,10 @@ class Lives:
     def _is_serving(self, worker: WorkerId) -> bool:
         return self._roster.state_of(worker) == "serving"
 
-    def give_up(self, member: Member, reason: str = "") -> None:
-        """End a worker that is not ready yet; its launch cleans up after itself. A loss has no `reason`."""
+    def give_up(self, member: Member, reason: str) -> None:
+        """End a worker that is not ready yet; its launch cleans up after itself."""
         member.happens(LifeEvent.GIVEN_UP)
-        if reason:
-            self._roster.tell("stop", reason, worker=member.worker)
+        self._roster.tell("stop", reason, worker=member.worker)
         assert member.task is not None  # its launch
         member.stop_work()
         self._end_with(member.task, member)
@@ -226,8 +225,9 @@ class Lives:
             for member in self._roster.members():
                 if member.state == "starting":
                     if member.since_s < latest_s:
-                        self.give_up(member)
-                        self._replace(member, f"it did not start within {START_LIMIT_S:g} s", None)
+                        cause = f"it did not start within {START_LIMIT_S:g} s"
+                        self.give_up(member, cause)
+                        self._replace(member, cause, None)
                 elif member.worker not in unheard:
                     silent[member.worker] += 1
                     if await self._host.is_healthy(member.worker):

@@ -169,6 +169,8 @@ def test_a_start_that_takes_too_long_is_given_up_told_counted_and_made_good(play
         await until(lambda: "in place of w2" in lines[-1])
         telling.cancel()
         assert lines[0] == "w2 lost: it did not start within 0.2 s; a new worker starts in 0.01 s"
+        stops = [e.reason for e in front.events if e.kind == "stop" and e.facts["worker"] == "w2"]
+        assert stops == ["it did not start within 0.2 s"]
         assert losses_counted(front) == len(lines) - 1
 
     play(story)
