@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 
@@ -198,10 +198,10 @@ def _families(collected: Iterable[Any]) -> list[tuple[str, ...]]:
 
 def _advice_gauges() -> AdviceGauges:
     """Those of an advice that knows everything."""
-    priced: Any = SimpleNamespace(worker_type=SimpleNamespace(name="", usd_per_h=1.0))
-    gauges = AdviceGauges("", priced)
-    known: Any = SimpleNamespace(published=1, has=1, held="", arrivals=0, likely=(1, 1), wanted=1)
-    gauges.advice = known
+    priced = SimpleNamespace(name="", usd_per_h=1.0)
+    known = SimpleNamespace(worker_type=priced, published=1, has=1, arrivals=0, likely=(1, 1), wanted=1)
+    gauges, advice = AdviceGauges(""), SimpleNamespace(held="", of_types=[known])
+    gauges.advice = cast("Any", advice)
     return gauges
 
 

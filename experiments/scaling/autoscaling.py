@@ -135,7 +135,7 @@ def advised_runs(traffic: Traffic) -> list[Run]:
     """The replay of one piece of traffic, the optimum first."""
     worker_type = WorkerType.of(find_profiles("llama-3.1-70b", ["h100"], [2])[0])
     scaling = Autoscale(1, SLOTS).settings((worker_type,))
-    settings = AdviceSettings(worker_type, ADVISED_SLO, TARGET, scaling, COLD_S)
+    settings = AdviceSettings(ADVISED_SLO, TARGET, scaling, COLD_S)
     day = ReplayedDay(traffic.workload, settings, 1, SLOTS, trims=True)
     tried = [row for of_rule in day.rows((*BASELINES, RAY_SERVE)) for row in of_rule]
     for row in tried:

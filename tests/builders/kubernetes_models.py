@@ -326,10 +326,11 @@ class PrometheusTrigger(Strict):
 
 
 class ScalerMetadata(Strict):
-    """What KEDA itself reads, and `model`, which it passes on."""
+    """What KEDA itself reads, and what it passes on: `model`, `workerType`."""
 
     scalerAddress: Annotated[str, Field(pattern=r"^\S+:\d+$")]
     model: str
+    workerType: str = ""
 
 
 class ExternalTrigger(Strict):

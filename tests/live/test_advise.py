@@ -59,6 +59,35 @@ def sent_and_counted(servers, documents, tries=3):
     raise AssertionError(seen["held"])
 
 
+def test_two_worker_types_are_one_fleet_with_an_advice_for_each(servers):
+    """The same two servers, named as of two types: the metrics do not tell the GPU."""
+    port = free_port()
+    command = [sys.executable, "-m", "tokenfleet", "advise", "--model", "llama-3.1-8b"]
+    for gpu, server in zip(("h100", "a100"), servers, strict=True):
+        command += ["--kind", f"gpu={gpu},min=1,max=4,servers={server.gateway}"]
+    command += ["--slo", "ttft=1s,tpot=50ms", "--format", "json", "--listen", f"127.0.0.1:{port}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        first = until(process.stdout, lambda one: True)
+        assert [one["replicas"] for one in first["worker_types"]] == [1, 1]
+        before = [one["arrivals"] for one in first["worker_types"]]
+        counted = sent_and_counted(servers, process.stdout)
+        rose = [one["arrivals"] - n for one, n in zip(counted["worker_types"], before, strict=True)]
+        assert sum(rose) == counted["arrivals"] - first["arrivals"]
+        assert rose[0] == rose[1] >= REQUESTS / 2
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+            page = reply.read().decode()
+        for one in counted["worker_types"]:
+            labels = f'model="tiny-llama",worker_type="{one["worker_type"]}"'
+            assert f"tokenfleet_wanted_replicas{{{labels}}} {one['published_replicas']:.1f}" in page
+        process.terminate()
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_two_stock_servers_are_counted_exactly_advised_and_held_when_one_dies(servers):
     port = free_port()
     command = [sys.executable, "-m", "tokenfleet", "advise", *(one.gateway for one in servers)]

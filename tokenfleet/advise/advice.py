@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controlplane.perfmodel.profile import Profile
@@ -16,14 +16,36 @@ from tokenfleet.advise.look import Buckets
 
 @dataclass(frozen=True, slots=True)
 class AdviceSettings:
-    """What the fleet's replicas are, its target, how demand is followed, and the served model's name."""
+    """The target, how demand is followed with which types of worker, and the served model's name."""
 
-    worker_type: WorkerType
     slo: Slo
     attainment: float
     scaling: ScalingSettings
     cold_start_s: float
     served: str = ""
+
+    @property
+    def types(self) -> tuple[WorkerType, ...]:
+        """The types of replica; looks name them by their places here."""
+        return self.scaling.worker_types
+
+    @property
+    def worker_type(self) -> WorkerType:
+        """The only type, or the first."""
+        return self.types[0]
+
+    def profile(self, kind: int, state: AdviceState) -> Profile:
+        """The step times of a type, as calibrated by now."""
+        return state.profiles.get(kind, self.types[kind].profile)
+
+    def usd_per_h(self, counts: Sequence[int]) -> float | None:
+        """The cost of these counts of each type; None where a price is not known."""
+        total = 0.0
+        for worker_type, count in zip(self.types, counts, strict=True):
+            if count and worker_type.usd_per_h is None:
+                return None
+            total += count * (worker_type.usd_per_h or 0.0)
+        return total
 
     @property
     def settled_s(self) -> float:
@@ -43,16 +65,21 @@ class AdviceChange:
 
 @dataclass(frozen=True, slots=True)
 class AdviceState:
-    """What is kept between two looks. `profile`: as calibrated by now; None before."""
+    """What is kept between two looks.
+
+    `wanted`, `has`, `arrivals` and the recent ones (`recently`): of each type. `profiles`: of the types that
+    were calibrated.
+    """
 
     scaling: Scaling = field(default_factory=Scaling)
-    wanted: int | None = None
+    wanted: tuple[int, ...] | None = None
     first_s: float | None = None
     counted_s: float | None = None
-    has: int = 0
-    arrivals: float = 0.0
+    has: tuple[int, ...] = ()
+    arrivals: tuple[float, ...] = ()
+    recently: tuple[float, ...] = ()
     change: AdviceChange | None = None
-    profile: Profile | None = None
+    profiles: Mapping[int, Profile] = field(default_factory=dict)
     recent: Buckets = field(default_factory=dict)
     outcomes: ClassOutcomes | None = None
 
@@ -69,12 +96,36 @@ class AdviceState:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Replica-hours of the last day, or since the first advice: had, advised, and the advice's 90 % range."""
+    """Replica-hours of the last day, or since the first advice: had, advised, and the advice's 90 % range.
+
+    `usd`: what was had and advised; None without prices.
+    """
 
     hours: float
     had: float
     advised: float
     likely: tuple[float, float]
+    usd: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TypeAdvice:
+    """The part of an advice that is for one type of worker.
+
+    `carries_rps`: by a replica, with the scaling rule's headroom. `gets`: its share of recent requests.
+    """
+
+    worker_type: WorkerType
+    profile: Profile
+    is_calibrated: bool
+    has: int
+    starting: int
+    wanted: int | None
+    published: int | None
+    likely: tuple[int, int] | None
+    arrivals: float
+    carries_rps: float | None
+    gets: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +134,10 @@ class Advice:
 
     `likely`: 90 % of what it may be. `regime`, `since_s`: the rate since the last change point, `upper_rps`
     at most. `arrivals`: counted so far. `shares`: of recent requests within TTFT and TPOT, at least and at
-    most. `held`: why this look counted nothing, and `held_since_s` when the last did.
-    `applied`: what was done with it. `spent`: over the last day.
+    most. `held`: why this look counted nothing, and `held_since_s` when the last did. `of_types`: for each
+    type; counts are else of all together.
+    `applied`: what was done with it. `spent`: over the last day. `usd_per_h`, `wanted_usd_per_h`: the cost
+    of what answers and of the advice; None where it is not known.
     """
 
     at_s: float
@@ -104,7 +157,9 @@ class Advice:
     shares: Mapping[str, tuple[float, float] | None]
     edges: Mapping[str, tuple[float, ...]]
     change: AdviceChange | None
-    profile: Profile
+    of_types: tuple[TypeAdvice, ...]
+    usd_per_h: float | None
+    wanted_usd_per_h: float | None
     held: str = ""
     held_since_s: float | None = None
     applied: str = ""

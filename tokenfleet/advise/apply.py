@@ -36,24 +36,28 @@ class Replicas(Protocol):
 
 
 class Applied:
-    """Sets what each advice publishes. `low`, `high`: never beyond."""
+    """Sets what each advice publishes for a type, by its place. `low`, `high`: never beyond."""
 
-    def __init__(self, replicas: Replicas, name: str, low: int, high: int, is_dry: bool) -> None:
+    def __init__(
+        self, replicas: Replicas, name: str, low: int, high: int, is_dry: bool, kind: int = 0
+    ) -> None:
         self._replicas, self._name, self._low, self._high, self._is_dry = replicas, name, low, high, is_dry
+        self._kind = kind
 
     async def __call__(self, advice: Advice) -> str:
         """Set the number where it is another, and say what was done."""
+        one = advice.of_types[self._kind]
         if advice.held:
             return f"{self._name} stays: metrics are missing"
-        if advice.published is None:
+        if one.published is None:
             return f"{self._name} stays: no advice yet"
-        wanted = min(max(advice.published, self._low), self._high)
+        wanted = min(max(one.published, self._low), self._high)
         try:
             now = await self._replicas.current()
-            now = advice.has + advice.starting if now is None else now
+            now = one.has + one.starting if now is None else now
             if now == wanted:
                 return f"{self._name} has {wanted}"
-            if now == 0:
+            if now == 0 and self._low > 0:
                 return f"{self._name} has 0 replicas and stays switched off"
             await self._replicas.set(wanted, self._is_dry)
         except NotApplied as why:

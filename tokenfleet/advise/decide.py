@@ -10,23 +10,29 @@ not shrink until then (`Advice.published`).
 A look that counted nothing holds the last advice. After WITHDRAWN_S it is no longer published, so that a
 scaler behind it falls back to its own number.
 
+Where a fleet has several types of replica, all of them are one fleet: traffic is counted over all servers,
+and the mix of `serve` says how many of each. Before a fall would have lasted, its window is left out.
+
 The range is that of the line at the ends of the rate's interval. At the upper end a replica is as much slower
-as the step times may be off, at the lower end as much faster. Rate and step times are each taken at 90 %.
+as the step times may be off, at the lower end as much faster. Rate and step times are each taken at 90 %. Of
+a fleet of several types, each end is a mix.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.scaler.autoscale import scale
-from controlplane.scaler.line import Line
-from controlplane.scaler.target import RATE_Z
-from controlplane.scaler.traffic import Regime
+from controlplane.scaler.line import line_of
+from controlplane.scaler.mix import choose
+from controlplane.scaler.target import RATE_Z, StabilizationWindow
+from controlplane.scaler.weights import PARTS
 from controlplane.snapshot import SERVING, RunningRequest, Scale, Snapshot, WorkerLoad
 from controlplane.types import ClassArrivals, ClassOutcomes, RequestId, Slo, WorkerId
-from tokenfleet.advise.advice import Advice, AdviceChange, AdviceSettings, AdviceState
+from tokenfleet.advise.advice import Advice, AdviceChange, AdviceSettings, AdviceState, TypeAdvice
 from tokenfleet.advise.look import Buckets, FleetTraffic, nearest_edges, share_within
 
 ORIGIN_S = 300.0 - 1e-3  # of the first look: it ends a bin of each length (10 s, 30 s, 5 min)
@@ -40,8 +46,11 @@ _ONE = RunningRequest(RequestId(""), 0)
 def advise(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> tuple[AdviceState, Advice]:
     """The state after this look, and its advice."""
     state = _followed(settings, state, traffic)
-    snapshot = _snapshot(settings, state, traffic)
-    scaling, change = scale(settings.scaling, state.scaling, snapshot)
+    snapshot, followed = _snapshot(settings, state, traffic), settings.scaling
+    if followed.is_mix and (state.wanted is None or traffic.at_s - state.begun_s < settings.settled_s):
+        snapshot = replace(snapshot, cold_start_s=0.0)
+        followed = replace(followed, window=StabilizationWindow(0.0, 0.0))
+    scaling, change = scale(followed, state.scaling, snapshot)
     is_held = bool(traffic.held)
     state = replace(state, scaling=scaling)
     if not is_held:
@@ -57,19 +66,21 @@ def looked_at(settings: AdviceSettings, every_s: float) -> AdviceSettings:
 
 def _decided(settings: AdviceSettings, state: AdviceState, now_s: float, change: Scale | None) -> AdviceState:
     """The state with another advice, where there is one."""
-    rule, demand = state.scaling.rule, state.scaling.demand
-    if rule is None or demand is None or len(demand.known) < FEWEST_BINS:
+    rule, demand, mix = state.scaling.rule, state.scaling.demand, state.scaling.fleet_mix
+    if demand is None or len(demand.known) < FEWEST_BINS:
         return state
-    assert state.first_s is not None
-    wanted, why = state.wanted, ""
-    if state.wanted is None or now_s - state.first_s < settings.settled_s:
-        wanted = rule.workers
-        why = "the first counts" if state.wanted is None else "more counts"
-    elif change is not None:
-        wanted = change.workers
+    wanted, why = state.wanted, "the first counts" if state.wanted is None else "more counts"
+    if mix is not None:
+        if mix.weights.known:
+            wanted = tuple(mix.wanted.get(t.name, 0) for t in settings.types)
+    elif rule is not None and (state.wanted is None or now_s - state.begun_s < settings.settled_s):
+        wanted = (rule.workers,)
+    elif rule is not None and change is not None:
+        wanted = (change.workers,)
     if wanted is None or wanted == state.wanted:
         return state
-    said = AdviceChange(now_s, state.wanted, wanted, change.reason if change is not None else why)
+    before = None if state.wanted is None else sum(state.wanted)
+    said = AdviceChange(now_s, before, sum(wanted), change.reason if change is not None else why)
     return replace(state, wanted=wanted, change=said)
 
 
@@ -79,28 +90,35 @@ def _followed(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
         state = replace(state, first_s=traffic.at_s)
     if traffic.held:
         return state
-    recent = _blended(state.recent, traffic, traffic.at_s - (state.counted_s or traffic.at_s))
+    passed_s = max(traffic.at_s - (state.counted_s or traffic.at_s), 0.0)
+    recent = _blended(state.recent, traffic, passed_s)
     outcomes = _outcomes(settings.slo, state.outcomes, traffic)
-    arrivals = state.arrivals + (traffic.arrivals or 0.0)
-    state = replace(state, counted_s=traffic.at_s, has=traffic.servers, arrivals=arrivals)
+    has = tuple(traffic.has(kind) for kind in range(len(settings.types)))
+    arrived = [traffic.arrived.get(kind, 0.0) for kind in range(len(has))]
+    arrivals, recently = (
+        tuple(old * kept + new for old, new in zip(before or (0.0,) * len(has), arrived, strict=True))
+        for before, kept in ((state.arrivals, 1.0), (state.recently, 0.5 ** (passed_s / HALF_LIFE_S)))
+    )
+    state = replace(state, counted_s=traffic.at_s, has=has, arrivals=arrivals, recently=recently)
     return replace(state, recent=recent, outcomes=outcomes)
 
 
 def _snapshot(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> Snapshot:
     """The fleet as the scaler sees it: its servers as workers, the advice as what is wanted."""
-    profile, kind = state.profile or settings.worker_type.profile, settings.worker_type.name
+    profiles = [settings.profile(kind, state) for kind in range(len(settings.types))]
     workers = tuple(
         WorkerLoad(
             WorkerId(str(number)),
             SERVING,
-            profile.kv.capacity_tokens,
+            profiles[kind].kv.capacity_tokens,
             (_ONE,) * round(running),
-            step=None if state.profile is None else profile.step,
-            max_seqs=profile.engine.max_seqs,
-            kind=kind,
+            step=profiles[kind].step if kind in state.profiles else None,
+            max_seqs=profiles[kind].engine.max_seqs,
+            kind=settings.types[kind].name,
         )
-        for number, running in enumerate(traffic.running)
+        for number, (kind, running) in enumerate(zip(traffic.kinds, traffic.running, strict=False))
     )
+    wanted = _kept(settings, state.has) if state.wanted is None else state.wanted
     by_class: tuple[ClassArrivals, ...] = ()
     if traffic.ended > 0 and not traffic.held:
         # The first look tells of whole lives, which are no more than a hint of the traffic of today.
@@ -110,7 +128,8 @@ def _snapshot(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
     return Snapshot(
         now_s=traffic.at_s,
         workers=workers,
-        wanted=_allowed(settings, state.has) if state.wanted is None else state.wanted,
+        wanted=sum(wanted),
+        wanted_kinds=dict(zip((t.name for t in settings.types), wanted, strict=True)),
         arrivals=traffic.arrivals,
         by_class=by_class,
         waiting_requests=0 if traffic.held else round(traffic.waiting),
@@ -119,14 +138,30 @@ def _snapshot(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
     )
 
 
-def _published(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> int | None:
+def _published(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> tuple[int, ...] | None:
     """The advice for a scaler that follows it by itself; None where there is none, or an old one alone."""
     now_s = traffic.at_s
     if state.wanted is None or now_s - state.held_since_s > WITHDRAWN_S:
         return None
     if now_s - state.begun_s < settings.settled_s:
-        return max(state.wanted, state.has + traffic.starting)
+        return tuple(max(n, _has(state, k) + traffic.starts(k)) for k, n in enumerate(state.wanted))
     return state.wanted
+
+
+def _has(state: AdviceState, kind: int) -> int:
+    """The servers of a type at the last look that counted."""
+    return state.has[kind] if state.has else 0
+
+
+def _kept(settings: AdviceSettings, has: Sequence[int]) -> tuple[int, ...]:
+    """What is there of each type, within the bounds."""
+    if not settings.scaling.is_mix:
+        return (_allowed(settings, sum(has)),)
+    counts = has or (0,) * len(settings.types)
+    return tuple(
+        max(n if t.limit is None else min(n, t.limit), t.low)
+        for t, n in zip(settings.types, counts, strict=True)
+    )
 
 
 def _allowed(settings: AdviceSettings, replicas: float) -> int:
@@ -136,20 +171,23 @@ def _allowed(settings: AdviceSettings, replicas: float) -> int:
 
 
 def _advice(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> Advice:
-    scaling, profile = state.scaling, state.profile or settings.worker_type.profile
+    scaling = state.scaling
     regime, rule, demand = scaling.regimes.current, scaling.rule, scaling.demand
     known = scaling.traffic.classes[:1]
     assert demand is not None
     assert state.first_s is not None
     line = None if rule is None else rule.line
     targets = {"ttft": settings.slo.ttft_s, "tpot": settings.slo.tpot_s}
+    of_types = _of_types(settings, state, traffic, demand.bin_s)
+    likely = [one.likely for one in of_types if one.likely is not None]
+    published = [one.published for one in of_types if one.published is not None]
     return Advice(
         at_s=traffic.at_s,
-        has=state.has if traffic.held else traffic.servers,
+        has=sum(one.has for one in of_types),
         starting=traffic.starting,
-        wanted=state.wanted,
-        published=_published(settings, state, traffic),
-        likely=_likely(settings, state, profile, line, regime, demand.bin_s),
+        wanted=None if state.wanted is None else sum(state.wanted),
+        published=sum(published) if published else None,
+        likely=(sum(low for low, _ in likely), sum(high for _, high in likely)) if likely else None,
         regime=regime,
         upper_rps=0.0 if regime is None else regime.upper_rps(demand.bin_s, RATE_Z),
         since_s=None if regime is None else max(regime.start_bin * demand.bin_s, state.first_s),
@@ -157,36 +195,64 @@ def _advice(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic)
         lengths=(known[0].mean_prompt_tokens, known[0].mean_output_tokens) if known else None,
         running=sum(traffic.running),
         waiting=traffic.waiting,
-        arrivals=state.arrivals,
+        arrivals=sum(state.arrivals),
         shares={name: share_within(state.recent.get(name, {}), targets[name]) for name in targets},
         edges={name: nearest_edges(state.recent.get(name, {}), targets[name]) for name in targets},
         change=state.change,
-        profile=profile,
+        of_types=of_types,
+        usd_per_h=settings.usd_per_h([one.has for one in of_types]),
+        wanted_usd_per_h=None if state.wanted is None else settings.usd_per_h(state.wanted),
         held=traffic.held,
         held_since_s=state.held_since_s if traffic.held else None,
     )
 
 
-def _likely(
-    settings: AdviceSettings,
-    state: AdviceState,
-    profile: Profile,
-    line: Line | None,
-    regime: Regime | None,
-    bin_s: float,
-) -> tuple[int, int] | None:
-    """From how few to how many replicas may be right; what is wanted lies within."""
-    if line is None or regime is None or state.wanted is None:
+def _of_types(
+    settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic, bin_s: float
+) -> tuple[TypeAdvice, ...]:
+    """The advice for each type."""
+    published, likely = _published(settings, state, traffic), _likely(settings, state, bin_s)
+    recently, made = sum(state.recently), []
+    for kind, worker_type in enumerate(settings.types):
+        profile = settings.profile(kind, state)
+        line = line_of(profile, state.scaling.traffic)
+        one = TypeAdvice(
+            worker_type,
+            profile,
+            kind in state.profiles,
+            _has(state, kind) if traffic.held else traffic.has(kind),
+            traffic.starts(kind),
+            None if state.wanted is None else state.wanted[kind],
+            None if published is None else published[kind],
+            None if likely is None else likely[kind],
+            state.arrivals[kind] if state.arrivals else 0.0,
+            None if line is None else 1.0 / line.workers_per_rps,
+            state.recently[kind] / recently if recently > 0 else None,
+        )
+        made.append(one)
+    return tuple(made)
+
+
+def _likely(settings: AdviceSettings, state: AdviceState, bin_s: float) -> list[tuple[int, int]] | None:
+    """From how few to how many replicas of each type may be right; what is wanted lies within."""
+    regime, rule, mix = state.scaling.regimes.current, state.scaling.rule, state.scaling.fleet_mix
+    if regime is None or state.wanted is None:
         return None
-    doubt = doubt_of(profile)
+    doubt = max(doubt_of(settings.profile(kind, state)) for kind in range(len(settings.types)))
     upper_rps = regime.upper_rps(bin_s, RATE_Z)
-    lower_rps = max(2.0 * regime.rate_rps - upper_rps, 0.0)
-    ends = (
-        line.workers_per_rps * lower_rps / (1.0 + doubt) + line.intercept,
-        line.workers_per_rps * upper_rps * (1.0 + doubt) + line.intercept,
-    )
-    low, high = (_allowed(settings, math.ceil(end - 1e-9)) for end in ends)
-    return min(low, state.wanted), max(high, state.wanted)
+    rates = max(2.0 * regime.rate_rps - upper_rps, 0.0) / (1.0 + doubt), upper_rps * (1.0 + doubt)
+    ends: list[tuple[int, ...]]
+    if rule is not None:
+        line = rule.line
+        needed = [math.ceil(line.workers_per_rps * rps + line.intercept - 1e-9) for rps in rates]
+        ends = [(_allowed(settings, n),) for n in needed]
+    elif mix is not None and mix.solved is not None and upper_rps > 0:
+        need, units = mix.solved[0], mix.units / PARTS
+        counts = [choose(replace(need, demand=units * rps / upper_rps)) for rps in rates]
+        ends = [tuple(one.get(t.name, 0) for t in settings.types) for one in counts]
+    else:
+        return None
+    return [(min(of), max(of)) for of in zip(*ends, state.wanted, strict=True)]
 
 
 def doubt_of(profile: Profile) -> float:
@@ -198,7 +264,7 @@ def _blended(recent: Buckets, traffic: FleetTraffic, passed_s: float) -> Buckets
     """Recent latency histograms: older requests fade. The first look is left out: it covers whole lives."""
     if traffic.arrivals is None:
         return recent
-    kept = 0.5 ** (max(passed_s, 0.0) / HALF_LIFE_S)
+    kept = 0.5 ** (passed_s / HALF_LIFE_S)
     return {
         name: {
             edge: recent.get(name, {}).get(edge, 0.0) * kept + max(count, 0.0) for edge, count in new.items()

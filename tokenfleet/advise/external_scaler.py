@@ -2,7 +2,7 @@
 
 The metric is the number of replicas to have, at a target of 1 for each (`AverageValue`). Without an advice to
 publish, every call fails with UNAVAILABLE, so that KEDA falls back to its own number. A trigger that names
-another `model` gets NOT_FOUND.
+another `model` or `workerType` gets NOT_FOUND. Of several types it must name one.
 
 Messages and field numbers are those of KEDA's externalscaler.proto (`MESSAGES`).
 """
@@ -21,6 +21,7 @@ from tokenfleet.advise.gauges import AdviceGauges
 
 SERVICE = "externalscaler.ExternalScaler"
 METRIC = "tokenfleet-wanted-replicas"
+TYPE = "workerType"  # of a trigger's metadata
 POLL_S = 1.0
 MESSAGES = {  # name:number:type; * is repeated, and a map is a repeated entry on the wire
     "Entry": "key:1:string value:2:string",
@@ -80,10 +81,18 @@ def messages(package: str = "externalscaler", table: Mapping[str, str] = MESSAGE
 
 def _handlers(grpc: Any, keda: Any, gauges: AdviceGauges) -> Any:
     async def published(ref: Any, context: Any) -> int:
-        model = {entry.key: entry.value for entry in ref.scalerMetadata}.get("model", gauges.model)
+        asked = {entry.key: entry.value for entry in ref.scalerMetadata}
+        model = asked.get("model", gauges.model)
         if model != gauges.model:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"this advice is for {gauges.model}, not {model}")
-        wanted = None if gauges.advice is None else gauges.advice.published
+        published = {}
+        if gauges.advice is not None:
+            published = {one.worker_type.name: one.published for one in gauges.advice.of_types}
+        name = asked.get(TYPE, "" if len(published) != 1 else next(iter(published)))
+        if published and name not in published:
+            told = f"{TYPE} {name!r} is none of {', '.join(published)}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"this advice is for other types: {told}")
+        wanted = published.get(name)
         if wanted is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "there is no advice to publish")
         return wanted or 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tokenfleet.advise.advice import Advice, AdviceSettings
+from tokenfleet.advise.advice import Advice
 
 WANTED = "tokenfleet_wanted_replicas"
 LABELS = ("model", "worker_type")  # of a model served by two types each has its own advice
@@ -16,36 +16,33 @@ LABELS = ("model", "worker_type")  # of a model served by two types each has its
 class AdviceGauges(Collector):
     """The gauges of the newest advice. Those that are not known are left out: a missing gauge is no zero."""
 
-    def __init__(self, model: str, settings: AdviceSettings) -> None:
-        self.model, self._settings = model, settings
+    def __init__(self, model: str) -> None:
+        self.model = model
         self.advice: Advice | None = None
 
     def collect(self) -> Iterator[Metric]:
         advice = self.advice
         if advice is None:
             return
-        if advice.published is not None:
-            yield self._gauge(WANTED, "replicas that meet the targets", advice.published)
-        yield self._gauge("tokenfleet_replicas", "replicas that answer", advice.has)
-        yield self._gauge("tokenfleet_advice_held", "1 while metrics are missing", int(bool(advice.held)))
+        held = int(bool(advice.held))
+        wanted = GaugeMetricFamily(WANTED, "replicas that meet the targets", labels=LABELS)
+        has = GaugeMetricFamily("tokenfleet_replicas", "replicas that answer", labels=LABELS)
+        holds = GaugeMetricFamily("tokenfleet_advice_held", "1 while metrics are missing", labels=LABELS)
         arrivals = CounterMetricFamily("tokenfleet_advice_arrivals", "requests that arrived", labels=LABELS)
-        arrivals.add_metric([self.model, self._settings.worker_type.name], advice.arrivals)
-        yield arrivals
-        if advice.likely is not None:
-            bounds = dict(zip(("low", "high"), advice.likely, strict=True))
-            yield self._family("tokenfleet_likely_replicas", "90 % interval", "bound", bounds)
-        each = self._settings.worker_type.usd_per_h
-        if each is not None and advice.wanted is not None:
-            costs = {"fleet": advice.has * each, "wanted": advice.wanted * each}
-            yield self._family("tokenfleet_advice_usd_per_hour", "cost of the replicas", "of", costs)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric([self.model, self._settings.worker_type.name], value)
-        return family
-
-    def _family(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*LABELS, label])
-        for said, value in values.items():
-            family.add_metric([self.model, self._settings.worker_type.name, said], value)
-        return family
+        likely = GaugeMetricFamily("tokenfleet_likely_replicas", "90 % interval", labels=[*LABELS, "bound"])
+        cost = GaugeMetricFamily(
+            "tokenfleet_advice_usd_per_hour", "cost of the replicas", labels=[*LABELS, "of"]
+        )
+        for one in advice.of_types:
+            labels, each = [self.model, one.worker_type.name], one.worker_type.usd_per_h
+            if one.published is not None:
+                wanted.add_metric(labels, one.published)
+            has.add_metric(labels, one.has)
+            holds.add_metric(labels, held)
+            arrivals.add_metric(labels, one.arrivals)
+            for bound, value in zip(("low", "high"), one.likely or (), strict=False):
+                likely.add_metric([*labels, bound], value)
+            if each is not None and one.wanted is not None:
+                cost.add_metric([*labels, "fleet"], one.has * each)
+                cost.add_metric([*labels, "wanted"], one.wanted * each)
+        yield from (family for family in (wanted, has, holds, arrivals, likely, cost) if family.samples)

@@ -22,11 +22,15 @@ Buckets = Mapping[str, Mapping[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class NoCounts:
-    """Why a server gave no counts. `answers`: it gave something else. `refuses`: nothing listens there."""
+    """Why a server gave no counts. `answers`: it gave something else. `refuses`: nothing listens there.
+
+    `kind`: the place of its worker type among those of the fleet.
+    """
 
     why: str
     answers: bool = False
     refuses: bool = False
+    kind: int = 0
 
 
 Page = EngineCounts | NoCounts
@@ -51,7 +55,8 @@ class FleetTraffic:
 
     `arrivals` None: not counted, for the reason `held`. `running`: by server that answers. `starting`:
     servers that have not answered yet. `ended`, with their tokens: of the same time, at the first look of the
-    servers' whole lives. `buckets`: requests up to each edge of the latency histograms.
+    servers' whole lives. `buckets`: requests up to each edge of the latency histograms. `kinds`: the worker
+    types of the servers that answer, then of those that start. `arrived`: arrivals by type.
     """
 
     at_s: float
@@ -64,10 +69,20 @@ class FleetTraffic:
     output_tokens: float = 0.0
     buckets: Buckets = field(default_factory=dict)
     held: str = ""
+    kinds: tuple[int, ...] = ()
+    arrived: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def servers(self) -> int:
         return len(self.running)
+
+    def has(self, kind: int) -> int:
+        """The servers of a type that answer."""
+        return self.kinds[: self.servers].count(kind)
+
+    def starts(self, kind: int) -> int:
+        """The servers of a type that have not answered yet."""
+        return self.kinds[self.servers :].count(kind)
 
 
 def look(
@@ -81,6 +96,7 @@ def look(
     if not now and not held:
         held = ["no server answers" if pages else "no server is listed"]
     more = _risen(watched, now, bool(held))
+    kinds = [page.kind for page in now.values()]
     counts_arrivals = not (held or watched.is_first)
     risen = more("ended", "running", "waiting") + watched.debt if counts_arrivals else 0.0
     next_watched = Watched(
@@ -93,21 +109,30 @@ def look(
         at_s,
         tuple(_total(page, "running") for page in now.values()),
         sum(_total(page, "waiting") for page in now.values()),
-        starting,
+        len(starting),
         max(risen, 0.0) if counts_arrivals else None,
         more("ended"),
         more("ended_prompt_tokens"),
         more("ended_output_tokens"),
         more.buckets(),
         _told(held),
+        (*kinds, *starting),
+        _by_kind(more, set(kinds), max(risen, 0.0)),
     )
 
 
-def _silent(watched: Watched, pages: Mapping[str, Page]) -> tuple[list[str], int]:
-    """Why servers give no counts that should, and how many have yet to answer."""
+def _by_kind(more: _Sum, kinds: set[int], arrivals: float) -> dict[int, float]:
+    """The arrivals of each type."""
+    rose = {kind: max(more.of(kind)("ended", "running", "waiting"), 0.0) for kind in kinds}
+    total = sum(rose.values())
+    return {kind: arrivals * one / total for kind, one in rose.items()} if total else {}
+
+
+def _silent(watched: Watched, pages: Mapping[str, Page]) -> tuple[list[str], list[int]]:
+    """Why servers give no counts that should, and the types of those that have yet to answer."""
     silent = {server: page for server, page in pages.items() if isinstance(page, NoCounts)}
-    lost = [f"{s}: {page.why}" for s, page in silent.items() if page.answers or s in watched.known]
-    return lost, len(silent) - len(lost)
+    lost = {s: f"{s}: {page.why}" for s, page in silent.items() if page.answers or s in watched.known}
+    return list(lost.values()), [page.kind for s, page in silent.items() if s not in lost]
 
 
 def _changed(watched: Watched, pages: Mapping[str, Page], now: Mapping[str, EngineCounts]) -> list[str]:
@@ -161,6 +186,11 @@ class _Sum:
     def __call__(self, *names: str) -> float:
         total = sum(_total(page, name) for page in self._now.values() for name in names)
         return total - sum(_total(page, name) for page in self._before.values() for name in names)
+
+    def of(self, kind: int) -> _Sum:
+        """The same over the servers of a type."""
+        both = (self._before, self._now)
+        return _Sum(*({s: page for s, page in pages.items() if page.kind == kind} for pages in both))
 
     def buckets(self) -> Buckets:
         found: dict[str, dict[float, float]] = {name: {} for name in HISTOGRAMS}

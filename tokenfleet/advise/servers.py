@@ -9,8 +9,10 @@ import asyncio
 import re
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from errno import ECONNREFUSED
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,10 +24,14 @@ from tokenfleet.advise.look import NoCounts, Page
 from tokenfleet.field_errors import read_text
 from tokenfleet.profiles.engine_metrics import MOST_BYTES, engine_counts
 
+if TYPE_CHECKING:
+    from tokenfleet.advise.watch import MetricsSource
+
 TIMEOUT_S = 4.0
 TOGETHER = 64
 DNS = "dns:"
 WORKER = re.compile(r'^vllm:\w+\{[^}]*\bworker="', re.M)  # a gateway of ours names the workers
+TWICE = "is listed for two worker types"
 SEVERAL = "shows {} engines; a replica is counted as one (`tokenfleet serve` shows its workers at port 8001)"
 
 
@@ -126,6 +132,25 @@ class Servers:
             if name not in self._known:
                 raise BadInput(f"{name}: the name cannot be resolved: {error.strerror}") from None
         return self._known[name]
+
+
+class TypedServers:
+    """The servers of several worker types as one fleet; each page has the place of its type."""
+
+    def __init__(self, of_types: Sequence[MetricsSource]) -> None:
+        self._of_types = of_types
+        self.discovered: frozenset[str] = frozenset()
+
+    async def pages(self, at_s: float) -> dict[str, Page]:
+        """What each server says now. One that is listed for two types is not counted."""
+        pages: dict[str, Page] = {}
+        of_types = await asyncio.gather(*(source.pages(at_s) for source in self._of_types))
+        self.discovered = frozenset().union(*(source.discovered for source in self._of_types))
+        for kind, found in enumerate(of_types):
+            for server, page in found.items():
+                is_new = server not in pages
+                pages[server] = replace(page, kind=kind) if is_new else NoCounts(TWICE, answers=True)
+        return pages
 
 
 def checked(address: str, where: str = "advise") -> str:

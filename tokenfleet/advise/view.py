@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from tokenfleet.advise.advice import Advice, AdviceSettings, Spent
+from tokenfleet.advise.advice import Advice, AdviceSettings, Spent, TypeAdvice
 from tokenfleet.advise.bottleneck import bottleneck, hopeless
 from tokenfleet.advise.decide import doubt_of
 from tokenfleet.report.tables import asked_text, share_text, usd_text
@@ -28,7 +28,9 @@ def verdict(settings: AdviceSettings, advice: Advice) -> str:
     sure = ""
     if advice.likely is not None and advice.likely[0] != advice.likely[1]:
         sure = f" (90 % sure: {advice.likely[0]} to {advice.likely[1]})"
-    if wanted == advice.has:
+    if len(advice.of_types) > 1:
+        text = _mix_text(advice)
+    elif wanted == advice.has:
         text = f"Keep {has}: they are what the traffic needs{sure}"
     elif wanted > advice.has:
         text = f"Add {wanted - advice.has}: {has}, the traffic needs {wanted}{sure}"
@@ -39,15 +41,17 @@ def verdict(settings: AdviceSettings, advice: Advice) -> str:
 
 def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tuple[str, str]]:
     """What there is to say, the verdict first: (topic, text)."""
-    slo, profile = settings.slo, advice.profile
+    slo, several = settings.slo, len(advice.of_types) > 1
     yield "Advice", verdict(settings, advice)
     if advice.held:
         yield "Metrics", held_text(advice, clock)
     if advice.applied:
         yield "Applied", advice.applied
-    yield "Cost", cost_text(settings, advice)
+    yield "Cost", cost_text(advice)
     if advice.spent is not None and advice.spent.hours >= SHORTEST_H:
-        yield "Spent", spent_text(settings, advice.spent)
+        yield "Spent", spent_text(advice.spent)
+    for one in advice.of_types if several else ():
+        yield one.worker_type.name, _type_text(settings, advice, one)
     within = f"TTFT {duration_text(slo.ttft_s)} and TPOT {duration_text(slo.tpot_s)}"
     yield "Target", f"{asked_text(settings.attainment)} of requests within {within}"
     yield "In time", _shares_text(advice)
@@ -57,20 +61,57 @@ def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tu
         rule = f"ceil({advice.line.workers_per_rps:.3g} x req/s + {advice.line.intercept:.2g})"
         yield "Why", f"replicas = {rule}, at {advice.upper_rps:.3g} req/s"
     if advice.lengths is not None:
-        binds = bottleneck(profile, slo, *advice.lengths)
-        saves = f"25 % more of it would save {percent(binds.spares)} of the replicas"
-        yield "Bottleneck", f"{binds.name}; {saves}"
-        if why := hopeless(profile, slo, *advice.lengths):
-            yield "Beware", f"no number of replicas meets the target: {why}"
+        if not several:
+            binds = bottleneck(advice.of_types[0].profile, slo, *advice.lengths)
+            saves = f"25 % more of it would save {percent(binds.spares)} of the replicas"
+            yield "Bottleneck", f"{binds.name}; {saves}"
+        for one in advice.of_types:
+            if why := hopeless(one.profile, slo, *advice.lengths):
+                of = f" of {one.worker_type.name}" if several else ""
+                yield "Beware", f"no number of replicas{of} meets the target: {why}"
     if (change := advice.change) is not None and change.before is not None:
         at = f"{clock(change.at_s):%H:%M:%S}"
         yield "Last change", f"{at} from {change.before} to {change.after}: {change.why}"
     busy = f"{advice.running:.0f} requests running, {advice.waiting:.0f} waiting"
     starting = f", {advice.starting} starting" if advice.starting else ""
     yield "Replicas", f"{advice.has} answer{starting}; {busy}; {advice.arrivals:,.0f} arrivals counted"
-    is_known = profile is not settings.worker_type.profile
-    known = "calibrated by these servers" if is_known else "not yet calibrated"
-    yield "Step times", f"{profile.label}, {known}: off by up to {percent(doubt_of(profile))}"
+    for one in advice.of_types:
+        known = "calibrated by these servers" if one.is_calibrated else "not yet calibrated"
+        yield "Step times", f"{one.profile.label}, {known}: off by up to {percent(doubt_of(one.profile))}"
+
+
+def _mix_text(advice: Advice) -> str:
+    """What to add and to remove of each type."""
+    changes = [(one.worker_type.name, (one.wanted or 0) - one.has) for one in advice.of_types]
+    steps = [f"{'add' if n > 0 else 'remove'} {abs(n)} {name}" for name, n in changes if n]
+    if not steps:
+        has = " + ".join(f"{one.has} {one.worker_type.name}" for one in advice.of_types)
+        return f"Keep {has}: they are the cheapest for the traffic"
+    said = ", ".join(steps)
+    return f"{said[0].upper()}{said[1:]}: then the fleet is the cheapest for the traffic"
+
+
+def _type_text(settings: AdviceSettings, advice: Advice, one: TypeAdvice) -> str:
+    """What runs of a type, what should run, and why."""
+    text = f"{one.has} answer" + (f", {one.starting} starting" if one.starting else "")
+    if one.wanted is not None:
+        text += f", {one.wanted} wanted"
+        if one.likely is not None and one.likely[0] != one.likely[1]:
+            text += f" (90 % sure: {one.likely[0]} to {one.likely[1]})"
+        text += {one.worker_type.low: ", the floor", one.worker_type.limit: ", the ceiling"}.get(
+            one.wanted, ""
+        )
+    if one.carries_rps is not None:
+        text += f"; one carries {one.carries_rps:.3g} req/s"
+        if one.worker_type.usd_per_h is not None:
+            text += f", ${one.worker_type.usd_per_h / one.carries_rps / 3.6:.3g} per 1,000 requests"
+    if advice.lengths is not None:
+        text += f"; bottleneck {bottleneck(one.profile, settings.slo, *advice.lengths).name}"
+    carried = sum(of.has * (of.carries_rps or 0.0) for of in advice.of_types)
+    if one.gets is not None and one.carries_rps is not None and carried > 0:
+        could = percent(one.has * one.carries_rps / carried)
+        text += f"; gets {percent(one.gets)} of the requests, could take {could}"
+    return text
 
 
 def held_text(advice: Advice, clock: Clock) -> str:
@@ -80,23 +121,21 @@ def held_text(advice: Advice, clock: Clock) -> str:
     return f"{advice.held}. Not counted{since}; {kept}"
 
 
-def cost_text(settings: AdviceSettings, advice: Advice) -> str:
+def cost_text(advice: Advice) -> str:
     """What the fleet costs, and what it would by the advice."""
-    each = settings.worker_type.usd_per_h
-    if each is None:
+    if advice.usd_per_h is None or any(one.worker_type.usd_per_h is None for one in advice.of_types):
         return "no price known for this GPU; give one with --prices"
-    has, more = usd_text(advice.has * each), (advice.wanted or advice.has) - advice.has
-    if advice.wanted is None or more == 0:
+    has, wanted = usd_text(advice.usd_per_h), advice.wanted_usd_per_h
+    if wanted is None or abs(more := wanted - advice.usd_per_h) < 0.005:
         return has
-    return f"{has}; this advice costs {usd_text(abs(more) * each)} {'more' if more > 0 else 'less'}"
+    return f"{has}; this advice costs {usd_text(abs(more))} {'more' if more > 0 else 'less'}"
 
 
-def spent_text(settings: AdviceSettings, spent: Spent) -> str:
+def spent_text(spent: Spent) -> str:
     """Replica-hours that the fleet had and that the advice asked for, with what they cost."""
-    each = settings.worker_type.usd_per_h
     had, advised = (
-        f"{hours:.3g} replica-hours" + ("" if each is None else f" (${hours * each:,.2f})")
-        for hours in (spent.had, spent.advised)
+        f"{hours:.3g} replica-hours" + ("" if spent.usd is None else f" (${spent.usd[i]:,.2f})")
+        for i, hours in enumerate((spent.had, spent.advised))
     )
     low, high = spent.likely
     sure = f"; 90 % sure: {low:.3g} to {high:.3g}" if f"{low:.3g}" != f"{high:.3g}" else ""
@@ -148,26 +187,30 @@ def _shares_text(advice: Advice) -> str:
 
 def document(settings: AdviceSettings, advice: Advice, clock: Clock) -> dict[str, Any]:
     """The advice as JSON."""
-    each, rate_rps = settings.worker_type.usd_per_h, None if advice.regime is None else advice.regime.rate_rps
+    rate_rps = None if advice.regime is None else advice.regime.rate_rps
     prompt_tokens, output_tokens = advice.lengths or (None, None)
-    binds = None if advice.lengths is None else bottleneck(advice.profile, settings.slo, *advice.lengths).name
+    only = advice.of_types[0] if len(advice.of_types) == 1 else None
+    binds = None
+    if only is not None and advice.lengths is not None:
+        binds = bottleneck(only.profile, settings.slo, *advice.lengths).name
     change = advice.change
     return {
         "schema": SCHEMA,
         "at": _iso(advice.at_s, clock),
         "model": settings.served,
-        "worker_type": settings.worker_type.name,
+        "worker_type": None if only is None else only.worker_type.name,
         "replicas": advice.has,
         "starting": advice.starting,
         "wanted_replicas": advice.wanted,
         "published_replicas": advice.published,
         "likely": advice.likely,
-        "floor": settings.scaling.limits.low,
-        "ceiling": None if settings.scaling.limits.high in (None, MOST) else settings.scaling.limits.high,
+        "floor": settings.scaling.target.low,
+        "ceiling": _bounded(settings.scaling.target.high),
         "held": advice.held or None,
         "held_since": _iso(advice.held_since_s, clock),
-        "usd_per_hour": _product(each, advice.has),
-        "wanted_usd_per_hour": _product(each, advice.wanted),
+        "usd_per_hour": _product(advice.usd_per_h, 1),
+        "wanted_usd_per_hour": _product(advice.wanted_usd_per_h, 1),
+        "worker_types": [_type_document(one) for one in advice.of_types] if only is None else None,
         "rate_rps": _product(rate_rps, 1),
         "rate_since": _iso(advice.since_s, clock),
         "mean_prompt_tokens": _product(prompt_tokens, 1),
@@ -188,7 +231,7 @@ def document(settings: AdviceSettings, advice: Advice, clock: Clock) -> dict[str
         "waiting": advice.waiting,
         "arrivals": advice.arrivals,
         "in_time": advice.shares,
-        "step_time_doubt": round(doubt_of(advice.profile), 4),
+        "step_time_doubt": round(max(doubt_of(one.profile) for one in advice.of_types), 4),
         "change": None
         if change is None
         else {
@@ -199,6 +242,29 @@ def document(settings: AdviceSettings, advice: Advice, clock: Clock) -> dict[str
         },
         "says": list(lines(settings, advice, clock)),
     }
+
+
+def _type_document(one: TypeAdvice) -> dict[str, Any]:
+    """The part of a type as JSON."""
+    return {
+        "worker_type": one.worker_type.name,
+        "replicas": one.has,
+        "starting": one.starting,
+        "wanted_replicas": one.wanted,
+        "published_replicas": one.published,
+        "likely": one.likely,
+        "floor": one.worker_type.low,
+        "ceiling": _bounded(one.worker_type.limit),
+        "usd_per_hour": one.worker_type.usd_per_h,
+        "carries_rps": _product(one.carries_rps, 1),
+        "arrivals": one.arrivals,
+        "share_of_requests": _product(one.gets, 1),
+    }
+
+
+def _bounded(most: int | None) -> int | None:
+    """A ceiling; None where none was given."""
+    return None if most == MOST else most
 
 
 def _iso(at_s: float | None, clock: Clock) -> str | None:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -87,7 +87,7 @@ class FleetWatch:
         self._servers, self._model, self._every_s, self._act = servers, model, every_s, act
         self._settings = looked_at(settings, every_s)
         self._watched, self._state = Watched(), AdviceState()
-        self._intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
+        self._intervals: list[deque[Interval]] = [deque(maxlen=MOST_INTERVALS) for _ in settings.types]
         self._calibrated_s = ORIGIN_S
         self.record, self.history = TrafficRecord(), AdviceHistory()
 
@@ -119,7 +119,9 @@ class FleetWatch:
         self._watched, traffic = look(self._watched, pages, at_s, self._model)
         self.record.add(traffic)
         if not traffic.held:
-            self._intervals.extend(intervals_of([before, self._watched.last]))
+            for kind, intervals in enumerate(self._intervals):
+                both = (before, self._watched.last)
+                intervals.extend(intervals_of([_of_kind(pages, kind) for pages in both]))
         self._state, advice = advise(self._settings, self._state, traffic)
         if at_s - self._calibrated_s >= CALIBRATE_S:
             self._calibrated_s = at_s
@@ -127,13 +129,19 @@ class FleetWatch:
         return advice
 
     async def _calibrate(self) -> None:
-        """Correct the step times, where there was traffic enough."""
-        around = self._settings.worker_type.profile
-        try:
-            made, _ = await asyncio.to_thread(calibrated_by, tuple(self._intervals), around)
-        except BadInput:
-            return
-        self._state = replace(self._state, profile=made)
+        """Correct the step times of each type that had traffic enough."""
+        for kind, intervals in enumerate(self._intervals):
+            around = self._settings.types[kind].profile
+            try:
+                made, _ = await asyncio.to_thread(calibrated_by, tuple(intervals), around)
+            except BadInput:
+                continue
+            self._state = replace(self._state, profiles={**self._state.profiles, kind: made})
+
+
+def _of_kind(pages: Mapping[str, EngineCounts], kind: int) -> dict[str, EngineCounts]:
+    """The pages of a type's servers."""
+    return {server: page for server, page in pages.items() if page.kind == kind}
 
 
 @asynccontextmanager

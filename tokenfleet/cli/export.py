@@ -27,8 +27,12 @@ class ExportFlags:
         typer.Option(help="keda without a plan: what `advise --format json` printed; needs --target"),
     ] = None
     target: Annotated[
-        str | None,
-        typer.Option(metavar="KIND/NAME", help="keda: what to scale, deployment/NAME or statefulset/NAME"),
+        list[str] | None,
+        typer.Option(
+            metavar="KIND/NAME",
+            help="keda: what to scale, deployment/NAME or statefulset/NAME; TYPE=deployment/NAME for each"
+            " worker type of a mixed fleet",
+        ),
     ] = None
     weights: Annotated[
         str | None, typer.Option(help="weights that engines load: a Hugging Face name or a folder")
@@ -75,20 +79,23 @@ def export_command(flags: ExportFlags) -> None:
     from tokenfleet.planning.plan_file import read_plan
 
     kinds = known_kinds(flags.kind)
-    target = None if flags.target is None else scale_target(flags.target, "--target")
-    settings = ExportSettings(flags.name, flags.image, flags.prometheus, flags.scaler, target)
+    named = [text.rpartition("=") for text in flags.target or ()]
+    targets = {name: scale_target(target, "--target") for name, _, target in named}
+    settings = ExportSettings(flags.name, flags.image, flags.prometheus, flags.scaler, targets.get(""))
     if flags.plan is not None and flags.advice is not None:
         raise BadInput("--advice: contradicts --plan; give one of them")
     if flags.plan is not None:
+        if any(targets):
+            raise BadInput("--target: expected deployment/NAME or statefulset/NAME; a plan has one type")
         if flags.home_claim != dns_name(flags.home_claim, 253):
             raise BadInput(f"--home-claim: expected a PersistentVolumeClaim's name, got {flags.home_claim!r}")
         made = deployment(read_plan(flags.plan), flags.weights, flags.gpu_product or ())
         fleet = replace(made, home_claim=flags.home_claim)
         files = export_files(fleet, kinds, settings, flags.output_dir)
     elif flags.advice is not None:
-        if kinds != ("keda",) or target is None:
+        if kinds != ("keda",) or not targets:
             raise BadInput("--advice: for keda alone, with --target deployment/NAME; --plan gives the others")
-        followed = followed_advice(read_text(flags.advice), str(flags.advice), target)
+        followed = followed_advice(read_text(flags.advice), str(flags.advice), targets)
         files = advice_files(followed, settings, flags.output_dir)
     else:
         raise BadInput("--plan: missing; name a plan.json, or for keda an advice with --advice")

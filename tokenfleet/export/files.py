@@ -70,15 +70,16 @@ def _keda(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
     return {"keda.yaml": _documents(heading, [keda(followed, settings.prometheus, settings.scaler)])}
 
 
-def advice_files(followed: Followed, settings: ExportSettings, folder: Path) -> dict[Path, str]:
-    """The ScaledObject of a fleet that is watched; nothing is written. Raises BadInput."""
+def advice_files(followed: Sequence[Followed], settings: ExportSettings, folder: Path) -> dict[Path, str]:
+    """The ScaledObject of each type of a fleet that is watched; nothing is written. Raises BadInput."""
     flags = shlex.join(asked_at(settings.scaler is not None))
-    heading = (
-        f"# From an advice of tokenfleet: {followed.low} to {followed.high} replicas of {followed.model}."
-        f"\n# Run the same `tokenfleet advise` with {flags}."
+    heading = "".join(
+        f"# From an advice of tokenfleet: {one.low} to {one.high} replicas of {one.model} at {one.target}.\n"
+        for one in followed
     )
-    scaled = keda(followed, settings.prometheus, settings.scaler)
-    return {folder / "keda" / "keda.yaml": _documents(heading, [scaled])}
+    scaled = [keda(one, settings.prometheus, settings.scaler) for one in followed]
+    heading += f"# Run the same `tokenfleet advise` with {flags}."
+    return {folder / "keda" / "keda.yaml": _documents(heading, scaled)}
 
 
 def _prometheus(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:

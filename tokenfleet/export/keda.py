@@ -12,12 +12,15 @@ that is more.
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pydantic
 
 from controlplane.errors import BadInput
+from tokenfleet.advise.external_scaler import TYPE
 from tokenfleet.advise.gauges import WANTED
 from tokenfleet.advise.target import ScaleTarget, host_port
 from tokenfleet.advise.view import SCHEMA
@@ -55,20 +58,30 @@ def followed_plan(fleet: Deployment, release: str, target: ScaleTarget | None = 
     return Followed(named, fleet.weights, low, high, high)
 
 
-class _Advice(pydantic.BaseModel):
-    """The fields of an advice that a ScaledObject needs."""
+class _OfType(pydantic.BaseModel):
+    """The fields of an advice for a type that a ScaledObject needs."""
+
+    replicas: int = pydantic.Field(ge=0)
+    wanted_replicas: int | None = pydantic.Field(ge=0)
+    floor: int = pydantic.Field(ge=0)
+    ceiling: int | None = pydantic.Field(ge=1)
+    worker_type: str | None = None
+
+
+class _Advice(_OfType):
+    """Those of the whole; `worker_types`: of a mixed fleet."""
 
     schema_: Literal["tokenfleet.advice/1"] = pydantic.Field(alias="schema")
     model: str = pydantic.Field(min_length=1)
-    replicas: int = pydantic.Field(ge=0)
-    wanted_replicas: int | None = pydantic.Field(ge=1)
     floor: int = pydantic.Field(ge=1)
-    ceiling: int | None = pydantic.Field(ge=1)
-    worker_type: str = ""
+    worker_types: list[_OfType] | None = None
 
 
-def followed_advice(text: str, where: str, target: ScaleTarget) -> Followed:
-    """The fleet of an advice, the last of `text`, as `advise --format json` prints it. Raises BadInput."""
+def followed_advice(text: str, where: str, targets: Mapping[str, ScaleTarget]) -> list[Followed]:
+    """The fleet of an advice, the last of `text`, as `advise --format json` prints it; each type by itself.
+
+    `targets`: by the name of the type; "" where there is one. Raises BadInput.
+    """
     told = [line for line in text.splitlines() if line.strip()]
     try:
         document = json.loads(told[-1] if told else "")
@@ -80,11 +93,19 @@ def followed_advice(text: str, where: str, target: ScaleTarget) -> Followed:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "advice"
         raise BadInput(f"{where}: {field}: {first['msg']}; expected a document of {SCHEMA}") from None
-    if advice.ceiling is None:
-        raise BadInput(f"{where}: ceiling: missing; run advise with --replicas MIN..MAX")
-    most = max(advice.wanted_replicas or 0, advice.replicas, advice.floor)
-    fallback = min(most, advice.ceiling)
-    return Followed(target, advice.model, advice.floor, advice.ceiling, fallback, advice.worker_type)
+    of_types = {one.worker_type or "": one for one in advice.worker_types or ()} or {"": advice}
+    if targets.keys() != of_types.keys():
+        each = [f"{name}=deployment/NAME".lstrip("=") for name in of_types]
+        asked = " ".join(f"--target {shlex.quote(one)}" for one in each)
+        raise BadInput(f"--target: expected {asked}")
+    return [_followed(advice.model, one, where, targets[name]) for name, one in of_types.items()]
+
+
+def _followed(model: str, one: _OfType, where: str, target: ScaleTarget) -> Followed:
+    if one.ceiling is None:
+        raise BadInput(f"{where}: ceiling: missing; run advise with --replicas MIN..MAX, or max in --kind")
+    fallback = min(max(one.wanted_replicas or 0, one.replicas, one.floor), one.ceiling)
+    return Followed(target, model, one.floor, one.ceiling, fallback, one.worker_type or "")
 
 
 def bounds(fleet: Deployment) -> tuple[int, int]:
@@ -158,6 +179,8 @@ def _by_scaler(followed: Followed, scaler: str) -> dict[str, Any]:
     """KEDA asks `advise --scaler` for the number, and is pushed whether the fleet is active."""
     host_port(scaler, "--scaler")
     metadata = {"scalerAddress": scaler, "model": followed.model}
+    if followed.worker_type:
+        metadata[TYPE] = followed.worker_type
     return {"type": "external-push", "metricType": "AverageValue", "metadata": metadata}
 
 

@@ -73,6 +73,7 @@ class EngineCounts:
     """What one engine told at `at_s`: values by the names of `NAMES`, and its KV (0 where it is not said).
 
     `buckets`: of each of `HISTOGRAMS` the requests up to each edge. `model`: the name that it is served by.
+    `kind`: the place of its worker type among those of the fleet.
     """
 
     at_s: float
@@ -81,6 +82,7 @@ class EngineCounts:
     block_tokens: int = 0
     buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     model: str = ""
+    kind: int = 0
 
 
 def scraped(url: str) -> str:

@@ -30,7 +30,7 @@ EVERY_S = 5.0
 def asked(cold_start_s=60.0, slo=SLO, low=1, high=1000, profile=PROFILE):
     worker_type = WorkerType.of(profile, 2.69)
     scaling = Autoscale(low, high).settings((worker_type,))
-    return AdviceSettings(worker_type, slo, 0.99, scaling, cold_start_s)
+    return AdviceSettings(slo, 0.99, scaling, cold_start_s)
 
 
 class Fleet:

@@ -12,6 +12,8 @@ from tokenfleet.advise.day.history import APART_S, KEPT_S, AdviceHistory
 from tokenfleet.advise.day.page import page_document
 from tokenfleet.advise.view import lines, spent_text
 
+USD = 2.69
+
 
 def clock(at_s):
     return datetime.fromtimestamp(1_700_000_000.0 + at_s, UTC)
@@ -26,7 +28,10 @@ def story(first, *steps):
     """A history of looks: (seconds since the first, has, wanted, likely)."""
     history, spent = AdviceHistory(), None
     for at_s, has, wanted, likely in steps:
-        spent = history.add(replace(first, at_s=at_s, has=has, starting=0, wanted=wanted, likely=likely))
+        costs = {"usd_per_h": has * USD, "wanted_usd_per_h": None if wanted is None else wanted * USD}
+        spent = history.add(
+            replace(first, at_s=at_s, has=has, starting=0, wanted=wanted, likely=likely, **costs)
+        )
     return history, spent
 
 
@@ -39,8 +44,8 @@ def test_hours_are_summed_from_the_first_advice_on_with_the_bounds(advices):
         (7200.0, 4, 4, (4, 6)),
         (9000.0, 4, 4, (4, 6)),
     )
-    assert spent == Spent(1.5, 10.0, 6.0, (5.0, 8.0))
-    told = spent_text(asked(), spent)
+    assert spent == Spent(1.5, 10.0, 6.0, (5.0, 8.0), pytest.approx((26.9, 16.14)))
+    told = spent_text(spent)
     assert told == (
         "10 replica-hours ($26.90) in the last 90 min; the advice asked for 6 replica-hours ($16.14);"
         " 90 % sure: 5 to 8"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from controlplane.errors import BadInput
-from tokenfleet.advise.external_scaler import METRIC, SERVICE, messages, scaler_at
+from tokenfleet.advise.external_scaler import METRIC, SERVICE, TYPE, messages, scaler_at
 from tokenfleet.advise.gauges import AdviceGauges
 
 grpc = pytest.importorskip("grpc")
@@ -45,8 +45,13 @@ def test_messages_are_those_of_externalscaler_proto(keda):
 def asked(tmp_path, keda, published, talk):
     """What comes of `talk` with a scaler that publishes this."""
     address = f"unix:{tmp_path}/scaler"
-    gauges = AdviceGauges("llama", None)
-    gauges.advice = SimpleNamespace(published=published)
+    gauges = AdviceGauges("llama")
+    types = published if isinstance(published, dict) else {"h100-sxm TP1": published}
+    of_types = [
+        SimpleNamespace(worker_type=SimpleNamespace(name=name), published=wanted)
+        for name, wanted in types.items()
+    ]
+    gauges.advice = SimpleNamespace(of_types=of_types)
 
     async def run():
         async with scaler_at(address, gauges), grpc.aio.insecure_channel(address) as channel:
@@ -106,6 +111,34 @@ def test_without_an_advice_or_of_another_model_the_call_fails(tmp_path, keda, pu
     assert (error.code().name, error.details()) == (code, why)
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("h100-sxm TP1", 4),
+        ("a100-sxm TP1", 0),
+        ("l40s TP1", "this advice is for other types: workerType 'l40s TP1' is none of"),
+        (None, "this advice is for other types: workerType '' is none of h100-sxm TP1, a100-sxm TP1"),
+    ],
+)
+def test_of_several_worker_types_each_gets_its_own_number(tmp_path, keda, name, answer):
+    asks = [] if name is None else [keda.Entry(key=TYPE, value=name)]
+    ref = keda.ScaledObjectRef(name="vllm", scalerMetadata=asks)
+
+    async def talk(call):
+        try:
+            asked = keda.GetMetricsRequest(scaledObjectRef=ref)
+            return await call("GetMetrics", keda.GetMetricsResponse)(asked)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name, error.details()
+
+    said = asked(tmp_path, keda, {"h100-sxm TP1": 4, "a100-sxm TP1": 0}, talk)
+    if isinstance(answer, str):
+        assert said[0] == "NOT_FOUND"
+        assert said[1].startswith(answer)
+    else:
+        assert said.metricValues[0].metricValue == answer
+
+
 def test_what_is_no_message_gets_an_error_and_the_next_one_an_answer(tmp_path, keda):
     async def talk(call):
         ask = call("IsActive", keda.IsActiveResponse)
@@ -118,7 +151,7 @@ def test_what_is_no_message_gets_an_error_and_the_next_one_an_answer(tmp_path, k
 
 def test_an_address_that_is_none_is_refused_in_a_line():
     async def run():
-        async with scaler_at("127.0.0.1:1/x", AdviceGauges("llama", None)):
+        async with scaler_at("127.0.0.1:1/x", AdviceGauges("llama")):
             pass
 
     with pytest.raises(BadInput, match="cannot listen there"):

@@ -129,7 +129,8 @@ ADVICE = SimpleNamespace(published=6, held="", has=4, starting=0)
 
 
 def advice(**more):
-    return SimpleNamespace(**(vars(ADVICE) | more))
+    made = SimpleNamespace(**(vars(ADVICE) | more))
+    return SimpleNamespace(held=made.held, of_types=[made])
 
 
 def test_the_scale_follows_the_advice_within_its_bounds_and_never_without_metrics():

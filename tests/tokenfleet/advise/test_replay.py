@@ -34,7 +34,7 @@ def day(minutes=30, quiet=2.0, busy=10.0, seed=0):
     load = Workload(np.sort(times), rng.integers(200, 2000, len(times)), rng.integers(50, 400, len(times)))
     worker_type = WorkerType.of(PROFILE, 5.38)
     scaling = Autoscale(1, 1000).settings((worker_type,))
-    return ReplayedDay(load, AdviceSettings(worker_type, SLO, 0.99, scaling, 30.0))
+    return ReplayedDay(load, AdviceSettings(SLO, 0.99, scaling, 30.0))
 
 
 @pytest.fixture(scope="module")

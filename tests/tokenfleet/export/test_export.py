@@ -191,7 +191,8 @@ def test_an_advice_becomes_a_scaledobject_of_the_operator_s_own_workload(
     assert (spec["minReplicaCount"], spec["maxReplicaCount"], spec["fallback"]["replicas"]) == (2, 12, 8)
     (trigger,) = spec["triggers"]
     if scaler:
-        assert trigger["metadata"] == {"scalerAddress": scaler, "model": "llama"}
+        told = {"scalerAddress": scaler, "model": "llama", "workerType": "h100-sxm TP1"}
+        assert trigger["metadata"] == told
         assert "--scaler 0.0.0.0:6000" in text
     else:
         query = f'max({WANTED}{{model="llama",worker_type="h100-sxm TP1"}})'
@@ -199,9 +200,36 @@ def test_an_advice_becomes_a_scaledobject_of_the_operator_s_own_workload(
         assert "--listen 0.0.0.0:9105" in text
 
 
+MIXED = [
+    {"worker_type": "h100-sxm TP1", "replicas": 8, "wanted_replicas": 3, "floor": 2, "ceiling": 12},
+    {"worker_type": "a100-sxm TP1", "replicas": 0, "wanted_replicas": 4, "floor": 0, "ceiling": 6},
+]
+TARGETS = [f"--target={name}-sxm TP1=deployment/vllm-{name}" for name in ("h100", "a100")]
+
+
+def test_an_advice_for_two_worker_types_becomes_a_scaledobject_of_each(tmp_path: Path) -> None:
+    (tmp_path / "advice.json").write_text(advice_text(worker_type=None, worker_types=MIXED))
+    words = ["export", "keda", "--advice", f"{tmp_path}/advice.json", *TARGETS]
+    assert main([*words, "--output-dir", str(tmp_path / "out")]) in (None, 0)
+    objects = [*yaml.safe_load_all((tmp_path / "out/keda/keda.yaml").read_text())]
+    specs = {one["spec"]["scaleTargetRef"]["name"]: checked_object(one)["spec"] for one in objects}
+    for name, bounds in {"vllm-h100": (2, 12, 8), "vllm-a100": (0, 6, 4)}.items():
+        spec = specs[name]
+        assert (spec["minReplicaCount"], spec["maxReplicaCount"], spec["fallback"]["replicas"]) == bounds
+        gpu = name.removeprefix("vllm-")
+        query = f'max({WANTED}{{model="llama",worker_type="{gpu}-sxm TP1"}})'
+        assert spec["triggers"][0]["metadata"]["query"] == query
+    assert len(specs) == len({one["metadata"]["name"] for one in objects}) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "flags", "says"),
     [
+        (
+            advice_text(worker_types=MIXED),
+            ["--target", "deployment/vllm"],
+            "--target: expected --target 'h100-sxm TP1=deployment/NAME'",
+        ),
         ("", ["--target", "deployment/vllm"], "expected a document of `tokenfleet advise --format json`"),
         ("[1]", ["--target", "deployment/vllm"], "expected a document of tokenfleet.advice/1"),
         (advice_text(ceiling=None), ["--target", "deployment/vllm"], "run advise with --replicas MIN..MAX"),

@@ -16,13 +16,15 @@ APART_S = 60.0  # between two points where nothing changes
 
 
 class AdvicePoint(NamedTuple):
-    """A moment: replicas that answer and start, those advised, and the range that is 90 % sure."""
+    """A moment: replicas that answer and start, those advised, the range that is 90 % sure, and costs."""
 
     at_s: float
     has: int
     wanted: int | None
     likely: tuple[int, int] | None
     rate_rps: float | None
+    usd_per_h: float | None = None
+    wanted_usd_per_h: float | None = None
 
 
 class AdviceHistory:
@@ -35,7 +37,8 @@ class AdviceHistory:
     def add(self, advice: Advice) -> Spent | None:
         """Keep this look, and sum up the last day; None before there is an advice to compare with."""
         rate_rps = None if advice.regime is None else advice.regime.rate_rps
-        now = AdvicePoint(advice.at_s, advice.has + advice.starting, advice.wanted, advice.likely, rate_rps)
+        has, costs = advice.has + advice.starting, (advice.usd_per_h, advice.wanted_usd_per_h)
+        now = AdvicePoint(advice.at_s, has, advice.wanted, advice.likely, rate_rps, *costs)
         kept = self.points[-1] if self.points else None
         if kept is None or now[1:4] != kept[1:4] or now.at_s - kept.at_s >= APART_S:
             self.points.append(now)
@@ -50,7 +53,8 @@ class AdviceHistory:
         return points if self._last is None or self._last in points else [*points, self._last]
 
     def _spent(self, now: AdvicePoint) -> Spent | None:
-        hours = had = wanted = low = high = 0.0
+        hours = had = wanted = low = high = usd = wanted_usd = 0.0
+        is_priced = True
         for one, after in pairwise([*self.points, now]):
             if one.wanted is None:
                 continue
@@ -61,4 +65,8 @@ class AdviceHistory:
             wanted += one.wanted * passed_h
             low += least * passed_h
             high += most * passed_h
-        return Spent(hours, had, wanted, (low, high)) if hours > 0 else None
+            is_priced = is_priced and one.usd_per_h is not None and one.wanted_usd_per_h is not None
+            usd += (one.usd_per_h or 0.0) * passed_h
+            wanted_usd += (one.wanted_usd_per_h or 0.0) * passed_h
+        costs = (usd, wanted_usd) if is_priced else None
+        return Spent(hours, had, wanted, (low, high), costs) if hours > 0 else None

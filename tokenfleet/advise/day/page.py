@@ -18,7 +18,6 @@ def page_document(
     """The page. Its sentences are those of the terminal; its charts bring their own words."""
     points = history.until_now()
     times = [clock(point.at_s).timestamp() for point in points]
-    each = settings.worker_type.usd_per_h
 
     def line(name: str, tone: str, value: Callable[[AdvicePoint], float | None]) -> dict[str, Any]:
         pairs = [list(pair) for pair in zip(times, map(value, points), strict=True)]
@@ -39,10 +38,10 @@ def page_document(
             [line("req/s", "a", lambda point: point.rate_rps)],
         ),
     ]
-    if each is not None:
+    if advice.usd_per_h is not None:
         cost = [
-            line("has", "a", lambda point: point.has * each),
-            line("wants", "b dashed", lambda point: None if point.wanted is None else point.wanted * each),
+            line("has", "a", lambda point: point.usd_per_h),
+            line("wants", "b dashed", lambda point: point.wanted_usd_per_h),
         ]
         charts.append(_chart("Cost", "What the fleet costs, and what the advice would.", "$/h", cost))
     return {"schema": SCHEMA, "now": document(settings, advice, clock), "charts": charts}

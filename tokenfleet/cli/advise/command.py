@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,15 @@ from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
 from controlplane.worker_type import WorkerType
-from tokenfleet.cli.advise.flags import AdviseFlags, bounds, refuse_contradictions, seconds, watch_s
+from tokenfleet.cli.advise.flags import (
+    AdviseFlags,
+    KindAsked,
+    bounds,
+    kinds_asked,
+    refuse_contradictions,
+    seconds,
+    watch_s,
+)
 from tokenfleet.cli.advise.shown import ShownAdvice, replay_day
 from tokenfleet.cli.flags import OutputFormat, takes
 from tokenfleet.cli.terminal import warn
@@ -24,7 +33,7 @@ from tokenfleet.texts import parse_slo
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tokenfleet.advise.advice import AdviceSettings
     from tokenfleet.cli.advise.plan import WatchedTraffic
@@ -42,6 +51,8 @@ def advise_command(flags: AdviseFlags) -> int:
     tokenfleet advise dns:vllm-headless:8000 --profile mine.yaml --slo ttft=1s,tpot=50ms --listen 0.0.0.0:9105
 
     tokenfleet advise --servers servers.txt --gpu h100 --slo ttft=1s,tpot=50ms --once --format json
+    tokenfleet advise --kind gpu=h100,servers=dns:vllm-h100:8000 --kind gpu=a100,servers=dns:vllm-a100:8000 \
+      --slo ttft=1s,tpot=50ms
 
     tokenfleet advise vllm-0:8000 --gpu h100 --slo ttft=1s,tpot=50ms --plan 10m --output-dir out
     tokenfleet advise --replay day.csv --model llama-3.1-8b --gpu h100 --slo ttft=1s,tpot=50ms
@@ -55,26 +66,35 @@ def advise_command(flags: AdviseFlags) -> int:
     hold_s = seconds(flags.scale_in_after, "--scale-in-after", 1.0, 86_400.0)
     watched_s = watch_s(flags)
     refuse_contradictions(flags)
-    given = None if flags.profile is None else read_profile(flags.profile)
+    of_types = [_of_type(flags, kind) for kind in kinds_asked(flags)] or [flags]
+    given = [None if one.profile is None else read_profile(one.profile) for one in of_types]
 
     from dataplane.live.control.settings import Autoscale
     from tokenfleet.advise.advice import AdviceSettings
 
     follows = Autoscale(low, high, hold_s=hold_s, attainment=flags.attainment)
 
-    def settings_of(profile: Profile) -> AdviceSettings:
-        worker_type = _priced(profile, flags.prices)
-        return AdviceSettings(
-            worker_type, slo, flags.attainment, follows.settings((worker_type,)), cold_start_s
+    def settings_of(profiles: Sequence[Profile]) -> AdviceSettings:
+        types = tuple(_priced(profile, flags.prices) for profile in profiles)
+        types = (
+            tuple(
+                replace(one, low=kind.low, limit=kind.high)
+                for one, kind in zip(types, kinds_asked(flags), strict=True)
+            )
+            if flags.kind
+            else types
         )
+        return AdviceSettings(slo, flags.attainment, follows.settings(types), cold_start_s)
 
     if flags.replay:
-        profile = _replayed(flags, given)
-        replay_day(flags.replay, settings_of(profile), (low, high), flags.output_format)
+        profile = _replayed(flags, given[0])
+        replay_day(flags.replay, settings_of([profile]), (low, high), flags.output_format)
         return 0
 
     def settings(first: Mapping[str, EngineCounts]) -> AdviceSettings:
-        return settings_of(_profile(flags, first, given))
+        model = next(iter(first.values())).model
+        pages = [{s: page for s, page in first.items() if page.kind == k} for k in range(len(of_types))]
+        return settings_of(list(map(_profile, of_types, pages, given, repeat(model))))
 
     from tokenfleet.cli.advise.plan import planned_files, planned_for
 
@@ -113,7 +133,7 @@ async def _watch(
         first = await first_pages(fleet.servers)
         model = next(iter(first.values())).model
         settings = replace(settings_of(first), served=model)
-        gauges = AdviceGauges(model, settings)
+        gauges = AdviceGauges(model)
         if flags.scaler is not None:
             await stack.enter_async_context(scaler_at(flags.scaler, gauges))
         is_silent = watched_s is not None and flags.output_format == OutputFormat.JSON
@@ -142,6 +162,7 @@ def _replayed(flags: AdviseFlags, given: Profile | None) -> Profile:
     given_too = {"an address": flags.addresses, "--servers": flags.servers, "--listen": flags.listen}
     given_too |= {"--prometheus": flags.prometheus, "--scaler": flags.scaler}
     given_too |= {"--selector": flags.selector, "--pool": flags.pool, "--apply": flags.apply}
+    given_too |= {"--kind": flags.kind}
     if flags.plan:
         raise BadInput("--plan: of servers; `tokenfleet plan --trace` plans for a recorded day")
     for flag, value in {**given_too, "--once": flags.once}.items():
@@ -160,16 +181,25 @@ def _chunked(profile: Profile) -> Profile:
     return profile
 
 
-def _profile(flags: AdviseFlags, first: Mapping[str, EngineCounts], given: Profile | None) -> Profile:
-    """The step times of a replica, with the KV that the servers tell of."""
+def _of_type(flags: AdviseFlags, kind: KindAsked) -> AdviseFlags:
+    """The flags of a replica of one type."""
+    return replace(flags, gpu=kind.gpu, tp=kind.tp, profile=kind.profile)
+
+
+def _profile(
+    flags: AdviseFlags, first: Mapping[str, EngineCounts], given: Profile | None, served: str
+) -> Profile:
+    """The step times of a replica, with the KV that its type's servers tell of."""
     from tokenfleet.profiles.engine_metrics import kv_of
 
-    profile = _chunked(given or _of_library(flags, next(iter(first.values())).model))
+    profile = _chunked(given or _of_library(flags, served))
+    if not first:  # none of this type answers yet
+        return profile
     kv_tokens, block_tokens = kv_of(first)
     if not kv_tokens:
         sizes = {f"{page.kv_tokens:,}": server for server, page in first.items() if page.kv_tokens}
         told = ", ".join(f"{size} tokens at {server}" for size, server in sizes.items())
-        several = f"; are they of several types ({told})? run one advise for each" if len(sizes) > 1 else ""
+        several = f"; are they of several types ({told})? name each with --kind" if len(sizes) > 1 else ""
         warn([f"the servers report no common KV size; the profile's is used{several}"])
         return profile
     profile = profile.with_kv(None, kv_tokens)

@@ -77,12 +77,14 @@ class ShownAdvice:
         if self._output_format == OutputFormat.JSON:
             print(json.dumps(document(self._settings, advice, clock)), flush=True)
             return
-        colour = "bold yellow" if advice.held or advice.wanted != advice.has else "bold green"
+        counts = tuple((one.wanted, one.has) for one in advice.of_types)
+        is_kept = not advice.held and all(wanted == has for wanted, has in counts)
+        colour = "bold green" if is_kept else "bold yellow"
         table = lines_table(lines(self._settings, advice, clock), OPENS, colour)
         if self._live is not None:
             self._live.update(table, refresh=True)
             return
-        news = (advice.wanted, advice.has, bool(advice.held))
+        news = (advice.wanted, counts, bool(advice.held))
         if news != self._said and (advice.wanted is None or self._said[:1] in ((), (None,))):
             self._console.print(table)
         elif news != self._said:
