@@ -1,11 +1,12 @@
 """Engine measurements: a table of steps (CSV), which grows while it is measured, or a request log (JSONL).
 
 A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`. Optional columns are
-`prefill_sum_sq`, `prefill_sequences`, and labels: `point` and `repeat` (of `tokenfleet profile`) or `worker`
-(of a running fleet's `steps.csv`). `at_s` is optional too, Unix time: when that visit began, or the step was
-over. So is `kv_blocks`: KV blocks in use, with those of the step's own tokens; 0 where that is not known. A
-log has one request a line: its token counts and its arrival, first-token and last-token times. Access logs
-have TTFT and E2E since the arrival instead. Names are Tokenfleet's or those of common benchmarks.
+`prefill_sum_sq`, `prefill_sequences`, and labels: `point` and `repeat` (of `tokenfleet profile`), or `worker`
+and `kind`, its type (of a running fleet's `steps.csv`). `at_s` is optional too, Unix time: when that visit
+began, or the step was over. So is `kv_blocks`: KV blocks in use, with those of the step's own tokens; 0 where
+that is not known. A log has one request a line: its token counts and its arrival, first-token and last-token
+times. Access logs have TTFT and E2E since the arrival instead. Names are Tokenfleet's or those of common
+benchmarks.
 
 `tokenfleet profile` appends to its table `M.csv` one visit to a grid point at a time. `M.csv.json` has the
 environment, how often each point was visited and the CSV's length after the last visit. Anything beyond that
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 
 NEEDED = ("prefill_tokens", "sequences", "context_tokens", "step_s")
-OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker", "point", "at_s", "kv_blocks")
-LABELS = ("repeat", "worker", "point")  # not numbers to fit
+OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker", "kind", "point", "at_s", "kv_blocks")
+LABELS = ("repeat", "worker", "kind", "point")  # not numbers to fit
 LOG_FIELDS = {
     "arrival_s": ("queued_ts", "arrival_s", "arrival_time", "arrival_ts"),
     "first_token_s": ("first_token_ts", "first_token_s", "first_token_time"),
@@ -100,6 +101,10 @@ def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = Non
     the machine's mean speed, and `tell` is given that speed. Otherwise they are as measured.
     """
     names, rows = _steps_table(path)
+    if len(kinds := {row["kind"] for row in rows} if "kind" in names else ()) > 1:
+        raise BadInput(
+            f"{path}: kind: rows of {len(kinds)} worker types ({', '.join(sorted(kinds))}); keep one's"
+        )
     column = {name: numbers(path, rows, name) for name in names if name not in LABELS}
     try:
         prefill, sequences, context, step_s = (column[name] for name in NEEDED)

@@ -1,14 +1,15 @@
 """A plan's scorecard: its predictions, its fleet's measurements, and the bias of its profile.
 
 The traffic a plan was made for is never quite the traffic that comes. So the plan's fleet is replayed on the
-requests that it really got. Only against that replay does a difference in latency show the profile's own
-error, and by how much its step times are wrong.
+requests that it really got. The engines' own steps, which the fleet has recorded, say by how much the
+profile's step times are wrong. A latency that the replay with these times does not reach is no error of the
+profile: it is time outside the engines, or another batch than the replay's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import with_times
+from controlplane.perfmodel.profile import Profile, with_times
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings
 from controlplane.types import PLAIN_CLASS, SloClass
+from controlplane.worker_type import WorkerType, name_in_role
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
 from dataplane.history.fleet_log import DAY_S, day_begin_s
@@ -37,10 +39,10 @@ from tokenfleet.service.gap import gaps
 from tokenfleet.service.jobs import Jobs, Plans, Serving
 from tokenfleet.texts import parse_strictness
 
-ROUNDS = 8  # each leaves the part of the error that is of other requests' steps
-LEAST_SPREAD = 0.2  # of the time to a first token: what longer prompts must add, else they tell nothing
-CLOSE = 0.01  # of a ratio to one: nearer than any profile is right
-DOUBT = 1.25 * 2.0  # two standard errors of a median; of the difference of two halves, observed and replayed
+FEWEST_STEPS = 100  # of decode alone
+TOLD = 0.05  # prefill's share of the steps that carry it: below, they tell nothing of prefill
+BATCH = ("prefill_tokens", "sequences", "context_tokens", "prefill_sum_sq")
+STEPS = {**dict.fromkeys((*BATCH, "step_s", "at_s"), pl.Float64), "kind": pl.String}
 SCHEMA = "tokenfleet.scorecard/1"
 FEWEST_REQUESTS = 100
 CAPACITY_WINDOW_S = 60.0
@@ -49,22 +51,16 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
-class PlanReplay:
-    """Latencies (seconds) and attainment of the replay, and the step times that would have been right.
+class StepBias:
+    """How many times as long as the profile says decode and prefill took in the engines.
 
-    Decode then takes `decode` and prefill `prefill` times as long as the profile says. Prefill is what longer
-    prompts add to the time in the engine: the queue, the frontend and steps planned ahead are no part of it.
-    With these, mean TPOT and median TTFT of the replay are within `remaining` (ratios, observed / replayed)
-    of what was observed.
+    With these step times, mean TPOT and median TTFT of the replay are within `remaining` (ratios, observed /
+    replayed) of what was observed.
     """
 
-    ttft_s: np.ndarray
-    tpot_s: np.ndarray
-    attainment: float
     decode: float
     prefill: float
     remaining: tuple[float, float]
-    by_class: tuple[float, ...] = ()
 
     @property
     def sentences(self) -> list[str]:
@@ -80,15 +76,25 @@ class PlanReplay:
         return sentences
 
 
-def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanReplay:
+@dataclass(frozen=True, slots=True)
+class PlanReplay:
+    """A plan's fleet on the requests it got: latencies (seconds), attainment, also by class, and the bias of
+    its profile, or why that is not known."""
+
+    ttft_s: np.ndarray
+    tpot_s: np.ndarray
+    attainment: float
+    by_class: tuple[float, ...]
+    bias: StepBias | str
+
+
+def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame, steps: pl.DataFrame) -> PlanReplay:
     """Replay the requests of `rows` (history.files.SCHEMA; all with tokens) on the plan's fleet.
 
-    `own_profiles` are the texts of those the plan was made with, empty for the library's. Raises BadInput
-    where the plan's profiles are not to be had any more, and for rows without the time in the queue.
+    `own_profiles` are the texts of those the plan was made with, empty for the library's. `steps` (STEPS):
+    those that the fleet's engines made. Raises BadInput where the plan's profiles are not to be had any more.
     """
     workers = _workers(plan, own_profiles)
-    if len(rows) - rows["queued_s"].null_count() < FEWEST_REQUESTS:
-        raise BadInput("an earlier version has recorded these requests, without their time in the queue")
     workload = Workload(
         arrival_s=(rows["arrival_s"] - rows["arrival_s"][0]).to_numpy(),
         prompt_tokens=rows["prompt_tokens"].to_numpy(),
@@ -106,49 +112,79 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanR
         slos = [one.slo for one in classes]
         return simulate(workload, specs, slos, plan.policy, settings=settings, predictor=predictor)
 
+    first = outcome(1.0, 1.0)
+    of_fleet = first.ttft_s, first.tpot_s, first.attainment, tuple(first.class_attainments.tolist())
+    try:
+        profiles = {name_in_role(WorkerType.of(s.profile).name, s.role): s.profile for s in workers}
+        decode, prefill = step_ratios(profiles, steps)
+    except BadInput as error:
+        return PlanReplay(*of_fleet, str(error))
+    simulated = outcome(decode, prefill)
     tpot_s, ttft_s = (rows[name].cast(pl.Float64).to_numpy() for name in ("tpot_s", "ttft_s"))
-    engine_s = ttft_s - rows["queued_s"].to_numpy()
-    decode, prefill = 1.0, 1.0
-    first = simulated = outcome(1.0, 1.0)
-    prefill_of = _prefill_time(workload.prompt_tokens, first.engine_s)
-    # What waits in a busy engine scatter by is no error of prefill.
-    doubt_s = DOUBT * float(np.nanstd(engine_s)) * np.sqrt(8 / len(engine_s))
-    is_told = abs(prefill_of(engine_s) - prefill_of(first.engine_s)) > doubt_s
-    for _ in range(ROUNDS):
-        of_decode = float(np.nanmean(tpot_s) / np.nanmean(simulated.tpot_s))
-        of_prefill = prefill_of(engine_s) / prefill_of(simulated.engine_s) if is_told else 1.0
-        if max(abs(of_decode - 1.0), abs(of_prefill - 1.0)) < CLOSE:
-            break
-        decode, prefill = _bounded(decode * of_decode), _bounded(prefill * of_prefill)
-        simulated = outcome(decode, prefill)
     remaining = (
         float(np.nanmean(tpot_s) / np.nanmean(simulated.tpot_s)),
         float(np.nanmedian(ttft_s) / np.nanmedian(simulated.ttft_s)),
     )
-    by_class = tuple(first.class_attainments.tolist())
-    return PlanReplay(first.ttft_s, first.tpot_s, first.attainment, decode, prefill, remaining, by_class)
+    return PlanReplay(*of_fleet, StepBias(decode, prefill, remaining))
 
 
-def _prefill_time(
-    prompt_tokens: NDArray[np.int64], engine_s: NDArray[np.float64]
-) -> Callable[[NDArray[np.float64]], float]:
-    """What of times in the engine [requests] (seconds) is of prefill: what the longer half of prompts adds.
+def step_ratios(profiles: Mapping[str, Profile], steps: pl.DataFrame) -> tuple[float, float]:
+    """How many times as long as their profiles say decode and prefill took in the engines' steps.
 
-    A wait that is the same for all cancels out. All of it, where `engine_s` shows that prompts are alike.
+    Steps without prefill tell decode's. What the others took beyond that is prefill's. Both are ratios of
+    sums, so that the replay takes as long as the engines did. `profiles`: by worker type; where there is one,
+    it is of all steps. Raises BadInput for fewer than FEWEST_STEPS steps of decode alone.
     """
-    longer = prompt_tokens > np.median(prompt_tokens)
-
-    def added_s(times_s: NDArray[np.float64]) -> float:
-        return float(np.nanmedian(times_s[longer]) - np.nanmedian(times_s[~longer]))
-
-    def whole_s(times_s: NDArray[np.float64]) -> float:
-        return float(np.nanmedian(times_s))
-
-    return added_s if longer.any() and added_s(engine_s) > LEAST_SPREAD * whole_s(engine_s) else whole_s
+    if len(profiles) == 1:
+        steps = steps.with_columns(kind=pl.lit(next(iter(profiles))))
+    tables = [(profile.step, steps.filter(pl.col("kind") == kind)) for kind, profile in profiles.items()]
+    batches = [(step, table.select(BATCH).to_numpy().T) for step, table in tables]
+    took_s, prefilled = pl.concat(table for _, table in tables).select("step_s", BATCH[0]).to_numpy().T
+    decode_s = np.concatenate([step.scaled(1.0, 0.0).step_s(*batch) for step, batch in batches])
+    prefill_s = np.concatenate([step.step_s(*batch) for step, batch in batches]) - decode_s
+    carries = prefilled > 0
+    if (alone := int((~carries).sum())) < FEWEST_STEPS:
+        raise BadInput(
+            f"the fleet has recorded {alone} steps of decode alone under this plan; {FEWEST_STEPS} are needed"
+        )
+    decode = _bounded(float(took_s[~carries].sum() / decode_s[~carries].sum()))
+    if prefill_s.sum() < TOLD * decode_s[carries].sum() or not carries.any():
+        return decode, decode
+    beyond_s = took_s[carries].sum() - decode * decode_s[carries].sum()
+    return decode, _bounded(float(beyond_s / prefill_s.sum()))
 
 
 def _bounded(factor: float) -> float:
     return float(np.clip(factor, 0.05, 20.0))
+
+
+def recorded_steps(data: Path, servings: Sequence[Serving]) -> pl.DataFrame:
+    """The steps (STEPS) that a data folder has of these servings; those it no longer keeps are missing.
+
+    Raises BadInput for a file that cannot be read.
+    """
+    tables = [pl.DataFrame(schema=STEPS)]
+    for path in (data / "steps.1.csv", data / "steps.csv"):
+        if path.is_file():
+            tables.append(_read_steps(path))
+    steps = pl.concat(tables)
+    now_s = time.time()
+    spans = [pl.col("at_s").is_between(s.started_s, s.ended_s or now_s) for s in servings]
+    return steps.filter(pl.any_horizontal(pl.lit(False), *spans))
+
+
+def _read_steps(path: Path) -> pl.DataFrame:
+    """Its rows that are whole: the last may be half written. Earlier versions wrote no kind."""
+    try:
+        table = pl.read_csv(path, schema_overrides=STEPS, ignore_errors=True, truncate_ragged_lines=True)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise BadInput(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+    if "kind" not in table.columns:
+        table = table.with_columns(kind=pl.lit(None, pl.String))
+    if lacking := [name for name in STEPS if name not in table.columns]:
+        raise BadInput(f"{path}: has no column {lacking[0]}")
+    numbers = [name for name in STEPS if name != "kind"]
+    return table.select(list(STEPS)).drop_nulls(numbers).filter(pl.col("step_s") > 0)
 
 
 def _workers(plan: PlanFile, own_profiles: list[str]) -> list[WorkerSpec]:
@@ -202,7 +238,7 @@ def scorecard_of(data: Path, plan: str) -> dict[str, Any]:
         ]
         or [read_history(data / "history", 0.0, 0.0)]
     )
-    return scorecard(name, content, servings, rows, own)
+    return scorecard(name, content, servings, rows, recorded_steps(data, servings), own)
 
 
 def whole_scorecard(data: Path, plan: str) -> dict[str, Any]:
@@ -219,9 +255,14 @@ def whole_scorecard(data: Path, plan: str) -> dict[str, Any]:
 
 
 def scorecard(
-    name: str, plan: PlanFile, servings: Sequence[Serving], rows: pl.DataFrame, own: list[str]
+    name: str,
+    plan: PlanFile,
+    servings: Sequence[Serving],
+    rows: pl.DataFrame,
+    steps: pl.DataFrame,
+    own: list[str],
 ) -> dict[str, Any]:
-    """The scorecard (`tokenfleet.scorecard/1`) from the rows of history that arrived while it was served.
+    """The scorecard (`tokenfleet.scorecard/1`) from the requests and steps recorded while it was served.
 
     `planned` is the plan's own prediction for the traffic it was made for, `predicted` its fleet replayed on
     the traffic that came, `ratio` observed / predicted. Nothing is compared below FEWEST_REQUESTS.
@@ -247,18 +288,21 @@ def scorecard(
             f"requests finished under this plan: {len(finished)}; {FEWEST_REQUESTS} are needed to compare"
         ]
     else:
-        facts |= _compared(plan, finished.sort("arrival_s"), len(over), own)
+        facts |= _compared(plan, finished.sort("arrival_s"), len(over), steps, own)
         facts["says"] = [*_sentences(facts), *facts["says"]]
     return facts
 
 
-def _compared(plan: PlanFile, finished: pl.DataFrame, over: int, own: list[str]) -> dict[str, Any]:
+def _compared(
+    plan: PlanFile, finished: pl.DataFrame, over: int, steps: pl.DataFrame, own: list[str]
+) -> dict[str, Any]:
     """What was planned, predicted and observed, and the bias with a sentence on it."""
-    replayed, why = None, ""
+    replayed = None
     try:
-        replayed = replay(plan, own, finished)
+        replayed = replay(plan, own, finished, steps)
+        bias = replayed.bias
     except BadInput as error:
-        why = str(error)
+        bias = str(error)
     met = _met(finished, plan)
     span_s = float(finished["arrival_s"][-1] - finished["arrival_s"][0])
     facts: dict[str, Any] = {
@@ -273,15 +317,15 @@ def _compared(plan: PlanFile, finished: pl.DataFrame, over: int, own: list[str])
         },
         "classes": _by_class(plan, finished, met, replayed),
         "capacity": _capacity(plan, finished, met),
-        "says": [f"step times are not compared: {why}"],
+        "says": [f"step times are not compared: {bias}"],
     }
-    if replayed:
+    if isinstance(bias, StepBias):
         facts["bias"] = {
-            "decode": _figures(replayed.decode),
-            "prefill": _figures(replayed.prefill),
-            "left": {"tpot": _figures(replayed.remaining[0]), "ttft": _figures(replayed.remaining[1])},
+            "decode": _figures(bias.decode),
+            "prefill": _figures(bias.prefill),
+            "left": {"tpot": _figures(bias.remaining[0]), "ttft": _figures(bias.remaining[1])},
         }
-        facts["says"] = replayed.sentences
+        facts["says"] = bias.sentences
     return facts
 
 

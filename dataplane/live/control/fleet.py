@@ -271,7 +271,7 @@ class _Fleet:
             spans.attach(core)
             self._cleanup.callback(spans.close)
         step_times.attached = lambda: {at.worker for at in core.attached()}
-        step_times.kind_of = core.kind_of
+        step_times.kind_of = history.kind_of = core.kind_of
         self.metrics.registry.register(step_times)
         return core
 

@@ -19,6 +19,7 @@ from typing import TextIO
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
+from controlplane.types import WorkerId
 from dataplane.history.files import BLOCK_TOKENS, Digests, HistoryLimits, HistoryWriter, last_lengths
 from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.metrics import PRIORITY_NAMES
@@ -32,7 +33,7 @@ STEP_FILE_BYTES = 64 << 20  # of steps.csv, and again of the steps.1.csv before 
 WRITE_EVERY_S = 0.1  # of steps.csv, in one write for all workers; a killed gateway loses so much
 STEP_COLUMNS = (
     "prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq", "worker", "at_s",
-    "kv_blocks",
+    "kv_blocks", "kind",
 )  # fmt: skip
 
 
@@ -59,6 +60,7 @@ class History:
         self._outputs: deque[int] = deque(maxlen=REMEMBERED)
         self._since_learnt = 0
         self.on_learnt: list[Callable[[LengthTable], None]] = []
+        self.kind_of: Callable[[WorkerId], str | None] = lambda worker: None  # the type of a worker
         self._last_step: dict[str, int] = {}
         self._folder = folder
         self._steps = None if folder is None else _open_steps(folder)
@@ -142,10 +144,10 @@ class History:
             return
         new = load.since(self._last_step.get(load.worker, 0))
         self._last_step[load.worker] = load.steps
-        now_s = time.time()
+        now_s, kind = time.time(), self.kind_of(load.worker) or ""
         rows = [
             f"{step.prefill_tokens},{step.sequences},{step.context_tokens},{step.step_s:.7f}"
-            f",{step.prefill_sum_sq},{load.worker},{now_s - step.age_s:.3f},{step.kv_blocks}\n"
+            f",{step.prefill_sum_sq},{load.worker},{now_s - step.age_s:.3f},{step.kv_blocks},{kind}\n"
             for step in new
             if step.step_s > 0
         ]
@@ -184,7 +186,7 @@ class History:
 
 
 def _open_steps(folder: Path) -> TextIO:
-    """The file to append to: a new one beside one without KV blocks, as rows of two forms could not be read.
+    """The file to append to: a new one beside an earlier version's, as rows of two forms could not be read.
 
     Raises BadInput for a file of other columns, and for a folder that cannot be written.
     """
@@ -194,7 +196,7 @@ def _open_steps(folder: Path) -> TextIO:
         with path.open("a+", encoding="utf-8", errors="replace") as there:
             there.seek(0)
             header = there.readline().strip()
-        if header == ",".join(STEP_COLUMNS[:-1]):
+        if header in (",".join(STEP_COLUMNS[:-1]), ",".join(STEP_COLUMNS[:-2])):
             os.replace(path, folder / "steps.1.csv")
         elif header not in ("", columns):
             raise BadInput(f"--data: {path}: has columns {header[:80]!r}, expected {columns}")

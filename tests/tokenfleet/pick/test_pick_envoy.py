@@ -83,7 +83,7 @@ def test_streams_reach_the_servers_that_were_chosen_and_the_ledger_is_empty_afte
     assert set(rows["prompt_tokens"].to_list()[:8]) == {round(len(PROMPT) / 4)}
     assert rows["ttft_s"].is_null().sum() == 1  # of the answer that was not streamed
     assert 0.0 <= rows["queued_s"].min() <= rows["queued_s"].max() < rows["ttft_s"].min()
-    assert rows["queued_s"].is_null().sum() == 0  # the scorecard needs it
+    assert rows["queued_s"].is_null().sum() == 0
 
 
 def test_large_bodies_pass_whole_and_larger_ones_get_413(tmp_path):

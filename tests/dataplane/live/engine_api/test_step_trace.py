@@ -77,14 +77,17 @@ def test_a_full_disk_ends_the_record_of_steps_and_not_who_reads_the_worker(
     ]
 
 
-def test_steps_of_an_earlier_version_are_kept_aside_and_other_columns_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("had", [("", ""), (",kv_blocks", ",28")])
+def test_steps_of_an_earlier_version_are_kept_aside_and_other_columns_are_refused(
+    tmp_path: Path, had: tuple[str, str]
+) -> None:
     path, header = tmp_path / "steps.csv", "prefill_tokens,sequences,context_tokens,step_s,prefill_sum_sq"
-    earlier = f"{header},worker,at_s\n0,4,400,0.0100000,0,w0,1.000\n"
+    earlier = f"{header},worker,at_s{had[0]}\n0,4,400,0.0100000,0,w0,1.000{had[1]}\n"
     path.write_text(earlier)
     History(64.0, tmp_path).close()
     assert (tmp_path / "steps.1.csv").read_text() == earlier
-    assert path.read_text() == f"{header},worker,at_s,kv_blocks\n"
-    assert read_measurements(tmp_path / "steps.1.csv").kv_blocks is None
+    assert path.read_text() == f"{header},worker,at_s,kv_blocks,kind\n"
+    assert (read_measurements(tmp_path / "steps.1.csv").kv_blocks is None) == (had[0] == "")
     path.write_text("mine\n1\n")
     with pytest.raises(BadInput, match=r"--data: .*steps\.csv: has columns 'mine', expected prefill_tokens,"):
         History(64.0, tmp_path)
