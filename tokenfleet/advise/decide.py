@@ -31,15 +31,14 @@ from controlplane.scaler.mix import choose
 from controlplane.scaler.target import RATE_Z, StabilizationWindow
 from controlplane.scaler.weights import PARTS
 from controlplane.snapshot import SERVING, RunningRequest, Scale, Snapshot, WorkerLoad
-from controlplane.types import ClassArrivals, ClassOutcomes, RequestId, Slo, WorkerId
+from controlplane.types import ClassArrivals, RequestId, WorkerId
 from tokenfleet.advise.advice import Advice, AdviceChange, AdviceSettings, AdviceState, TypeAdvice
-from tokenfleet.advise.look import Buckets, FleetTraffic, nearest_edges, share_within
+from tokenfleet.advise.look import HALF_LIFE_S, FleetTraffic, blended, nearest_edges, outcomes, share_within
 
 ORIGIN_S = 300.0 - 1e-3  # of the first look: it ends a bin of each length (10 s, 30 s, 5 min)
 FEWEST_BINS = 2
 WITHDRAWN_S = 600.0
 SEEDED = 20.0  # requests that a server's whole life counts for at the first look
-HALF_LIFE_S = 120.0  # of the latency histograms that are shown
 _ONE = RunningRequest(RequestId(""), 0)
 
 
@@ -47,7 +46,7 @@ def advise(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) 
     """The state after this look, and its advice."""
     state = _followed(settings, state, traffic)
     snapshot, followed = _snapshot(settings, state, traffic), settings.scaling
-    if followed.is_mix and (state.wanted is None or traffic.at_s - state.begun_s < settings.settled_s):
+    if followed.is_mix and _is_early(settings, state, traffic.at_s):
         snapshot = replace(snapshot, cold_start_s=0.0)
         followed = replace(followed, window=StabilizationWindow(0.0, 0.0))
     scaling, change = scale(followed, state.scaling, snapshot)
@@ -66,22 +65,35 @@ def looked_at(settings: AdviceSettings, every_s: float) -> AdviceSettings:
 
 def _decided(settings: AdviceSettings, state: AdviceState, now_s: float, change: Scale | None) -> AdviceState:
     """The state with another advice, where there is one."""
-    rule, demand, mix = state.scaling.rule, state.scaling.demand, state.scaling.fleet_mix
+    demand = state.scaling.demand
     if demand is None or len(demand.known) < FEWEST_BINS:
         return state
-    wanted, why = state.wanted, "the first counts" if state.wanted is None else "more counts"
-    if mix is not None:
-        if mix.weights.known:
-            wanted = tuple(mix.wanted.get(t.name, 0) for t in settings.types)
-    elif rule is not None and (state.wanted is None or now_s - state.begun_s < settings.settled_s):
-        wanted = (rule.workers,)
-    elif rule is not None and change is not None:
-        wanted = (change.workers,)
+    wanted, why = _wanted(settings, state, now_s, change), "more counts"
     if wanted is None or wanted == state.wanted:
         return state
     before = None if state.wanted is None else sum(state.wanted)
-    said = AdviceChange(now_s, before, sum(wanted), change.reason if change is not None else why)
-    return replace(state, wanted=wanted, change=said)
+    if change is not None:
+        why = change.reason
+    return replace(state, wanted=wanted, change=AdviceChange(now_s, before, sum(wanted), why))
+
+
+def _wanted(
+    settings: AdviceSettings, state: AdviceState, now_s: float, change: Scale | None
+) -> tuple[int, ...] | None:
+    """The replicas of each type that this look asks for; None where it does not say."""
+    rule, mix = state.scaling.rule, state.scaling.fleet_mix
+    if mix is not None:
+        return tuple(mix.wanted.get(t.name, 0) for t in settings.types) if mix.weights.known else None
+    if rule is None:
+        return None
+    if _is_early(settings, state, now_s):
+        return (rule.workers,)
+    return None if change is None else (change.workers,)
+
+
+def _is_early(settings: AdviceSettings, state: AdviceState, now_s: float) -> bool:
+    """Whether each look is followed at once: a fall would not have lasted long enough yet."""
+    return state.wanted is None or now_s - state.begun_s < settings.settled_s
 
 
 def _followed(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> AdviceState:
@@ -91,8 +103,8 @@ def _followed(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
     if traffic.held:
         return state
     passed_s = max(traffic.at_s - (state.counted_s or traffic.at_s), 0.0)
-    recent = _blended(state.recent, traffic, passed_s)
-    outcomes = _outcomes(settings.slo, state.outcomes, traffic)
+    recent = blended(state.recent, traffic, passed_s)
+    ended = outcomes(settings.slo, state.outcomes, traffic)
     has = tuple(traffic.has(kind) for kind in range(len(settings.types)))
     arrived = [traffic.arrived.get(kind, 0.0) for kind in range(len(has))]
     arrivals, recently = (
@@ -100,7 +112,7 @@ def _followed(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
         for before, kept in ((state.arrivals, 1.0), (state.recently, 0.5 ** (passed_s / HALF_LIFE_S)))
     )
     state = replace(state, counted_s=traffic.at_s, has=has, arrivals=arrivals, recently=recently)
-    return replace(state, recent=recent, outcomes=outcomes)
+    return replace(state, recent=recent, outcomes=ended)
 
 
 def _snapshot(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> Snapshot:
@@ -179,15 +191,13 @@ def _advice(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic)
     line = None if rule is None else rule.line
     targets = {"ttft": settings.slo.ttft_s, "tpot": settings.slo.tpot_s}
     of_types = _of_types(settings, state, traffic, demand.bin_s)
-    likely = [one.likely for one in of_types if one.likely is not None]
-    published = [one.published for one in of_types if one.published is not None]
     return Advice(
         at_s=traffic.at_s,
         has=sum(one.has for one in of_types),
         starting=traffic.starting,
-        wanted=None if state.wanted is None else sum(state.wanted),
-        published=sum(published) if published else None,
-        likely=(sum(low for low, _ in likely), sum(high for _, high in likely)) if likely else None,
+        wanted=_total(state.wanted or [None]),
+        published=_total([one.published for one in of_types]),
+        likely=_range([one.likely for one in of_types]),
         regime=regime,
         upper_rps=0.0 if regime is None else regime.upper_rps(demand.bin_s, RATE_Z),
         since_s=None if regime is None else max(regime.start_bin * demand.bin_s, state.first_s),
@@ -205,6 +215,18 @@ def _advice(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic)
         held=traffic.held,
         held_since_s=state.held_since_s if traffic.held else None,
     )
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """Their sum; None where one is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _range(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
+    """The sum of ranges; None where one is not known."""
+    known = [one for one in ranges if one is not None]
+    return (sum(low for low, _ in known), sum(high for _, high in known)) if known else None
 
 
 def _of_types(
@@ -258,39 +280,3 @@ def _likely(settings: AdviceSettings, state: AdviceState, bin_s: float) -> list[
 def doubt_of(profile: Profile) -> float:
     """By what share a replica may be slower or faster than its profile, at 90 %."""
     return RATE_Z * profile.residuals.spread
-
-
-def _blended(recent: Buckets, traffic: FleetTraffic, passed_s: float) -> Buckets:
-    """Recent latency histograms: older requests fade. The first look is left out: it covers whole lives."""
-    if traffic.arrivals is None:
-        return recent
-    kept = 0.5 ** (passed_s / HALF_LIFE_S)
-    return {
-        name: {
-            edge: recent.get(name, {}).get(edge, 0.0) * kept + max(count, 0.0) for edge, count in new.items()
-        }
-        for name, new in traffic.buckets.items()
-    }
-
-
-def _outcomes(slo: Slo, before: ClassOutcomes | None, traffic: FleetTraffic) -> ClassOutcomes | None:
-    """What became of requests, where the histograms count it: both targets are edges of theirs.
-
-    How many were within both lies between two numbers; the lower is taken.
-    """
-    if traffic.arrivals is None:
-        return before
-    counts = [traffic.buckets.get(name, {}) for name in ("ttft", "tpot")]
-    shares = [share_within(c, t) for c, t in zip(counts, (slo.ttft_s, slo.tpot_s), strict=True)]
-    if None in shares or any(share is not None and share[0] != share[1] for share in shares):
-        return before
-    ended = max(traffic.ended, 0.0)
-    in_ttft, in_tpot = (min(max(share[0], 0.0), 1.0) * ended for share in shares if share is not None)
-    was = before or ClassOutcomes(slo, 0, 0, 0, 0)
-    return ClassOutcomes(
-        slo,
-        was.ended + round(ended),
-        was.ttft_met + round(in_ttft),
-        was.tpot_met + round(in_tpot),
-        was.met + round(max(in_ttft + in_tpot - ended, 0.0)),
-    )

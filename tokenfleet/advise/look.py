@@ -15,8 +15,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from controlplane.types import ClassOutcomes, Slo
 from tokenfleet.profiles.engine_metrics import HISTOGRAMS, EngineCounts
 
+HALF_LIFE_S = 120.0  # of the latency histograms that are shown
 Buckets = Mapping[str, Mapping[float, float]]
 
 
@@ -175,6 +177,42 @@ def nearest_edges(buckets: Mapping[float, float], target_s: float) -> tuple[floa
     below = [edge for edge in buckets if edge < target_s]
     above = [edge for edge in buckets if target_s < edge < math.inf]
     return (*([max(below)] if below else []), *([min(above)] if above else []))
+
+
+def blended(recent: Buckets, traffic: FleetTraffic, passed_s: float) -> Buckets:
+    """Recent latency histograms: older requests fade. The first look is left out: it covers whole lives."""
+    if traffic.arrivals is None:
+        return recent
+    kept = 0.5 ** (passed_s / HALF_LIFE_S)
+    return {
+        name: {
+            edge: recent.get(name, {}).get(edge, 0.0) * kept + max(count, 0.0) for edge, count in new.items()
+        }
+        for name, new in traffic.buckets.items()
+    }
+
+
+def outcomes(slo: Slo, before: ClassOutcomes | None, traffic: FleetTraffic) -> ClassOutcomes | None:
+    """What became of requests, where the histograms count it: both targets are edges of theirs.
+
+    How many were within both lies between two numbers; the lower is taken.
+    """
+    if traffic.arrivals is None:
+        return before
+    counts = [traffic.buckets.get(name, {}) for name in ("ttft", "tpot")]
+    shares = [share_within(c, t) for c, t in zip(counts, (slo.ttft_s, slo.tpot_s), strict=True)]
+    if None in shares or any(share is not None and share[0] != share[1] for share in shares):
+        return before
+    ended = max(traffic.ended, 0.0)
+    in_ttft, in_tpot = (min(max(share[0], 0.0), 1.0) * ended for share in shares if share is not None)
+    was = before or ClassOutcomes(slo, 0, 0, 0, 0)
+    return ClassOutcomes(
+        slo,
+        was.ended + round(ended),
+        was.ttft_met + round(in_ttft),
+        was.tpot_met + round(in_tpot),
+        was.met + round(max(in_ttft + in_tpot - ended, 0.0)),
+    )
 
 
 class _Sum:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+from controlplane.types import Slo
 from tokenfleet.advise.advice import Advice, AdviceSettings, Spent, TypeAdvice
 from tokenfleet.advise.bottleneck import bottleneck, hopeless
 from tokenfleet.advise.decide import doubt_of
@@ -41,7 +42,7 @@ def verdict(settings: AdviceSettings, advice: Advice) -> str:
 
 def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tuple[str, str]]:
     """What there is to say, the verdict first: (topic, text)."""
-    slo, several = settings.slo, len(advice.of_types) > 1
+    slo = settings.slo
     yield "Advice", verdict(settings, advice)
     if advice.held:
         yield "Metrics", held_text(advice, clock)
@@ -50,25 +51,14 @@ def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tu
     yield "Cost", cost_text(advice)
     if advice.spent is not None and advice.spent.hours >= SHORTEST_H:
         yield "Spent", spent_text(advice.spent)
-    for one in advice.of_types if several else ():
+    for one in advice.of_types if len(advice.of_types) > 1 else ():
         yield one.worker_type.name, _type_text(settings, advice, one)
     within = f"TTFT {duration_text(slo.ttft_s)} and TPOT {duration_text(slo.tpot_s)}"
     yield "Target", f"{asked_text(settings.attainment)} of requests within {within}"
     yield "In time", _shares_text(advice)
     if advice.regime is not None and advice.since_s is not None:
         yield "Traffic", _traffic_text(advice, clock)
-    if advice.line is not None:
-        rule = f"ceil({advice.line.workers_per_rps:.3g} x req/s + {advice.line.intercept:.2g})"
-        yield "Why", f"replicas = {rule}, at {advice.upper_rps:.3g} req/s"
-    if advice.lengths is not None:
-        if not several:
-            binds = bottleneck(advice.of_types[0].profile, slo, *advice.lengths)
-            saves = f"25 % more of it would save {percent(binds.spares)} of the replicas"
-            yield "Bottleneck", f"{binds.name}; {saves}"
-        for one in advice.of_types:
-            if why := hopeless(one.profile, slo, *advice.lengths):
-                of = f" of {one.worker_type.name}" if several else ""
-                yield "Beware", f"no number of replicas{of} meets the target: {why}"
+    yield from _reasons(slo, advice)
     if (change := advice.change) is not None and change.before is not None:
         at = f"{clock(change.at_s):%H:%M:%S}"
         yield "Last change", f"{at} from {change.before} to {change.after}: {change.why}"
@@ -78,6 +68,23 @@ def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tu
     for one in advice.of_types:
         known = "calibrated by these servers" if one.is_calibrated else "not yet calibrated"
         yield "Step times", f"{one.profile.label}, {known}: off by up to {percent(doubt_of(one.profile))}"
+
+
+def _reasons(slo: Slo, advice: Advice) -> Iterator[tuple[str, str]]:
+    """The scaling rule and the bottleneck of the only type, and the types that cannot meet the target."""
+    several = len(advice.of_types) > 1
+    if advice.line is not None:
+        rule = f"ceil({advice.line.workers_per_rps:.3g} x req/s + {advice.line.intercept:.2g})"
+        yield "Why", f"replicas = {rule}, at {advice.upper_rps:.3g} req/s"
+    for one in advice.of_types if advice.lengths is not None else ():
+        assert advice.lengths is not None
+        if not several:
+            binds = bottleneck(one.profile, slo, *advice.lengths)
+            saves = f"25 % more of it would save {percent(binds.spares)} of the replicas"
+            yield "Bottleneck", f"{binds.name}; {saves}"
+        if why := hopeless(one.profile, slo, *advice.lengths):
+            of = f" of {one.worker_type.name}" if several else ""
+            yield "Beware", f"no number of replicas{of} meets the target: {why}"
 
 
 def _mix_text(advice: Advice) -> str:
@@ -105,8 +112,8 @@ def _type_text(settings: AdviceSettings, advice: Advice, one: TypeAdvice) -> str
         text += f"; one carries {one.carries_rps:.3g} req/s"
         if one.worker_type.usd_per_h is not None:
             text += f", ${one.worker_type.usd_per_h / one.carries_rps / 3.6:.3g} per 1,000 requests"
-    if advice.lengths is not None:
-        text += f"; bottleneck {bottleneck(one.profile, settings.slo, *advice.lengths).name}"
+    if binds := _bottleneck(settings, advice, one):
+        text += f"; bottleneck {binds}"
     carried = sum(of.has * (of.carries_rps or 0.0) for of in advice.of_types)
     if one.gets is not None and one.carries_rps is not None and carried > 0:
         could = percent(one.has * one.carries_rps / carried)
@@ -189,10 +196,7 @@ def document(settings: AdviceSettings, advice: Advice, clock: Clock) -> dict[str
     """The advice as JSON."""
     rate_rps = None if advice.regime is None else advice.regime.rate_rps
     prompt_tokens, output_tokens = advice.lengths or (None, None)
-    only = advice.of_types[0] if len(advice.of_types) == 1 else None
-    binds = None
-    if only is not None and advice.lengths is not None:
-        binds = bottleneck(only.profile, settings.slo, *advice.lengths).name
+    only = None if advice.of_types[1:] else advice.of_types[0]
     change = advice.change
     return {
         "schema": SCHEMA,
@@ -217,7 +221,7 @@ def document(settings: AdviceSettings, advice: Advice, clock: Clock) -> dict[str
         "mean_output_tokens": _product(output_tokens, 1),
         "workers_per_rps": None if advice.line is None else advice.line.workers_per_rps,
         "intercept": None if advice.line is None else advice.line.intercept,
-        "bottleneck": binds,
+        "bottleneck": _bottleneck(settings, advice, only),
         "spent": None
         if advice.spent is None
         else {
@@ -242,6 +246,13 @@ def document(settings: AdviceSettings, advice: Advice, clock: Clock) -> dict[str
         },
         "says": list(lines(settings, advice, clock)),
     }
+
+
+def _bottleneck(settings: AdviceSettings, advice: Advice, one: TypeAdvice | None) -> str | None:
+    """The bottleneck of a type's replica; None for no type, and before lengths are known."""
+    if one is None or advice.lengths is None:
+        return None
+    return bottleneck(one.profile, settings.slo, *advice.lengths).name
 
 
 def _type_document(one: TypeAdvice) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from tokenfleet.advise.servers import TypedServers
 from tokenfleet.advise.view import document, verdict
 from tokenfleet.advise.watch import first_pages
 from tokenfleet.cli.advise.command import _profile
-from tokenfleet.cli.advise.flags import AdviseFlags, kinds_asked
+from tokenfleet.cli.advise.flags import AdviseFlags
+from tokenfleet.cli.advise.kinds import kinds_asked
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.engine_metrics import EngineCounts
 from tokenfleet.profiles.library import find_profiles
@@ -168,15 +169,8 @@ def test_a_server_that_two_types_list_is_refused():
 
 
 def test_kinds_are_read_with_their_servers_last():
-    one, other = kinds_asked(
-        AdviseFlags(
-            slo="",
-            kind=[
-                "gpu=h100,tp=2,min=2,max=16,apply=deployment/vllm-h100,servers=app=vllm,gpu=h100",
-                "gpu=a100,servers=a-0:8000,dns:a:8000",
-            ],
-        )
-    )
+    h100 = "gpu=h100,tp=2,min=2,max=16,apply=deployment/vllm-h100,servers=app=vllm,gpu=h100"
+    one, other = kinds_asked([h100, "gpu=a100,servers=a-0:8000,dns:a:8000"])
     assert (one.gpu, one.tp, one.low, one.high, one.apply) == ("h100", 2, 2, 16, "deployment/vllm-h100")
     assert (one.servers, one.is_listed) == ("app=vllm,gpu=h100", False)
     assert (other.low, other.high, other.servers, other.is_listed) == (1, None, "a-0:8000,dns:a:8000", True)
@@ -232,7 +226,7 @@ def test_a_kind_that_is_none_is_one_line(flags, says, capsys):
 def test_servers_of_two_kv_sizes_are_named_in_a_warning(capsys):
     page = EngineCounts(0.0, {}, 400_000, 16, {}, "llama-3.1-8b")
     first = {"h100-0:8000": page, "a100-0:8000": replace(page, kv_tokens=120_000)}
-    _profile(AdviseFlags(slo="ttft=1s,tpot=50ms", gpu="h100"), first, None, "llama-3.1-8b")
+    _profile(AdviseFlags(slo="ttft=1s,tpot=50ms", gpu="h100"), first, None)
     said = " ".join(capsys.readouterr().err.split())
     assert "400,000 tokens at h100-0:8000, 120,000 tokens at a100-0:8000" in said
     assert "name each with --kind" in said

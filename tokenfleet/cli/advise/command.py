@@ -7,23 +7,13 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
-from itertools import repeat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
 from controlplane.worker_type import WorkerType
-from tokenfleet.cli.advise.flags import (
-    AdviseFlags,
-    KindAsked,
-    bounds,
-    kinds_asked,
-    refuse_contradictions,
-    seconds,
-    watch_s,
-)
+from tokenfleet.cli.advise.flags import AdviseFlags, bounds, of_types, refuse_contradictions, seconds, watch_s
 from tokenfleet.cli.advise.shown import ShownAdvice, replay_day
 from tokenfleet.cli.flags import OutputFormat, takes
 from tokenfleet.cli.terminal import warn
@@ -66,8 +56,8 @@ def advise_command(flags: AdviseFlags) -> int:
     hold_s = seconds(flags.scale_in_after, "--scale-in-after", 1.0, 86_400.0)
     watched_s = watch_s(flags)
     refuse_contradictions(flags)
-    of_types = [_of_type(flags, kind) for kind in kinds_asked(flags)] or [flags]
-    given = [None if one.profile is None else read_profile(one.profile) for one in of_types]
+    each = of_types(flags)
+    given = [None if one.profile is None else read_profile(one.profile) for one in each]
 
     from dataplane.live.control.settings import Autoscale
     from tokenfleet.advise.advice import AdviceSettings
@@ -75,15 +65,7 @@ def advise_command(flags: AdviseFlags) -> int:
     follows = Autoscale(low, high, hold_s=hold_s, attainment=flags.attainment)
 
     def settings_of(profiles: Sequence[Profile]) -> AdviceSettings:
-        types = tuple(_priced(profile, flags.prices) for profile in profiles)
-        types = (
-            tuple(
-                replace(one, low=kind.low, limit=kind.high)
-                for one, kind in zip(types, kinds_asked(flags), strict=True)
-            )
-            if flags.kind
-            else types
-        )
+        types = tuple(map(_worker_type, profiles, each))
         return AdviceSettings(slo, flags.attainment, follows.settings(types), cold_start_s)
 
     if flags.replay:
@@ -92,9 +74,7 @@ def advise_command(flags: AdviseFlags) -> int:
         return 0
 
     def settings(first: Mapping[str, EngineCounts]) -> AdviceSettings:
-        model = next(iter(first.values())).model
-        pages = [{s: page for s, page in first.items() if page.kind == k} for k in range(len(of_types))]
-        return settings_of(list(map(_profile, of_types, pages, given, repeat(model))))
+        return settings_of([_profile(one, first, given[kind], kind) for kind, one in enumerate(each)])
 
     from tokenfleet.cli.advise.plan import planned_files, planned_for
 
@@ -181,18 +161,14 @@ def _chunked(profile: Profile) -> Profile:
     return profile
 
 
-def _of_type(flags: AdviseFlags, kind: KindAsked) -> AdviseFlags:
-    """The flags of a replica of one type."""
-    return replace(flags, gpu=kind.gpu, tp=kind.tp, profile=kind.profile)
-
-
 def _profile(
-    flags: AdviseFlags, first: Mapping[str, EngineCounts], given: Profile | None, served: str
+    flags: AdviseFlags, first: Mapping[str, EngineCounts], given: Profile | None, kind: int = 0
 ) -> Profile:
-    """The step times of a replica, with the KV that its type's servers tell of."""
+    """The step times of a replica, with the KV that the servers of its type tell of."""
     from tokenfleet.profiles.engine_metrics import kv_of
 
-    profile = _chunked(given or _of_library(flags, served))
+    profile = _chunked(given or _of_library(flags, next(iter(first.values())).model))
+    first = {server: page for server, page in first.items() if page.kind == kind}
     if not first:  # none of this type answers yet
         return profile
     kv_tokens, block_tokens = kv_of(first)
@@ -219,10 +195,15 @@ def _of_library(flags: AdviseFlags, served: str) -> Profile:
     return found[0]
 
 
-def _priced(profile: Profile, prices: Path | None) -> WorkerType:
-    price = read_prices(prices).usd_per_gpu_h(profile.gpu)
+def _worker_type(profile: Profile, flags: AdviseFlags) -> WorkerType:
+    """A type with its price, and with its bounds in a mixed fleet."""
+    price = read_prices(flags.prices).usd_per_gpu_h(profile.gpu)
     usd_per_h = None if price is None else price.usd * profile.gpus / profile.workers_per_gpu
-    return WorkerType.of(profile, usd_per_h)
+    worker_type = WorkerType.of(profile, usd_per_h)
+    if flags.kind is not None or flags.replicas is None:
+        return worker_type
+    low, high = bounds(flags.replicas, least=0)
+    return replace(worker_type, low=low, limit=high)
 
 
 def _listening(text: str) -> socket.socket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +11,10 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.advise.bearer import VARIABLE
 from tokenfleet.advise.view import MOST
+from tokenfleet.cli.advise.kinds import kinds_asked
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.texts import parse_duration_s
 
-NAMES = ("gpu", "tp", "profile", "min", "max", "apply")
-KIND_HINT = "gpu=h100,tp=2,min=1,max=8,servers=ADDRESSES (or labels of pods; min and tp default to 1)"
 WATCHED_S = 10.0, 86_400.0  # the shortest and the longest watch for --plan
 
 
@@ -116,63 +115,9 @@ class AdviseFlags(ServerFlags):
     output_format: Format = OutputFormat.TABLE
 
 
-@dataclass(frozen=True, slots=True)
-class KindAsked:
-    """A worker type of a mixed fleet: its hardware or step times, bounds, what is scaled, and its servers.
-
-    `servers`: addresses, or a selector of pods or of Prometheus.
-    """
-
-    gpu: str | None
-    tp: int | None
-    profile: Path | None
-    low: int
-    high: int | None
-    apply: str | None
-    servers: str
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether the servers are addresses: those have a port."""
-        return ":" in self.servers and not self.servers.startswith("{")
-
-
-def kinds_asked(flags: AdviseFlags) -> list[KindAsked]:
-    """The worker types of --kind. Raises BadInput."""
-    kinds = [_kind(text) for text in flags.kind or ()]
-    if len(kinds) == 1:
-        raise BadInput("--kind: a mixed fleet has two types or more; of one, give --gpu and its servers")
-    if kinds and any(kind.apply and kind.high is None for kind in kinds):
-        raise BadInput("--kind: apply: needs a ceiling; give max")
-    return kinds
-
-
-def _kind(text: str) -> KindAsked:
-    head, _, servers = text.partition("servers=")
-    values: dict[str, str] = {}
-    for part in filter(None, head.split(",")):
-        name, equals, value = part.strip().partition("=")
-        if not equals or name not in NAMES or name in values:
-            raise BadInput(f"--kind: expected {KIND_HINT}, got {text!r}")
-        values[name] = value.strip()
-    if not servers or ("gpu" in values) == ("profile" in values):
-        missing = "its GPU or its profile" if servers else "its servers"
-        raise BadInput(f"--kind: {missing}: missing or too much in {text!r}; expected {KIND_HINT}")
-    counts = {name: values[name] for name in ("tp", "min", "max") if name in values}
-    for name, value in counts.items():
-        if not value.isdecimal() or not (name == "min" or int(value) >= 1) or int(value) > MOST:
-            raise BadInput(f"--kind: {name}: expected a number as in {KIND_HINT}, got {value!r}")
-    low, high = int(counts.get("min", "1")), int(counts["max"]) if "max" in counts else None
-    if high is not None and low > high:
-        raise BadInput(f"--kind: min: must not be above max, got {low} and {high}")
-    tp = int(counts["tp"]) if "tp" in counts else None
-    profile = Path(values["profile"]) if "profile" in values else None
-    return KindAsked(values.get("gpu"), tp, profile, low, high, values.get("apply"), servers)
-
-
 def refuse_contradictions(flags: AdviseFlags) -> None:
     """Raise BadInput for flags that exclude each other."""
-    for told, holds in (_of_servers(flags) | _of_use(flags)).items():
+    for told, holds in (_of_servers(flags) | _of_kinds(flags) | _of_use(flags)).items():
         if holds:
             raise BadInput(told)
 
@@ -188,12 +133,21 @@ def _of_servers(flags: AdviseFlags) -> dict[str, object]:
         "--pool: contradicts --prometheus; give one of them": prometheus and pool,
         "--pool: has a selector; leave out --selector": pool and selector,
         of_pods_alone: selector.startswith("{") and not prometheus,
-        "--port: of --selector or --pool; addresses have their own": flags.port and not of_pods(flags),
-        "--kind: names hardware and servers; leave out --gpu, --tp and --profile": flags.kind
-        and (flags.gpu or flags.tp or flags.profile),
-        "--kind: has the servers; leave out addresses, --servers, --selector and --pool": flags.kind
-        and (listed or selector or pool),
-        "--kind: has what is scaled; write apply=deployment/NAME in it": flags.kind and flags.apply,
+        "--port: of --selector or --pool; addresses have their own": flags.port
+        and not any(map(of_pods, of_types(flags))),
+    }
+
+
+def _of_kinds(flags: AdviseFlags) -> dict[str, object]:
+    """What contradicts --kind, and whether it holds."""
+    if not flags.kind:
+        return {}
+    hardware = flags.gpu or flags.tp or flags.profile
+    servers = flags.addresses or flags.servers or flags.selector or flags.pool
+    return {
+        "--kind: names hardware and servers; leave out --gpu, --tp and --profile": hardware,
+        "--kind: has the servers; leave out addresses, --servers, --selector and --pool": servers,
+        "--kind: has what is scaled; write apply=deployment/NAME in it": flags.apply,
     }
 
 
@@ -201,8 +155,7 @@ def _of_use(flags: AdviseFlags) -> dict[str, object]:
     """What is wrong in what becomes of the advice, and whether it holds."""
     return {
         "--apply: needs a floor and a ceiling; give --replicas MIN..MAX": flags.apply and not flags.replicas,
-        "--yes: of --apply; say what to scale": flags.yes
-        and not (flags.apply or any(kind.apply for kind in kinds_asked(flags))),
+        "--yes: of --apply; say what to scale": flags.yes and not any(one.apply for one in of_types(flags)),
         "--once: contradicts --plan, which watches for longer; give one of them": flags.plan and flags.once,
         "--output-dir: of --plan; say for how long to watch": flags.output_dir and not flags.plan,
     }
@@ -210,8 +163,21 @@ def _of_use(flags: AdviseFlags) -> dict[str, object]:
 
 def of_pods(flags: AdviseFlags) -> bool:
     """Whether the servers are pods that Kubernetes lists."""
-    labels = flags.selector is not None or any(not kind.is_listed for kind in kinds_asked(flags))
-    return flags.pool is not None or (labels and flags.prometheus is None)
+    return flags.pool is not None or (flags.selector is not None and flags.prometheus is None)
+
+
+def of_types(flags: AdviseFlags) -> list[AdviseFlags]:
+    """The flags of each worker type alone; those given where --kind names none. Raises BadInput."""
+    made = []
+    for kind in kinds_asked(flags.kind):
+        replicas = f"{kind.low}..{MOST if kind.high is None else kind.high}"
+        one = replace(flags, kind=None, gpu=kind.gpu, tp=kind.tp, profile=kind.profile, apply=kind.apply)
+        if kind.is_listed and flags.prometheus is None:
+            one = replace(one, addresses=kind.servers.split(","))
+        else:
+            one = replace(one, selector=kind.servers)
+        made.append(replace(one, replicas=replicas))
+    return made or [flags]
 
 
 def watch_s(flags: AdviseFlags) -> float | None:
@@ -219,11 +185,12 @@ def watch_s(flags: AdviseFlags) -> float | None:
     return None if flags.plan is None else seconds(flags.plan, "--plan", *WATCHED_S)
 
 
-def bounds(text: str | None) -> tuple[int, int]:
+def bounds(text: str | None, least: int = 1) -> tuple[int, int]:
+    """Floor and ceiling. Raises BadInput."""
     if text is None:
         return 1, MOST
     low, dots, high = text.partition("..")
-    if not dots or not (low.isdecimal() and high.isdecimal()) or not 1 <= int(low) <= int(high) <= MOST:
+    if not dots or not (low.isdecimal() and high.isdecimal()) or not least <= int(low) <= int(high) <= MOST:
         raise BadInput(f"--replicas: expected MIN..MAX such as 1..8, from 1 on, got {text!r}")
     return int(low), int(high)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tokenfleet.advise.advice import Advice
 from tokenfleet.advise.apply import Applied, CommandScale, KubernetesScale, command_scale
@@ -13,11 +13,8 @@ from tokenfleet.advise.kubernetes.pods import PodWatch
 from tokenfleet.advise.prometheus import PrometheusServers
 from tokenfleet.advise.servers import Servers, TypedServers
 from tokenfleet.advise.target import KINDS, ScaleTarget, scale_target
-from tokenfleet.advise.view import MOST
 from tokenfleet.advise.watch import Act, MetricsSource
-from tokenfleet.cli.advise.flags import AdviseFlags, KindAsked, bounds, kinds_asked, of_pods
-
-Within = tuple[int, int, bool, int]  # floor, ceiling, whether it is a dry run, and the place of the type
+from tokenfleet.cli.advise.flags import AdviseFlags, bounds, of_pods, of_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +27,19 @@ class NamedServers:
 
 async def opened(flags: AdviseFlags, stack: AsyncExitStack) -> NamedServers:
     """The servers and the targets, with their connections open until the stack closes. Raises BadInput."""
-    kinds, low_high = kinds_asked(flags), bounds(flags.replicas)
-    targets = [(kind.apply, kind.low, kind.high or MOST) for kind in kinds] or [(flags.apply, *low_high)]
-    named = [None if text is None else applied_to(text) for text, _, _ in targets]
+    each = of_types(flags)
+    targets = [None if one.apply is None else applied_to(one.apply) for one in each]
     api = None
-    if of_pods(flags) or any(isinstance(one, ScaleTarget) for one in named):
+    if any(map(of_pods, each)) or any(isinstance(target, ScaleTarget) for target in targets):
         api = await stack.enter_async_context(KubernetesApi(found_cluster(flags.namespace)))
-    of_types = [
-        await _servers(one, api, stack) for one in [_of_kind(flags, kind) for kind in kinds] or [flags]
-    ]
-    applied = [
-        await _applied(one, api, (low, high, not flags.yes, kind))
-        for kind, (one, (_, low, high)) in enumerate(zip(named, targets, strict=True))
-        if one is not None
-    ]
+    servers = [await _servers(one, api, stack) for one in each]
+    asked = enumerate(zip(targets, each, strict=True))
+    applied = [await _applied(target, api, one, kind) for kind, (target, one) in asked if target is not None]
 
     async def act(advice: Advice) -> str:
         return "; ".join([await one(advice) for one in applied])
 
-    return NamedServers(TypedServers(of_types) if kinds else of_types[0], act if applied else None)
-
-
-def _of_kind(flags: AdviseFlags, kind: KindAsked) -> AdviseFlags:
-    """The flags of one type alone."""
-    if flags.prometheus is not None or not kind.is_listed:
-        return replace(flags, kind=None, selector=kind.servers)
-    return replace(flags, kind=None, addresses=kind.servers.split(","))
+    return NamedServers(servers[0] if len(each) == 1 else TypedServers(servers), act if applied else None)
 
 
 async def _servers(
@@ -79,11 +63,14 @@ def applied_to(text: str) -> ScaleTarget | CommandScale:
     return scale_target(text, "--apply") if is_object and kind in KINDS else command_scale(text)
 
 
-async def _applied(target: ScaleTarget | CommandScale, api: KubernetesApi | None, within: Within) -> Applied:
+async def _applied(
+    target: ScaleTarget | CommandScale, api: KubernetesApi | None, flags: AdviseFlags, kind: int
+) -> Applied:
     """What sets the replicas of a type. Raises BadInput for an object that cannot be scaled."""
+    low, high = bounds(flags.replicas, least=0)
     if isinstance(target, CommandScale):
-        return Applied(target, target.name, *within)
+        return Applied(target, target.name, low, high, not flags.yes, kind)
     assert api is not None
     scale = KubernetesScale(api, target)
     await scale.refuse_scaled()
-    return Applied(scale, str(target), *within)
+    return Applied(scale, str(target), low, high, not flags.yes, kind)
