@@ -75,3 +75,14 @@ def test_what_places_and_moves_requests_loads_no_engine():
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"vllm", "torch", "ray"} & set(done.stdout.split())
+
+
+def test_every_verb_starts_without_the_packages_of_the_live_plane():
+    """So that `serve` can name what is missing."""
+    missing = dict.fromkeys(("vllm", "torch", "ray", "psutil", "zmq"))
+    program = (
+        f"import sys; sys.modules.update({missing}); from tokenfleet.cli.main import VERBS, command_of;"
+        " print(*(command_of(verb).name for verb in VERBS.values()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -131,7 +131,7 @@ def profile_command(flags: ProfileFlags) -> None:
     if flags.out.is_dir():
         raise BadInput(f"--output: {flags.out}: is a folder, expected a file")
     if importlib.util.find_spec("vllm") is None:
-        raise BadInput("profile: vllm not installed; pip install -r requirements/live-cpu.txt")
+        raise BadInput("profile: vllm not installed; pip install --no-deps -r requirements/live-cpu.txt")
     _prepare_process(flags.cores)
     summary = asyncio.run(_measure(flags, name, budget_s))
     _say(summary, flags.out, flags.output_format)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import psutil
 
 from controlplane.errors import BadInput
 from dataplane.processes.keeper import Pauses
@@ -217,6 +216,8 @@ class Estate:
 
 def descendants(of: int | None = None) -> list[int]:
     """The ids of all processes below one, by default this."""
+    import psutil  # of the live packages: `serve` names them where they are missing
+
     with suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(of).children(recursive=True)]
     return []
@@ -224,6 +225,8 @@ def descendants(of: int | None = None) -> list[int]:
 
 def free_memory_bytes() -> int:
     """The memory that this machine can still give."""
+    import psutil
+
     return int(psutil.virtual_memory().available)
 
 
