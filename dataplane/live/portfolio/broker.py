@@ -117,7 +117,7 @@ class Broker:
                 continue
             said = {"at_s": time.time(), "model": model, "kind": p.kind, "before": p.share, "share": share}
             self.view["changes"] = [*self.view["changes"], said][-LAST_CHANGES:]
-            log.info("%s: share %d -> %d (asks for %d)", p.key, p.share, share, p.asked)
+            log.info("%s: allocation %d -> %d (asks for %d)", p.key, p.share, share, p.asked)
 
     def _take(self, model: str, told: Mapping[str, Any]) -> None:
         fields = {"share": "workers", "asked": "asked", "needed": "needed", "held": "held"}
