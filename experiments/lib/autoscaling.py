@@ -1,4 +1,4 @@
-"""The traffic, the simulated fleet, the clairvoyant and our own scaler of autoscaling.py."""
+"""The traffic, the fleet, the clairvoyant and the scalers of autoscaling.py: ours, HPA, and Ray Serve's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,11 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import Policy
 from controlplane.port import Decide
 from controlplane.scaler.forecast import NEAR, ForecastSettings, Outlook
+from controlplane.scaler.hpa import HpaMemory, HpaRule, by_total, stabilized
 from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.scaler.traffic import Demand, Regimes, follow
+from controlplane.snapshot import Action, Scale, Snapshot
 from controlplane.types import ClassArrivals
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
@@ -25,7 +28,7 @@ from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, simulate
 from experiments.lib.fewest_workers import CASES, Lengths, Question
 from experiments.lib.public_data import SERVEGEN, azure_hour
-from tokenfleet.advise.followers import scheduled
+from tokenfleet.advise.followers import inside, one_by_one, scheduled
 from tokenfleet.advise.hindsight import Hindsight, Schedule
 
 CASE = CASES[1]
@@ -163,3 +166,25 @@ def remembered(past: tuple[int, ...]) -> State:
         levels.append(regimes.current.rate_rps)
     demand = replace(demand, first_bin=-len(past), closed=past, seen_s=0.0)
     return State(scaling=Scaling(far=Outlook(demand, tuple(levels))))
+
+
+def hpa(target: float, low: int, high: int) -> Decide:
+    """HPA on requests in the system, `target` for each worker. It remembers the number that it finds."""
+    rule, memory = HpaRule(target, low, high), HpaMemory()
+
+    def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
+        nonlocal memory
+        memory = memory if memory.looks else HpaMemory(((seen.now_s, seen.wanted),))
+        if not memory.is_due(seen.now_s):
+            return state, []
+        asked = by_total(rule, seen.waiting_requests + sum(map(inside, seen.workers)), seen.wanted)
+        memory, wanted = stabilized(rule, memory, seen.now_s, seen.wanted, asked)
+        return state, [] if wanted == seen.wanted else [Scale(wanted, "a rule")]
+
+    return decide
+
+
+def ray_serve(target: float, low: int, high: int) -> Decide:
+    """One worker more or fewer, as the advice's baselines have it."""
+    no_plane: Any = None  # it looks at snapshots alone
+    return one_by_one(target, low, high)(no_plane)

@@ -20,7 +20,7 @@ tried with fewer, for as long as the run costs less and still meets it. So no wi
 the simulation that judges ours.
 
 Ours is `control.tick` as it runs live. Eq 7's line is learned by simulation at steady rates on these lengths
-(another draw). Traffic phases, bursts, backlog and forecast are used. The reactive rules (scaling_rules.py)
+(another draw). Traffic phases, bursts, backlog and forecast are used. The reactive rules
 get the cheapest of several targets at 99 % over all hours together; where none reaches it, the one with the
 best attainment. They are tuned on the traffic that judges them, ours is not.
 
@@ -58,8 +58,10 @@ from experiments.lib.autoscaling import (
     Bench,
     Traffic,
     azure,
+    hpa,
     line_at,
     ours,
+    ray_serve,
     remembered,
     servegen,
 )
@@ -67,7 +69,6 @@ from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
 from experiments.lib.resume import Parts
-from experiments.lib.scaling_rules import hpa, ray_serve
 from tokenfleet.advise.advice import AdviceSettings
 from tokenfleet.advise.followers import BASELINES, RAY_SERVE
 from tokenfleet.advise.replay import ADVICE, ReplayedDay
