@@ -6,8 +6,8 @@ import asyncio
 import importlib.util
 import itertools
 import os
+import runpy
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -87,11 +87,19 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
+def run_example(name: str, *words: str) -> None:
+    """Run a script of `examples` in this process: another would load torch and transformers first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *words])
+        patch.syspath_prepend(ROOT / "examples")
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+
+
 @pytest.fixture(scope="session")
 def model_folder(live_extra: None, scratch: Path) -> Path:
     """A tiny Llama with random weights, of a fixed seed, and a real tokenizer."""
     folder = scratch / "tiny-llama"
-    subprocess.run([sys.executable, "examples/tiny_llama.py", str(folder)], cwd=ROOT, check=True)
+    run_example("tiny_llama.py", str(folder))
     return folder
 
 

@@ -1,12 +1,10 @@
 """`tokenfleet fleet evacuate`, `restart` and `update` against a served fleet, and what they refuse."""
 
 import json
-import subprocess
-import sys
+import shutil
 from urllib.error import HTTPError
 
 import pytest
-from checkout import ROOT
 
 from tokenfleet.cli.main import main
 
@@ -64,15 +62,14 @@ def test_a_worker_is_restarted_and_another_evacuated(emulated_fleet, capfd):
 
 
 @pytest.fixture(scope="module")
-def other_model(scratch):
-    """A model with a vocabulary of its own."""
-    folder = scratch / "other-tiny"
-    make = (
-        "import sys, runpy; sys.argv = ['tiny_llama.py', sys.argv[1]];"
-        "m = runpy.run_path('examples/tiny_llama.py'); "
-        "f = m['main']; f.__globals__['TRAINING_FILES'] = 20; f()"
-    )
-    subprocess.run([sys.executable, "-c", make, str(folder)], cwd=ROOT, check=True)
+def other_model(model_folder, scratch):
+    """The model with two tokens of its vocabulary exchanged."""
+    folder = shutil.copytree(model_folder, scratch / "other-tiny")
+    made = json.loads((folder / "tokenizer.json").read_text())
+    tokens = made["model"]["vocab"]
+    first, second, *_ = (token for token in tokens if len(token) == 1)
+    tokens[first], tokens[second] = tokens[second], tokens[first]
+    (folder / "tokenizer.json").write_text(json.dumps(made))
     return folder
 
 
