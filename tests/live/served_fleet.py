@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from checkout import ROOT
+from loaded_serve import ForkedServe
+
+Served = subprocess.Popen[str] | ForkedServe
 
 
 def free_port() -> int:
@@ -29,7 +32,7 @@ def free_port() -> int:
 class ServedFleet:
     """A `tokenfleet serve` process, and how to reach it."""
 
-    process: subprocess.Popen[str]
+    process: Served
     gateway: str
     control: str
     log: Path
@@ -72,6 +75,11 @@ class ServedFleet:
             time.sleep(0.02)
         return value
 
+    def lines_of_end(self) -> list[str]:
+        """What `serve` has printed of its end, without its clock."""
+        lines = [line.partition(" s  ")[2] for line in self.log.read_text().splitlines()]
+        return [line for line in lines if line.startswith("stop")]
+
     def stop(self) -> int:
         """End it as an operator would, and return its exit code."""
         if self.process.poll() is None:
@@ -99,23 +107,25 @@ def serve(
     """
     gateway, control = free_port(), free_port()
     log = folder / f"serve-{gateway}.log"
-    command = [
-        sys.executable, "-m", "tokenfleet", "serve",
-        "--model", str(model),
-        "--port", str(gateway), "--control-port", str(control), *flags, "--", *engine_flags,
-    ]  # fmt: skip
+    ports = ("--port", str(gateway), "--control-port", str(control))
+    words = ["serve", "--model", str(model), *ports, *flags, "--", *engine_flags]
+    known = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    known |= {"TOKENFLEET_DATA": str(folder / "data")} | (environment or {})
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            process_group=0,
-            env=os.environ
-            | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENFLEET_DATA": str(folder / "data")}
-            | (environment or {}),
-        )
+        process: Served
+        if "emulated" in flags and environment is None:
+            process = ForkedServe(words, log, known)
+        else:
+            command = [sys.executable, "-m", "tokenfleet", *words]
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                process_group=0,
+                env=known,
+            )
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("ready "), f"serve said {line!r}; log:\n{log.read_text()[-4000:]}"
