@@ -1,6 +1,7 @@
 """Plans, history, scorecard and gap of a fleet that really serves, through its own control API."""
 
 import json
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -34,11 +35,15 @@ def write_yesterday(folder):
 
 @pytest.fixture(scope="module")
 def fleet(model_folder, tmp_path_factory):
-    """One emulated worker, served under a plan, that has answered some requests."""
+    """One emulated worker, served under a plan, that has answered some requests.
+
+    Were any wait for the end of streams entered as it ends, it would last an hour.
+    """
     folder = tmp_path_factory.mktemp("planned")
     (folder / "plan.json").write_text(json.dumps(plan_json(workers=1)))
     write_yesterday(folder / "data" / "history")
     flags = ("--engine", "emulated", "--plan", str(folder / "plan.json"), "--data", str(folder / "data"))
+    flags += ("--shutdown-wait", "1h")
     served = serve(model_folder, *flags, folder=folder)
     body = {"model": "tiny-llama", "prompt": "a secret word", "max_tokens": 8, "ignore_eos": True}
 
@@ -124,3 +129,18 @@ def test_a_plan_is_made_beside_the_fleet(fleet):
     assert "a plan needs at least 100 over 60 s" in json.load(refused.value)["error"]["message"]
     with urllib.request.urlopen(f"{served.control}/metrics", timeout=20) as reply:
         assert b'tokenfleet_plan_jobs{state="done"} 1.0' in reply.read()
+
+
+# The last one: it ends the module's fleet.
+def test_an_idle_fleet_ends_on_ctrl_c_without_its_wait_for_streams(fleet):
+    """A client's connection and a console page are open."""
+    served, _ = fleet
+    with (
+        httpx.Client(base_url=served.gateway) as client,
+        httpx.stream("GET", f"{served.control}/v1/events", timeout=60) as events,
+    ):
+        assert next(events.iter_lines())
+        assert client.get("/health").status_code == 200
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(timeout=60) == 0
+    assert served.lines_of_end() == ["stopping: 0 open requests", "stopping w0", "stopped"]

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import signal
 import time
 from urllib.error import HTTPError
 
+import httpx
 import pytest
 from made_history import row, written
 from made_plans import document_of, plan_json
@@ -33,6 +35,7 @@ def replanned_fleet(model_folder, scratch):
     written(data / "history", [row(0, arrival_s=now_s - 3660.0 + 9.0 * i, **lengths) for i in range(400)])
     path.write_text(json.dumps(served_plan()))
     flags = "--plan", str(path), "--data", str(data), "--replan-every", "off", "--scale-in-after", "1h"
+    flags += "--shutdown-wait", "1h"
     served = serve(model_folder, "--engine", "emulated", *flags, folder=scratch)
     yield served
     assert served.stop() == 0
@@ -98,3 +101,19 @@ def refused(fleet, path):
     with pytest.raises(HTTPError) as why:
         fleet.ask("POST", path, {})
     return json.load(why.value)["error"]["message"]
+
+
+# The last one: it ends the module's fleet.
+def test_a_stream_that_is_open_at_ctrl_c_is_finished_first(replanned_fleet):
+    fleet = replanned_fleet
+    (left,) = [w["worker"] for w in fleet.ask("GET", "/v1/fleet")["workers"]]
+    body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{fleet.gateway}/v1/completions", json=body, timeout=60) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        fleet.process.send_signal(signal.SIGINT)
+        told = [line for line in lines if line]
+    assert fleet.process.wait(timeout=60) == 0
+    assert told[-1] == "data: [DONE]"
+    waits = "stopping: 1 open request may take 3600 s more (--shutdown-wait)"
+    assert fleet.lines_of_end() == [waits, f"stopping {left}", "stopped"]

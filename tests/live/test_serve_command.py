@@ -287,44 +287,6 @@ def test_the_controllers_death_harms_nobody_and_it_comes_back(guarded_fleet, pos
     assert "controller-lost" in kinds
 
 
-def lines_of_end(fleet):
-    """What `serve` has told of its end, without its clock."""
-    lines = [line.partition(" s  ")[2] for line in fleet.log.read_text().splitlines()]
-    return [line for line in lines if line.startswith("stop")]
-
-
-def test_an_idle_fleet_ends_on_ctrl_c_without_its_wait_for_streams(model_folder, tmp_path):
-    """Were any wait for the end of streams entered, it would last an hour. A console page is open."""
-    flags = ("--engine", "emulated", "--workers", "1", "--shutdown-wait", "1h")
-    fleet = serve(model_folder, *flags, folder=tmp_path)
-    with (
-        httpx.Client(base_url=fleet.gateway) as client,
-        httpx.stream("GET", f"{fleet.control}/v1/events", timeout=60) as events,
-    ):
-        assert next(events.iter_lines())
-        assert client.get("/health").status_code == 200
-        fleet.process.send_signal(signal.SIGINT)
-        assert fleet.process.wait(timeout=60) == 0
-    assert lines_of_end(fleet) == ["stopping: 0 open requests", "stopping w0", "stopped"]
-    fleet.stop()
-
-
-def test_a_stream_that_is_open_at_ctrl_c_is_finished_first(model_folder, tmp_path):
-    flags = ("--engine", "emulated", "--workers", "1", "--shutdown-wait", "1h")
-    fleet = serve(model_folder, *flags, folder=tmp_path)
-    body = {"model": MODEL, "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{fleet.gateway}/v1/completions", json=body, timeout=60) as stream:
-        lines = stream.iter_lines()
-        next(lines)
-        fleet.process.send_signal(signal.SIGINT)
-        told = [line for line in lines if line]
-    assert fleet.process.wait(timeout=60) == 0
-    assert told[-1] == "data: [DONE]"
-    waits = "stopping: 1 open request may take 3600 s more (--shutdown-wait)"
-    assert lines_of_end(fleet) == [waits, "stopping w0", "stopped"]
-    fleet.stop()
-
-
 # The last one: it ends the module's fleet.
 def test_it_stops_with_a_stream_open_in_an_explicit_error_and_leaves_nothing(guarded_fleet, post, scratch):
     stream = post("g")
