@@ -33,6 +33,19 @@ async def burst(fleet, streams, tokens, spread_s):
         return await asyncio.gather(*(one(i) for i in range(streams)))
 
 
+async def clients_until(fleet, holds, clients, tokens):
+    """Let `clients` stream, each one after the other, until something holds; return what they were sent."""
+    sent = []
+    async with session() as http:
+
+        async def client(i):
+            while not await asyncio.to_thread(holds):
+                sent.append(await stream(http, fleet.gateway, prompt=[5 + i] * 20, max_tokens=tokens))
+
+        await asyncio.wait_for(asyncio.gather(*map(client, range(clients))), 120)
+    return sent
+
+
 def scales(view):
     """The last changes of the fleet's size, without what is only said of it."""
     return [event for event in view["scaling"] if event["kind"] == "scale"]
@@ -66,7 +79,7 @@ def scaled_fleet(model_folder, scratch):
     fleet.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mixed_scaled_fleet(model_folder, scratch):
     """One cheap worker, the only one of its type, and dearer ones."""
     profiles = [word for tp in (1, 2) for word in ("--profile", four_seats(scratch, tp))]
@@ -118,7 +131,9 @@ def test_a_burst_raises_the_fleet_and_silence_brings_it_to_zero_and_back(scaled_
     assert scaled_fleet.metric("tokenfleet_requests_total", outcome="rejected") == 0
 
 
-def test_an_operators_number_stands_until_it_is_given_back(scaled_fleet):
+def test_an_operators_number_stands_until_it_is_given_back_and_streams_of_workers_that_go_end_whole(
+    scaled_fleet,
+):
     scaled_fleet.ask("POST", "/v1/fleet/scale", {"workers": 3})
     scaled_fleet.until(lambda: counts(scaled_fleet) == (3, 3, 3))
     before = scales(scaled_fleet.ask("GET", "/v1/fleet"))[-1]
@@ -126,4 +141,10 @@ def test_an_operators_number_stands_until_it_is_given_back(scaled_fleet):
     view = scaled_fleet.ask("GET", "/v1/fleet")
     assert (view["wanted_workers"], scales(view)[-1], view["auto"]) == (3, before, False)
     scaled_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})
+    sent = asyncio.run(clients_until(scaled_fleet, lambda: counts(scaled_fleet)[2] < 3, 2, 100))
+    assert sent
+    check_whole(sent, 100)
+    last = max(d["id"] for d in view["decisions"])
+    decided = scaled_fleet.ask("GET", "/v1/fleet")["decisions"]
+    assert any(d["kind"] == "draining" for d in decided if d["id"] > last)
     scaled_fleet.until(lambda: counts(scaled_fleet)[0] == 0)

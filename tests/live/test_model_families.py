@@ -5,14 +5,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
+from functools import partial
 from urllib.error import HTTPError
 
 import psutil
 import pytest
-from checkout import ROOT
+from conftest import run_example
 from raw_stream import session, stream
 from served_fleet import serve
 
@@ -26,8 +25,7 @@ AS_JSON = {"type": "json_schema", "json_schema": {"name": "colours", "schema": C
 
 def made(scratch, family, name="", *flags):
     folder = scratch / (name or family)
-    command = [sys.executable, "examples/tiny_models.py", family, str(folder), *flags]
-    subprocess.run(command, cwd=ROOT, check=True)
+    run_example("tiny_models.py", family, str(folder), *flags)
     return folder
 
 
@@ -92,15 +90,20 @@ def move(fleet, name):
     )
 
 
-def kill(fleet, name):
-    """Kill the engine that a request runs on; the other is enough from then on, so none takes its place."""
+def kill(fleet, name, process="EngineCore"):
+    """Kill a process of the worker that a request runs on, and return the worker.
+
+    The other one is enough from then on, so none takes its place.
+    """
     lost = fleet.metric("tokenfleet_workers_lost_total")
     worker = where(fleet, name)["worker"]
     pid = next(w["pid"] for w in fleet.ask("GET", "/v1/fleet")["workers"] if w["worker"] == worker)
-    children = psutil.Process(pid).children(recursive=True)
-    os.kill(next(child.pid for child in children if "EngineCore" in child.name()), signal.SIGKILL)
+    actor = psutil.Process(pid)
+    family = (actor, *actor.children(recursive=True))
+    os.kill(next(one.pid for one in family if process in one.name()), signal.SIGKILL)
     fleet.until(lambda: fleet.metric("tokenfleet_workers_lost_total") > lost)
     fleet.ask("POST", "/v1/fleet/scale", {"workers": 1})
+    return worker
 
 
 async def disturbed(fleet, model, disturb, **more):
@@ -179,10 +182,15 @@ def test_a_grammar_goes_on_where_it_was_moved_or_replayed(lora_fleet):
     assert record["outcome"] == "done", record
     assert got == expected
     assert begun_list.fullmatch(got.text), got.text
-    # The last: it costs a worker.
-    expected, got, _ = asyncio.run(disturbed(lora_fleet, "one", kill, **asked))
+    # The last: it costs a worker, whose own process is killed (`test_served_vllm` kills an engine's).
+    ends = partial(kill, process="ray::")
+    expected, got, gone = asyncio.run(disturbed(lora_fleet, "one", ends, **asked))
     assert (got.error, got.is_done, got.tokens) == ("", True, expected.tokens)
     assert begun_list.fullmatch(got.text), got.text
+    told = lora_fleet.log.read_text()
+    why = "its process, or the connection to it, is gone; 1 request goes on elsewhere"
+    assert f" s  {gone} lost: {why}" in told
+    assert "(raylet) A worker died" not in told  # our line has the cause
     lora_fleet.stop()  # before another fleet needs the processors
 
 

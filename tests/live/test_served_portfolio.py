@@ -36,7 +36,7 @@ def portfolio(model_folder, scratch):
     fleet.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sharing(model_folder, scratch):
     """Three models, each with a right to a worker on half a GPU, and two GPUs."""
     path = scratch / "sharing.json"
@@ -49,7 +49,7 @@ def sharing(model_folder, scratch):
     fleet.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def two_degrees(model_folder, scratch):
     """Chat on a worker of one GPU and one of two, code on one of one GPU, and four GPUs."""
     path = scratch / "degrees.json"

@@ -1,13 +1,11 @@
 """A served fleet of two real vLLM engines: moved, drained and killed under its clients."""
 
 import asyncio
-import contextlib
 import os
 import re
 import select
 import signal
 import time
-from urllib.error import HTTPError
 
 import psutil
 import pytest
@@ -17,7 +15,7 @@ from harness.served import begun
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.library import read_profile
 
-STREAMS = 50
+STREAMS, TOKENS = 50, 400
 
 
 def body(i, tokens):
@@ -40,9 +38,10 @@ async def run(fleet, streams, tokens, disturb=None):
         return await asyncio.gather(*running)
 
 
-async def runs(fleet, streams, tokens, disturb):
-    """The same streams undisturbed, and with `disturb` called once they run."""
-    return await run(fleet, streams, tokens), await run(fleet, streams, tokens, disturb)
+@pytest.fixture(scope="module")
+def undisturbed(vllm_fleet):
+    """What each of STREAMS streams of TOKENS tokens is when nothing happens; none changes another in fp32."""
+    return asyncio.run(run(vllm_fleet, STREAMS, TOKENS))
 
 
 def test_without_a_profile_it_was_measured_before_it_served_and_places_by_targets(vllm_fleet):
@@ -110,9 +109,7 @@ def test_text_is_the_same_moved_or_not_and_a_stop_string_ends_it_across_moves(vl
 
 # So many, of such lengths, that on a worker that goes some stream is far from its end: one that ends while it
 # is copied is not moved.
-TOKENS = (400, 1400, 600, 1200, 800, 1000) * 2
-
-
+UNEVEN = (400, 1400, 600, 1200, 800, 1000) * 2
 MOST_ROUNDS = 200  # of streams, until something holds
 
 
@@ -124,14 +121,14 @@ def test_a_restart_under_streams_loses_and_repeats_nothing(vllm_fleet):
         """What each client gets, again and again until something holds; they do not end together."""
 
         async def client(http, i):
-            got = [await stream(http, vllm_fleet.gateway, **body(i, TOKENS[i]))]
+            got = [await stream(http, vllm_fleet.gateway, **body(i, UNEVEN[i]))]
             while not await asyncio.to_thread(until):
                 assert len(got) < MOST_ROUNDS
-                got.append(await stream(http, vllm_fleet.gateway, **body(i, TOKENS[i])))
+                got.append(await stream(http, vllm_fleet.gateway, **body(i, UNEVEN[i])))
             return got
 
         async with session() as http:
-            return await asyncio.gather(*(client(http, i) for i in range(len(TOKENS))))
+            return await asyncio.gather(*(client(http, i) for i in range(len(UNEVEN))))
 
     vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2)
     expected = asyncio.run(together())
@@ -144,48 +141,6 @@ def test_a_restart_under_streams_loses_and_repeats_nothing(vllm_fleet):
     assert leaves not in [w["worker"] for w in workers(vllm_fleet)]
     told = [(d["kind"], d["reason"]) for d in vllm_fleet.ask("GET", "/v1/fleet")["decisions"]]
     assert ("migrate", f"{leaves} is being replaced; done") in told, told
-
-
-def test_a_drain_under_load_loses_and_repeats_nothing_and_takes_what_is_cached_along(vllm_fleet):
-    def told(worker):
-        return next(w["prefix_tokens"] for w in workers(vllm_fleet) if w["worker"] == worker)
-
-    async def turns(more):
-        async with session() as http:
-            for n in range(4):
-                prompt = [(37 * n + k) % 2000 + 5 for k in range(500 + more)]
-                await stream(http, vllm_fleet.gateway, prompt=prompt, max_tokens=3)
-
-    expected = asyncio.run(run(vllm_fleet, STREAMS, 400))
-    # What has ended last is copied first: a slow machine has no time for what ended before it, too.
-    before = {w["worker"]: w["prefix_tokens"]["queried"] for w in workers(vllm_fleet)}
-    asyncio.run(turns(0))
-    stays, leaves = sorted(
-        workers(vllm_fleet), key=lambda w: told(w["worker"])["queried"] - before[w["worker"]]
-    )
-    assert told(leaves["worker"])["queried"] - before[leaves["worker"]] >= 1000
-    got = asyncio.run(
-        run(
-            vllm_fleet,
-            STREAMS,
-            400,
-            lambda: vllm_fleet.ask("POST", f"/v1/workers/{leaves['worker']}/drain"),
-        )
-    )
-    assert got == expected
-    vllm_fleet.until(lambda: [w["worker"] for w in workers(vllm_fleet)] == [stays["worker"]])
-    vllm_fleet.until(lambda: not psutil.pid_exists(leaves["pid"]))
-    assert vllm_fleet.metric("tokenfleet_migrations_total", outcome="done") > 3
-    before = told(stays["worker"])
-    asyncio.run(turns(60))
-    after = told(stays["worker"])
-    # Of each prompt that went along all that it had said before, in whole blocks, though some of it was never
-    # computed here. How many go depends on what the machine copies in the time that a drain gives to it.
-    hit, each = after["hit"] - before["hit"], 500 // 32 * 32
-    assert hit == after["expected"] - before["expected"]
-    assert hit in (each, 2 * each, 3 * each, 4 * each)
-    decisions = vllm_fleet.ask("GET", "/v1/fleet")["decisions"]
-    assert any(d["kind"] == "bring" and d["tokens"] >= 480 for d in decisions)
 
 
 def test_what_workers_have_cached_is_known_before_they_are_asked(vllm_fleet):
@@ -218,6 +173,99 @@ def test_what_workers_have_cached_is_known_before_they_are_asked(vllm_fleet):
     assert {w["cache_known"] for w in workers(vllm_fleet)} == {"told"}  # by the engines' own events
 
 
+# `test_worker_actor` holds that a worker ends an engine that hangs; it is then lost as a killed one is.
+# `test_model_families` kills the worker's own process.
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        (signal.SIGKILL, "its engine was killed (signal 9)"),
+        pytest.param(signal.SIGSTOP, "its engine made no step for 1", marks=pytest.mark.nightly),
+    ],
+)
+def test_streams_go_on_when_a_worker_dies_or_hangs_and_another_takes_its_place(
+    vllm_fleet, undisturbed, ends, why
+):
+    def kill():
+        family = psutil.Process(workers(vllm_fleet)[0]["pid"]).children(recursive=True)
+        os.kill(next(child.pid for child in family if "EngineCore" in child.name()), ends)
+
+    vllm_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
+    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
+    lost, told = vllm_fleet.metric("tokenfleet_workers_lost_total"), len(vllm_fleet.log.read_text())
+    gone = workers(vllm_fleet)[0]["worker"]
+    assert asyncio.run(run(vllm_fleet, 12, TOKENS, kill)) == undisturbed[:12]
+    vllm_fleet.until(lambda: vllm_fleet.metric("tokenfleet_workers_lost_total") == lost + 1)
+    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
+    vllm_fleet.until(lambda: f"in place of {gone}\n" in vllm_fleet.log.read_text()[told:])
+    (line,) = [one for one in vllm_fleet.log.read_text()[told:].splitlines() if " lost: " in one]
+    assert f" s  {gone} lost: {why}" in line
+    assert re.search(r"; \d+ requests? goe?s? on elsewhere; a new worker ", line)
+    explained = vllm_fleet.told("explain")
+    assert line.split(" lost: ")[1] in explained
+    assert f"its engine is ready and warm, in place of {gone}" in explained
+    assert not select.select([vllm_fleet.process.stdout], [], [], 0)[0]  # which has had its one line
+
+
+def test_streams_go_on_when_the_core_is_killed_and_its_successor_adopts_the_engines(vllm_fleet, undisturbed):
+    def kill():
+        os.kill(vllm_fleet.ask("GET", "/v1/fleet")["core"]["pid"], signal.SIGKILL)
+
+    before = [(w["worker"], w["pid"]) for w in workers(vllm_fleet)]
+    assert asyncio.run(run(vllm_fleet, 12, TOKENS, kill)) == undisturbed[:12]
+    view = vllm_fleet.ask("GET", "/v1/fleet")
+    assert (view["core"]["number"], view["auto"], view["placement"]["by"]) == (2, False, "targets")
+    assert [(w["worker"], w["pid"]) for w in workers(vllm_fleet)] == before
+    assert not [d for d in view["decisions"] if d["kind"] == "launch"]
+    assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
+
+
+def test_a_drain_under_load_loses_and_repeats_nothing_and_takes_what_is_cached_along(vllm_fleet, undisturbed):
+    def told(worker):
+        return next(w["prefix_tokens"] for w in workers(vllm_fleet) if w["worker"] == worker)
+
+    async def turns(more):
+        async with session() as http:
+            for n in range(4):
+                prompt = [(37 * n + k) % 2000 + 5 for k in range(500 + more)]
+                await stream(http, vllm_fleet.gateway, prompt=prompt, max_tokens=3)
+
+    # What has ended last is copied first: a slow machine has no time for what ended before it, too.
+    before = {w["worker"]: w["prefix_tokens"]["queried"] for w in workers(vllm_fleet)}
+    asyncio.run(turns(0))
+    stays, leaves = sorted(
+        workers(vllm_fleet), key=lambda w: told(w["worker"])["queried"] - before[w["worker"]]
+    )
+    assert told(leaves["worker"])["queried"] - before[leaves["worker"]] >= 1000
+
+    def drained():
+        vllm_fleet.ask("POST", f"/v1/workers/{leaves['worker']}/drain")
+
+    assert asyncio.run(run(vllm_fleet, STREAMS, TOKENS, drained)) == undisturbed
+    vllm_fleet.until(lambda: [w["worker"] for w in workers(vllm_fleet)] == [stays["worker"]])
+    vllm_fleet.until(lambda: not psutil.pid_exists(leaves["pid"]))
+    assert vllm_fleet.metric("tokenfleet_migrations_total", outcome="done") > 3
+    before = told(stays["worker"])
+    asyncio.run(turns(60))
+    after = told(stays["worker"])
+    # Of each prompt that went along all that it had said before, in whole blocks, though some of it was never
+    # computed here. How many go depends on what the machine copies in the time that a drain gives to it.
+    hit, each = after["hit"] - before["hit"], 500 // 32 * 32
+    assert hit == after["expected"] - before["expected"]
+    assert hit in (each, 2 * each, 3 * each, 4 * each)
+    decisions = vllm_fleet.ask("GET", "/v1/fleet")["decisions"]
+    assert any(d["kind"] == "bring" and d["tokens"] >= 480 for d in decisions)
+
+
+def used_blocks(fleet):
+    loads = [w["telemetry"] for w in workers(fleet)]
+    return [load["kv_used_blocks"] for load in loads if load is not None]
+
+
+def test_no_kv_block_is_in_use_once_all_is_quiet(vllm_fleet):
+    vllm_fleet.until(lambda: not any(used_blocks(vllm_fleet)))
+    assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
+
+
 def wanted(fleet):
     return fleet.ask("GET", "/v1/fleet")["wanted_workers"]
 
@@ -226,7 +274,9 @@ def is_whole(got, tokens):
     return (got.error, got.is_done, got.tokens) == ("", True, tokens)
 
 
-def test_a_burst_brings_another_worker_and_every_stream_ends_whole(vllm_fleet):
+# The last one: it leaves one worker, and nobody waits for the other's start.
+def test_a_burst_asks_for_another_worker_and_every_stream_ends_whole(vllm_fleet):
+    vllm_fleet.until(lambda: not any(used_blocks(vllm_fleet)))
     vllm_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})
 
     async def bursts():
@@ -248,111 +298,7 @@ def test_a_burst_brings_another_worker_and_every_stream_ends_whole(vllm_fleet):
     assert (why["kind"], why["before"], why["workers"]) == ("scale", 1, 2)
     assert max(why["compared"].values()) > 1.0
     assert why["seen"]["workers_per_rps"] > 0
-    vllm_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})  # keep them for what follows
-    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
-
-
-# `test_worker_actor` holds that a worker ends an engine that hangs; it is then lost as a killed one is.
-KILLED = "its engine was killed (signal 9)"
-HUNG = "its engine made no step for 1"
-GONE = "its process, or the connection to it, is gone"
-
-
-@pytest.mark.parametrize(
-    ("process", "ends", "why"),
-    [
-        ("EngineCore", signal.SIGKILL, KILLED),
-        pytest.param("EngineCore", signal.SIGSTOP, HUNG, marks=pytest.mark.nightly),
-        ("ray::", signal.SIGKILL, GONE),  # the worker's own
-    ],
-)
-def test_streams_go_on_when_a_worker_dies_or_hangs_and_another_takes_its_place(
-    vllm_fleet, process, ends, why
-):
-    def kill():
-        worker = psutil.Process(workers(vllm_fleet)[0]["pid"])
-        family = (worker, *worker.children(recursive=True))
-        os.kill(next(child.pid for child in family if process in child.name()), ends)
-
-    vllm_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
-    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
-    lost, told = vllm_fleet.metric("tokenfleet_workers_lost_total"), len(vllm_fleet.log.read_text())
-    gone = workers(vllm_fleet)[0]["worker"]
-    expected, got = asyncio.run(runs(vllm_fleet, 12, 400, kill))
-    assert got == expected
-    vllm_fleet.until(lambda: vllm_fleet.metric("tokenfleet_workers_lost_total") == lost + 1)
-    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
-    vllm_fleet.until(lambda: f"in place of {gone}\n" in vllm_fleet.log.read_text()[told:])
-    (line,) = [one for one in vllm_fleet.log.read_text()[told:].splitlines() if " lost: " in one]
-    assert f" s  {gone} lost: {why}" in line
-    assert re.search(r"; \d+ requests? goe?s? on elsewhere; a new worker ", line)
-    explained = vllm_fleet.told("explain")
-    assert line.split(" lost: ")[1] in explained
-    assert f"its engine is ready and warm, in place of {gone}" in explained
-    assert "(raylet) A worker died" not in vllm_fleet.log.read_text()[told:]  # our line has the cause
-    assert not select.select([vllm_fleet.process.stdout], [], [], 0)[0]  # which has had its one line
-
-
-def test_streams_go_on_when_the_core_is_killed_and_its_successor_adopts_the_engines(vllm_fleet):
-    def kill():
-        os.kill(vllm_fleet.ask("GET", "/v1/fleet")["core"]["pid"], signal.SIGKILL)
-
-    before = [(w["worker"], w["pid"]) for w in workers(vllm_fleet)]
-    expected, got = asyncio.run(runs(vllm_fleet, 12, 400, kill))
-    assert got == expected
-    view = vllm_fleet.ask("GET", "/v1/fleet")
-    assert (view["core"]["number"], view["auto"], view["placement"]["by"]) == (2, False, "targets")
-    assert [(w["worker"], w["pid"]) for w in workers(vllm_fleet)] == before
-    assert not [d for d in view["decisions"] if d["kind"] == "launch"]
-    assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
-
-
-def used_blocks(fleet):
-    loads = [w["telemetry"] for w in workers(fleet)]
-    return [load["kv_used_blocks"] for load in loads if load is not None]
-
-
-def test_no_kv_block_is_in_use_once_all_is_quiet(vllm_fleet):
-    vllm_fleet.until(lambda: not any(used_blocks(vllm_fleet)))
-    assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
-
-
-def spread(fleet):
-    """Move a request by hand if one of two workers has them all."""
-    there = [w["worker"] for w in workers(fleet)]
-    requests = fleet.ask("GET", "/v1/requests")["requests"]
-    decoding = [r for r in requests if r["output_tokens"] > 0]
-    if len(there) < 2 or len(decoding) < 2 or len({r["worker"] for r in requests}) > 1:
-        return
-    target = next(name for name in there if name != decoding[0]["worker"])
-    with contextlib.suppress(HTTPError):  # it has ended meanwhile, or the worker leaves
-        fleet.ask("POST", "/v1/migrations", {"request_id": decoding[0]["request_id"], "target": target})
-
-
-# The last one, since it leaves one worker: another would take a cold start.
-def test_when_one_is_enough_the_other_is_drained_and_every_stream_ends_whole(vllm_fleet):
-    before = max(d["id"] for d in vllm_fleet.ask("GET", "/v1/fleet")["decisions"])
-    vllm_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})
-    tokens, got = 1500, []
-
-    async def one_after_another(http, i):
-        while len(await asyncio.to_thread(workers, vllm_fleet)) > 1:
-            got.append(await stream(http, vllm_fleet.gateway, **body(i, tokens)))
-
-    async def keep_both_busy():  # placement alone may pack all on one, and then none need move
-        while len(await asyncio.to_thread(workers, vllm_fleet)) > 1:
-            await asyncio.to_thread(spread, vllm_fleet)
-            await asyncio.sleep(0.05)
-
-    async def trickle():
-        async with session() as http:
-            await asyncio.gather(keep_both_busy(), *(one_after_another(http, i) for i in range(3)))
-
-    asyncio.run(asyncio.wait_for(trickle(), 300))
-    assert got
-    assert all(is_whole(g, tokens) for g in got)
-    decisions = vllm_fleet.ask("GET", "/v1/fleet")["decisions"]
-    # What it served may have ended in that moment; that a drain under load moves is tested above.
-    assert any(d["id"] > before and d["kind"] == "draining" for d in decisions)
-    vllm_fleet.until(lambda: not any(used_blocks(vllm_fleet)))
+    vllm_fleet.until(lambda: workers(vllm_fleet, "starting"))
+    vllm_fleet.ask("POST", "/v1/fleet/scale", {"workers": 1})
+    vllm_fleet.until(lambda: not workers(vllm_fleet, "starting"))
     assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
