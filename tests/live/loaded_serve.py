@@ -28,7 +28,7 @@ from checkout import ROOT
 
 from dataplane.processes.fork_server import PR_SET_PDEATHSIG, SIGNS, ask_kernel, serve_forks
 
-START_S = 120.0
+START_S = 300.0
 
 
 class ForkedServe:

@@ -141,7 +141,7 @@ def test_an_operators_number_stands_until_it_is_given_back_and_streams_of_worker
     view = scaled_fleet.ask("GET", "/v1/fleet")
     assert (view["wanted_workers"], scales(view)[-1], view["auto"]) == (3, before, False)
     scaled_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})
-    sent = asyncio.run(clients_until(scaled_fleet, lambda: counts(scaled_fleet)[2] < 3, 2, 100))
+    sent = asyncio.run(clients_until(scaled_fleet, lambda: counts(scaled_fleet)[2] < 3, 3, 100))
     assert sent
     check_whole(sent, 100)
     last = max(d["id"] for d in view["decisions"])
