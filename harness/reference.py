@@ -92,7 +92,7 @@ PARTS = {
     "plan-json/scaling.md": (
         "plan.json: scaling",
         "The parts of plan.json about the number of workers over time.",
-        "ScalingRule AgentsLine Stretch ScheduleDetail Paid ExpectedLoop Spares PlannedPhase",
+        "ScalingRule AgentsLine Stretch ScheduleDetail Paid PlannedOrder ExpectedLoop Spares PlannedPhase",
     ),
     "plan-json/caches.md": (
         "plan.json: caches and moves",

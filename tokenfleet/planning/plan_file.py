@@ -182,12 +182,23 @@ class Stretch(_Part):
     fleet: Annotated[str | None, means("these workers in words")] = None
 
 
+class PlannedOrder(_Part):
+    """Workers to order at once, so that they serve in time."""
+
+    order_s: Annotated[Number, means("seconds of the planned traffic")]
+    ready_s: Annotated[Number, means("when they serve, seconds of the planned traffic")]
+    workers: Annotated[Whole, means("to order")]
+
+
 class Paid(_Part):
     """The schedule with its cold starts."""
 
     cold_start_s: Annotated[Seconds, means("from ordering a worker until it serves, seconds")]
     usd_per_hour: Annotated[Amount | None, means("mean, US dollars")] = None
     worker_hours: Annotated[Number | None, means("paid over the trace")] = None
+    saved_share: Annotated[Number | None, means("of the fixed fleet's worker-hours, 0 to 1")] = None
+    stretches: Annotated[list[Stretch], means("workers paid for over time")] = []
+    orders: Annotated[list[PlannedOrder], means("when workers must be ordered")] = []
 
 
 class ScheduleDetail(_Part):
@@ -541,6 +552,7 @@ class PlanFile(PlanBrief):
     ttft_s: Annotated[Quantiles | None, means("on the recorded trace, seconds")]
     tpot_s: Annotated[Quantiles | None, means("on the recorded trace, seconds")]
     says: Annotated[list[Said], means("(topic, text) of each line of the answer")] = []
+    figures: Annotated[list[dict[str, Any]], means("the plots: words, axes, series and numbers")] = []
     tables: Annotated[list[Shown], means("of the answer")] = []
     binding: Annotated[str | None, means("bottleneck: ttft, tpot, kv, prefill or session")] = None
     binding_window_s: Annotated[Pair | None, means("when it is worst, seconds of the trace")] = None

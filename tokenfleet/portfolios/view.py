@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import cycle, pairwise
 from typing import Any
 
 from rich.console import RenderableType
@@ -14,6 +16,7 @@ from tokenfleet.portfolios.plan import PortfolioPlan, Row, Use
 from tokenfleet.report.answer import GAP, OPENS, ages, verdict_text
 from tokenfleet.report.figures import TONES, Axis, Figure, Series
 from tokenfleet.report.page import lines_section, page, section
+from tokenfleet.report.plan_json import rounded
 from tokenfleet.report.tables import fleet_text, gpu_text, lines_table, plan_table, share_text, usd_text
 from tokenfleet.version import VERSION
 
@@ -28,6 +31,7 @@ def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
         "schema": SCHEMA,
         "says": [list(line) for line in says(plan)],
         "tables": [shown.model_dump() for shown in tables(plan)],
+        "figures": [rounded(asdict(_over_time(plan)))],
         "usd_per_hour": plan.usd_per_h,
         "unlimited_usd_per_hour": plan.unlimited_usd_per_h,
         "constant_usd_per_hour": plan.constant_usd_per_h,
@@ -200,19 +204,14 @@ def portfolio_report(plan: PortfolioPlan) -> str:
 def _over_time(plan: PortfolioPlan) -> Figure:
     unit, per = ("min", 60.0) if plan.edges_s[-1] - plan.edges_s[0] < 4 * 3600 else ("h", 3600.0)
     edges = [round(float(t) / per, 4) for t in plan.edges_s]
-    stacked = plan.gpus.cumsum(axis=1)
+    used = [(gpu, counts) for gpu, counts in zip(plan.gpu_types, plan.gpus.T, strict=True) if counts.any()]
     series = [
-        Series(
-            f"{gpu}, above those below" if i else gpu,
-            "steps",
-            [(t, float(n)) for t, n in zip(edges, [*stacked[:, i], stacked[-1, i]], strict=True)],
-            TONES[i % len(TONES)],
-        )
-        for i, gpu in enumerate(plan.gpu_types)
+        Series(gpu_text(gpu), "steps", list(zip(edges, map(float, [*counts, counts[-1]]), strict=True)), tone)
+        for (gpu, counts), tone in zip(used, cycle(TONES))
     ]
     rows = [
-        (f"{a:g}", f"{b:g}", *map(str, counts))
-        for a, b, counts in zip(edges[:-1], edges[1:], plan.gpus.tolist(), strict=True)
+        (f"{a:g}", f"{b:g}", *(str(counts[i]) for _, counts in used))
+        for i, (a, b) in enumerate(pairwise(edges))
     ]
     return Figure(
         "gpus",
@@ -221,7 +220,7 @@ def _over_time(plan: PortfolioPlan) -> Figure:
         Axis(f"time ({unit})", edges[0], edges[-1]),
         Axis("GPUs", 0.0, whole=True),
         series,
-        (f"from ({unit})", f"to ({unit})", *plan.gpu_types),
+        (f"from ({unit})", f"to ({unit})", *(gpu_text(gpu) for gpu, _ in used)),
         rows,
         True,
     )

@@ -28,6 +28,7 @@ from tokenfleet.planning.traffic.drift import workers_range
 from tokenfleet.planning.traffic.sample import ROUGHLY
 from tokenfleet.profiles.form import profile_document
 from tokenfleet.report.answer import says, tables
+from tokenfleet.report.plan_figures import plan_figures
 from tokenfleet.traces.phases import phases_json
 
 Part = TypeVar("Part")
@@ -45,6 +46,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     shown = {
         "says": [list(line) for line in says(read)],
         "tables": [table.model_dump() for table in tables(read)],
+        "figures": [rounded(asdict(figure)) for figure in plan_figures(read)],
     }
     first = ("schema", "feasible", "reason")
     return {name: document[name] for name in first} | shown | document
@@ -88,7 +90,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "baselines": _baselines(plan),
         "affinity": _affinity(plan),
         "prefix_cache": plan.prefix_cache,
-        "reuse": _rounded(asdict(plan.reuse)) if plan.reuse else None,
+        "reuse": rounded(asdict(plan.reuse)) if plan.reuse else None,
         **({} if plan.tier is None else {"host_kv": _tier(plan.tier)}),
         "curves": _curves(plan),
         "inputs": _inputs(plan),
@@ -217,8 +219,8 @@ def _moves(worth: MovesWorth) -> dict[str, Any]:
         "kept": worth.kept,
         "workers_without": worth.needs.workers,
         "usd_per_hour_without": _usd(worth.needs),
-        "with_moves": _told(lambda one: _rounded(asdict(one)), worth.on),
-        "without_moves": _told(lambda one: _rounded(asdict(one)), worth.off),
+        "with_moves": _told(lambda one: rounded(asdict(one)), worth.on),
+        "without_moves": _told(lambda one: rounded(asdict(one)), worth.off),
         "why_not": worth.why_not or None,
     }
 
@@ -258,7 +260,7 @@ def _plateau(flat: AttainmentPlateau) -> dict[str, Any]:
 
 def _doubt(doubt: Doubt) -> dict[str, Any]:
     shares = {name: _share(share) for name, share in doubt.shares.items()}
-    return {**_rounded(asdict(doubt)), "mostly": doubt.mostly, "shares": shares}
+    return {**rounded(asdict(doubt)), "mostly": doubt.mostly, "shares": shares}
 
 
 def _mixes(plan: Plan, search: MixSearch) -> dict[str, Any]:
@@ -439,12 +441,12 @@ def _affinity(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """A record's fields as JSON has them."""
     if isinstance(value, dict):
-        return {name: _rounded(part) for name, part in value.items()}
-    if isinstance(value, tuple):
-        return [_rounded(part) for part in value]
+        return {name: rounded(part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [rounded(part) for part in value]
     return _figures(value) if isinstance(value, float) else value
 
 

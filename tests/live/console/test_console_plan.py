@@ -61,8 +61,11 @@ def test_a_plan_is_asked_for_and_its_answer_read(planned, visit):
     assert [tab.text(f"#answer section:nth-of-type({i}) h3") for i in range(1, 2)] == [
         plan["tables"][0]["title"]
     ]
-    # Every chart has been drawn, and has its numbers as a table.
+    # Every plot of the plan has been drawn under its own words, and has its numbers as a table.
     charts = tab.page.locator("figure.chart")
+    assert charts.locator("h3").all_inner_texts() == [figure["title"] for figure in plan["figures"]]
+    captions = charts.locator("figcaption p").all_inner_texts()
+    assert captions == [figure["caption"] for figure in plan["figures"]]
     assert charts.count() >= 5
     for i in range(charts.count()):
         assert charts.nth(i).locator("svg[role=img] path").count() > 0

@@ -28,7 +28,7 @@ from tokenfleet.planning.sizing import Sizing, most_agents, size_on_trace
 from tokenfleet.planning.threads import open_threads
 from tokenfleet.planning.traffic import replicates as rough
 from tokenfleet.planning.traffic.draws import in_sessions, units_of
-from tokenfleet.report.page import plan_figures
+from tokenfleet.report.plan_figures import plan_figures
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.traces import Trace
 

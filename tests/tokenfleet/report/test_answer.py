@@ -19,7 +19,8 @@ from tokenfleet.planning.plan_file import ExpectedLoop, KvOffload, PlanFile
 from tokenfleet.planning.result import Plan
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.report.answer import loop_text, offload_text, says
-from tokenfleet.report.page import plan_figures, plan_report
+from tokenfleet.report.page import plan_report
+from tokenfleet.report.plan_figures import plan_figures
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.report.tables import gpu_text
 

@@ -15,11 +15,12 @@ let made = 0;
  *
  *  `x`, `y`: {name, kind, format, domain?, zero?, ticks?}, kind as in scale.js.
  *  `series`: {name, kind, tone, points}; points are [x, y], of a band [x, low, high]; a null y is a gap.
- *            kinds: line, steps (each y holds until the next x), band, dots.
+ *            kinds: line, steps and filled steps (each y holds until the next x), band, dots, open dots, and
+ *            bars with `labels` above them and `tones`, one for each.
  *  `marks`: {axis: "x" | "y", at, name}: a line across.
  *  `data`: {columns, rows} of the table under it.
  */
-export function chart({ title, says, x, y, series, marks = [], data, height = HEIGHT }) {
+export function chart({ title, says, x, y, series, marks = [], data, height = HEIGHT, wide = false }) {
   made += 1;
   const id = `chart-${made}`;
   const drawing = svg("svg", {
@@ -31,7 +32,7 @@ export function chart({ title, says, x, y, series, marks = [], data, height = HE
   const draw = (width) => drawing.replaceChildren(...drawn({ x, y, series, marks, width, height }));
   const figure = make(
     "figure",
-    { class: "chart" },
+    { class: wide ? "chart wide" : "chart" },
     make(
       "figcaption",
       {},
@@ -59,8 +60,8 @@ function legend(series) {
       { width: 22, height: 12, "aria-hidden": "true" },
       one.kind === "band"
         ? svg("rect", { class: `band ${one.tone}`, width: 22, height: 12 })
-        : one.kind === "dots"
-          ? svg("circle", { class: `dot ${one.tone}`, cx: 11, cy: 6, r: 4 })
+        : isDots(one)
+          ? svg("circle", { class: dotClass(one), cx: 11, cy: 6, r: 4 })
           : svg("path", { class: `line ${one.tone}`, d: "M1 6H21" }),
     );
   return make(
@@ -70,6 +71,9 @@ function legend(series) {
   );
 }
 
+const isDots = ({ kind }) => kind === "dots" || kind === "open dots";
+const dotClass = ({ kind, tone }) => `dot ${tone}${kind === "dots" ? "" : " hollow"}`;
+
 function drawn({ x, y, series, marks, width, height }) {
   const marksOn = (axis) => marks.filter((m) => m.axis === axis).map((m) => m.at);
   const xs = series.flatMap((s) => s.points.map((p) => p[0]));
@@ -77,11 +81,14 @@ function drawn({ x, y, series, marks, width, height }) {
   const xDomain = x.domain ?? extent([...xs, ...marksOn("x")], { log: x.kind === "log", zero: x.zero });
   const yDomain = y.domain ?? extent([...ys, ...marksOn("y")], { log: y.kind === "log", zero: y.zero });
   const yTicks = distinct(scale(y.kind, yDomain, [height - BOTTOM, TOP]), 5, y.format);
-  const left = Math.max(...yTicks.map((t) => y.format(t).length), 2) * LETTER + 14;
+  const left = Math.max(...yTicks.map((t) => y.format(t).length), 2) * LETTER + 32;
   const atX = scale(x.kind, xDomain, [left, width - RIGHT]);
   const atY = scale(y.kind, yDomain, [height - BOTTOM, TOP]);
   const widest = Math.max(...atX.ticks(6).map((t) => x.format(t).length), 2) * LETTER + 16;
-  const xTicks = x.ticks ?? distinct(atX, Math.max(2, Math.min(8, Math.floor((width - left) / widest))), x.format);
+  const xTicks = x.ticks
+    ? fitting(x, (width - RIGHT - left) / x.ticks.length)
+    : distinct(atX, Math.max(2, Math.min(8, Math.floor((width - left) / widest))), x.format);
+  const middle = (TOP + height - BOTTOM) / 2;
   const frame = [
     ...yTicks.map((t) => svg("path", { class: "grid", d: `M${left} ${atY(t)}H${width - RIGHT}` })),
     ...yTicks.map((t) =>
@@ -100,13 +107,25 @@ function drawn({ x, y, series, marks, width, height }) {
       { class: "axis", x: (left + width - RIGHT) / 2, y: height - 5, "text-anchor": "middle" },
       x.name,
     ),
+    svg(
+      "text",
+      { class: "axis", transform: `translate(12 ${middle}) rotate(-90)`, "text-anchor": "middle" },
+      y.name,
+    ),
   ];
   return [
     ...frame,
-    ...series.filter((s) => s.kind === "band").map((s) => shape(s, atX, atY)),
+    ...series.filter((s) => s.kind === "band" && s.points.length).map((s) => shape(s, atX, atY)),
     ...marks.map((m) => mark(m, atX, atY, { left, width, height })),
-    ...series.filter((s) => s.kind !== "band").map((s) => shape(s, atX, atY)),
+    ...series.filter((s) => s.kind !== "band" && s.points.length).map((s) => shape(s, atX, atY)),
   ];
+}
+
+/** The ticks that an axis brings along, every second or third where their texts would touch. */
+function fitting({ ticks, format }, each) {
+  const widest = Math.max(...ticks.map((t) => format(t).length)) * LETTER + 10;
+  const step = Math.max(1, Math.ceil(widest / each));
+  return ticks.filter((_, i) => i % step === 0);
 }
 
 /** The ticks of a scale, fewer where their texts would repeat: two lines must not have one name. */
@@ -118,14 +137,29 @@ function distinct(at, most, format) {
   return at.ticks(most).filter((tick, i, all) => i === 0 || format(tick) !== format(all[i - 1]));
 }
 
-function shape({ kind, tone, points }, atX, atY) {
+function shape({ kind, tone, points, labels, tones }, atX, atY) {
   const at = ([px, py]) => `${atX(px).toFixed(1)} ${atY(py).toFixed(1)}`;
-  if (kind === "dots") {
+  if (kind === "bars") {
+    const [first, last] = [atX(points[0][0] - 0.3), atX(points[0][0] + 0.3)];
+    const width = Math.min(last - first, 60);
+    // Where the labels would touch, each keeps its number alone.
+    const isTight = Math.max(...labels.map((text) => text.length)) * LETTER > (last - first) / 0.6;
+    const label = (text) => (isTight ? text.split(" ")[0] : text);
+    const bars = points.map(([px, py], i) => {
+      const size = { x: atX(px) - width / 2, y: atY(py), width, height: Math.max(0, atY(0) - atY(py)) };
+      return [
+        svg("rect", { class: `fill ${tones[i] ?? tone}`, ...size }),
+        svg("text", { class: "tick strong", x: atX(px), y: atY(py) - 5, "text-anchor": "middle" }, label(labels[i])),
+      ];
+    });
+    return svg("g", {}, bars);
+  }
+  if (isDots({ kind })) {
     const shown = points.filter((p) => p[1] !== null);
     return svg(
       "g",
       {},
-      shown.map((p) => svg("circle", { class: `dot ${tone}`, cx: atX(p[0]), cy: atY(p[1]), r: 4 })),
+      shown.map((p) => svg("circle", { class: dotClass({ kind, tone }), cx: atX(p[0]), cy: atY(p[1]), r: 4 })),
     );
   }
   if (kind === "band") {
@@ -145,6 +179,7 @@ function shape({ kind, tone, points }, atX, atY) {
       d: whole.length ? `M${[...upper, ...lower].join("L")}Z` : "",
     });
   }
+  const isSteps = kind === "steps" || kind === "filled steps";
   let path = "";
   let pen = false;
   for (const point of points) {
@@ -153,11 +188,15 @@ function shape({ kind, tone, points }, atX, atY) {
       if (!pen) path += `M${at(point)}`;
       else
         path +=
-          kind === "steps" ? `H${atX(point[0]).toFixed(1)}V${atY(point[1]).toFixed(1)}` : `L${at(point)}`;
+          isSteps ? `H${atX(point[0]).toFixed(1)}V${atY(point[1]).toFixed(1)}` : `L${at(point)}`;
       pen = true;
     }
   }
-  return svg("path", { class: `line ${tone}`, d: path });
+  const line = svg("path", { class: `line ${tone}`, d: path });
+  if (kind !== "filled steps") return line;
+  const [first, last] = [points[0], points.at(-1)].map(([px]) => atX(px).toFixed(1));
+  const floor = atY(0).toFixed(1);
+  return svg("g", {}, svg("path", { class: `band ${tone}`, d: `${path}H${last}V${floor}H${first}Z` }), line);
 }
 
 function mark({ axis, at, name }, atX, atY, { left, width, height }) {

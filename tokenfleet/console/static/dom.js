@@ -38,6 +38,12 @@ export function byId(id) {
   return found;
 }
 
+/** The text `name` of the page's template `id`, with values for its {names}. */
+export function words(id, name, values = {}) {
+  const { textContent } = byId(id).content.querySelector(`[data-of="${name}"]`);
+  return textContent.replace(/\{(\w+)\}/g, (_, key) => values[key]);
+}
+
 /** Set text only where it differs, so that a live region does not speak when nothing has changed. */
 export function say(element, text) {
   const parts = coded(String(text ?? ""));
@@ -91,9 +97,14 @@ export function saidLines(lines) {
   return make("dl", { class: "says" }, rows);
 }
 
-/** A table that an answer brings along, under its title; columns of figures are flush right. */
-export function shownTable({ title, columns, rows }) {
+/** The columns of a table; those of figures are flush right. */
+export function figureColumns(columns, rows) {
   const isFigure = (i) => rows.every((row) => /^([-?$]|\d[^x]*$)/.test(row[i]));
-  const named = columns.map((name, i) => ({ name, number: i > 0 && isFigure(i) }));
+  return columns.map((name, i) => ({ name, number: i > 0 && isFigure(i) }));
+}
+
+/** A table that an answer brings along, under its title. */
+export function shownTable({ title, columns, rows }) {
+  const named = figureColumns(columns, rows);
   return make("section", {}, make("h3", {}, title), table(title, named, rows, { class: "cards" }));
 }

@@ -1,7 +1,7 @@
 /* The last half hour, from the fleet's own buckets: throughput, TTFT, TPOT, errors, and attainment by target. */
 
 import { bar, chart } from "./chart.js";
-import { byId, make, say } from "./dom.js";
+import { byId, make, say, words } from "./dom.js";
 import { clock, count, duration, number, percent, share } from "./format.js";
 
 const MINUTES = 30;
@@ -35,8 +35,8 @@ export class Timeline {
     const open = new Set([...byId("timeline").querySelectorAll("details[open]")].map((d) => d.dataset.of));
     const figures = [
       throughput(frame),
-      latency(frame, "TTFT", "ttft_s", slo.ttft_s),
-      latency(frame, "TPOT", "tpot_s", slo.tpot_s),
+      latency(frame, "ttft", slo.ttft_s),
+      latency(frame, "tpot", slo.tpot_s),
       errors(frame),
     ].map((parts) => {
       const figure = chart({ ...parts, x: timeAxis(frame), height: 150 });
@@ -52,13 +52,10 @@ export class Timeline {
   attainment({ attainment: all, attainment_target: asked, lately, slo, classes = [] }) {
     const named = classes.map(({ name, met, of, target }) => {
       const ratio = ratioOf({ met, of });
-      return ` Class ${name}: ${ratio === null ? "none finished" : `${share(ratio)} of ${count(of)}`} (target ${percent(target)}).`;
+      return words("words", "class", { name, reached: share(ratio), count: count(of), asked: percent(target) });
     });
-    say(
-      byId("attainment-says"),
-      `The share of finished requests within their targets: TTFT ${duration(slo.ttft_s)} and TPOT ${duration(slo.tpot_s)}, ` +
-        `unless a request sets its own. Target: ${percent(asked)} within both.${named.join("")}`,
-    );
+    const targets = { ttft: duration(slo.ttft_s), tpot: duration(slo.tpot_s), asked: percent(asked) };
+    say(byId("attainment-says"), words("words", "attainment", targets) + named.join(""));
     byId("targets").replaceChildren(
       ...TARGETS.map(([name, label]) => {
         const ratio = ratioOf(lately.attainment[name]);
@@ -75,7 +72,7 @@ export class Timeline {
             { class: "soft" },
             since === null
               ? "none finished since the fleet started"
-              : `${share(since)} of ${count(all[name].of)} since the fleet started`,
+              : words("words", "since", { reached: share(since), count: count(all[name].of) }),
           ),
         );
       }),
@@ -85,21 +82,26 @@ export class Timeline {
 
 /* The charts of a frame: {buckets, bucketS, nowS}. */
 
+/** Title and caption of a chart, which the page has. */
+const caption = (name, values) => ({
+  title: byId("captions").content.querySelector(`[data-of="${name}"]`).title,
+  says: words("captions", name, values),
+});
+
 const throughput = (frame) => ({
-  title: "Throughput",
-  says: "Output tokens per second.",
+  ...caption("throughput"),
   y: { name: "tokens/s", kind: "linear", zero: true, format: (v) => number(v) },
   series: [{ name: "tokens/s", kind: "line", tone: "a", points: series(frame, (b) => b.tokens_per_s) }],
   data: rows(frame, ["tokens/s", "requests"], (b) => [number(b.tokens_per_s), count(b.finished)]),
 });
 
-function latency(frame, name, field, targetS) {
+function latency(frame, name, targetS) {
+  const field = `${name}_s`;
   const most = Math.max(0, ...frame.buckets.map((b) => b[field]?.p90 ?? 0));
   const of = (percentile) => (b) => b[field]?.[percentile] ?? null;
   return {
-    title: name,
-    says: `Finished requests; target ${duration(targetS)}.`,
-    y: { name, kind: "linear", zero: true, format: (v) => duration(v, 2) },
+    ...caption(name, { target: duration(targetS) }),
+    y: { name: name.toUpperCase(), kind: "linear", zero: true, format: (v) => duration(v, 2) },
     series: [
       { name: "p90", kind: "line", tone: "a", points: series(frame, of("p90")) },
       { name: "p50", kind: "line", tone: "b dotted", points: series(frame, of("p50")) },
@@ -115,8 +117,7 @@ function latency(frame, name, field, targetS) {
 function errors(frame) {
   const most = Math.max(1, ...frame.buckets.flatMap((b) => [b.failed, b.rejected]));
   return {
-    title: "Errors",
-    says: `Requests per ${frame.bucketS} s.`,
+    ...caption("errors", { bucket: duration(frame.bucketS) }),
     y: { name: "requests", kind: "whole", domain: [0, most], format: (v) => number(v) },
     series: [
       { name: "failed", kind: "line", tone: "a", points: series(frame, (b) => b.failed) },

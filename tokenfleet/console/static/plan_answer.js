@@ -1,8 +1,8 @@
 /* The answer: the lines and tables that the plan brings along, its charts, and what it rests on. */
 
 import { linesOf, make, saidLines, sentence, shownTable } from "./dom.js";
+import { figures } from "./figures.js";
 import { counted, kind, share } from "./format.js";
-import { planCharts } from "./plan_charts.js";
 
 /** The whole answer as elements. `tryTargets(nearest)` is what the offered targets' button does. */
 export function answer(plan, tryTargets) {
@@ -14,7 +14,7 @@ export function answer(plan, tryTargets) {
     make("p", { class: "soft" }, "docs/read-your-plan.md explains every line and plot."),
     nearest(plan, tryTargets),
     folded(counted(warnings.length, "warning"), warnings, { class: "notice" }),
-    planCharts(plan),
+    figures(plan),
     ...(plan.tables ?? []).map(shownTable),
     folded("Profiles and prices it rests on", plan.inputs.profiles.map(basis)),
   ].filter(Boolean);

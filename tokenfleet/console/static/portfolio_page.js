@@ -1,9 +1,9 @@
 /* The portfolio page: its file, the job made of it, and the answer as tables and a chart. */
 
 import { ask } from "./api.js";
-import { chart } from "./chart.js";
 import { byId, linesOf, make, saidLines, say, sentence, shownTable } from "./dom.js";
-import { counted, dollars, number, percent } from "./format.js";
+import { figures } from "./figures.js";
+import { counted, dollars, percent } from "./format.js";
 import { download, guarded, listRecent, onStream, settled, waiting } from "./job_page.js";
 import { cancel, followed, sendTrace } from "./plan_job.js";
 
@@ -86,17 +86,12 @@ async function watch(id) {
   byId("answer-title").focus();
 }
 
-/** The GPU types that a plan uses at any time. */
-function types({ gpus }) {
-  return Object.keys(gpus[0]).filter((name) => !name.endsWith("_s") && gpus.some((stretch) => stretch[name] > 0));
-}
-
 function answer(plan) {
   return [
     make("h2", { id: "answer-title", tabindex: "-1" }, sentence(plan)),
     saidLines(linesOf(plan).slice(1)),
     ...(plan.tables ?? []).map(shownTable),
-    make("div", { class: "charts" }, overTime(plan)),
+    figures(plan),
     notes(plan.warnings),
   ].filter(Boolean);
 }
@@ -110,30 +105,6 @@ function notes(lines) {
     make("summary", {}, counted(lines.length, "note")),
     make("ul", {}, lines.map((text) => make("li", {}, text))),
   );
-}
-
-function overTime(plan) {
-  const end = plan.gpus.at(-1).end_s;
-  const [per, unit] = end < 4 * 3600 ? [60, "minutes"] : [3600, "hours"];
-  const named = types(plan);
-  return chart({
-    title: "GPUs over time",
-    says: "GPUs of each type that all models take together, on their schedules.",
-    x: { name: unit, kind: "linear", domain: [plan.gpus[0].start_s / per, end / per], format: (v) => number(v, 4) },
-    y: { name: "GPUs", kind: "whole", zero: true, format: (v) => number(v, 4) },
-    series: named.map((name, i) => ({
-      name,
-      kind: "steps",
-      tone: `${"abc"[i % 3]} ${["", "dashed", "dotted"][Math.floor(i / 3) % 3]}`.trim(),
-      points: [...plan.gpus.map((one) => [one.start_s / per, one[name]]), [end / per, plan.gpus.at(-1)[name]]],
-    })),
-    data: {
-      columns: [{ name: `from, ${unit}` }, { name: "to", number: true }, ...named.map((name) => ({ name, number: true }))],
-      rows: plan.gpus.map((one) =>
-        [one.start_s / per, one.end_s / per, ...named.map((name) => one[name])].map((value) => number(value, 5)),
-      ),
-    },
-  });
 }
 
 void guarded(start);
