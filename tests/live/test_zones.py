@@ -242,7 +242,7 @@ def test_workers_are_on_nodes_bought_as_they_were_planned_and_those_on_demand_fi
         await host.stop("w1")
         await until_room(host, None)
         # The core that adopts w4, on demand, and w5 counts them as they are.
-        successor = RayHost(types, Site(on_demand=2), 2, "auto")
+        successor = RayHost(types, Site(on_demand=2), 2, tmp_path / "fleet" / "ray", "auto")
         assert set(await successor.adopt({"w4", "w5"})) == {"w4", "w5"}
         places = [(await successor._place(name, kind)).labels for name in ("w6", "w7")]
         assert places == [{MARKET: "!spot"}, {MARKET: "spot"}]

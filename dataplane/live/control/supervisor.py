@@ -19,7 +19,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,7 +44,7 @@ from dataplane.processes.fork_server import (
     ended,
     serve_forks,
 )
-from dataplane.processes.keeper import End, Keeper, Pauses, Process, Spec, tell
+from dataplane.processes.keeper import End, Inherited, Keeper, Pauses, Process, Spec, tell
 from dataplane.startup import child_environment, log_to_stderr
 
 log = logging.getLogger("tokenfleet.supervisor")
@@ -285,8 +284,7 @@ async def supervise(settings: Supervised, shared: Path, server: int) -> int:
     loop.add_signal_handler(signal.SIGCHLD, reap)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNS)
     if settings.has_own_ray:
-        words = (sys.executable, "-m", RAY_PROGRAM, str(shared / OWN_RAY))
-        subprocess.Popen(words, env=child_environment(), process_group=0)
+        _ray_keeper(shared / OWN_RAY, settings.times.longest_pause_s, orders).start()
     running = asyncio.ensure_future(_served(settings, shared, orders))
     await asyncio.wait((running, lost), return_when=asyncio.FIRST_COMPLETED)
     if lost.done():  # it ends after the last core where all were asked to end at once
@@ -296,6 +294,22 @@ async def supervise(settings: Supervised, shared: Path, server: int) -> int:
         return running.result()
     log.error("the fork server has died: the fleet ends")
     return LOST
+
+
+def _ray_keeper(own: Path, longest_pause_s: float, orders: EndSignals) -> Keeper[Inherited]:
+    """Keeps the fleet's own Ray; `own` is there only while one runs, or could not be started."""
+
+    async def begin() -> Inherited:
+        words = (sys.executable, "-m", RAY_PROGRAM, str(own))
+        return Inherited(os.posix_spawn(sys.executable, words, child_environment(), setpgroup=0))
+
+    def ended(end: End[Inherited]) -> bool:
+        own.unlink(missing_ok=True)
+        if orders.since_s is None:
+            log.warning("the fleet's Ray has ended; another starts in %g s", end.pause_s)
+        return orders.since_s is None
+
+    return Keeper(Spec(begin, ended, pauses=Pauses(longest_s=longest_pause_s)))
 
 
 async def _served(settings: Supervised, shared: Path, orders: EndSignals) -> int:

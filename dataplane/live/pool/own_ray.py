@@ -2,15 +2,16 @@
 
 It imports Ray and nothing else of weight: it only waits. The supervisor runs it as
 `python -m dataplane.live.pool.own_ray FILE`. The file gets Ray's address, or an empty line and then the
-reason why there is none.
+reason why there is none. It ends once one of Ray's daemons has ended, and the supervisor starts it again.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import select
 import signal
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,16 +24,18 @@ from dataplane.startup import log_to_stderr
 
 log = logging.getLogger("tokenfleet.ray")
 STARTS = 3
+DAEMONS = {"gcs_server", "raylet"}
+AGAIN_S = 30.0  # the cores have read by then why there is none
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least is 75 MiB
 
 
-def keep_own_ray(own: Path) -> None:
-    """Run a local Ray until SIGTERM; the file `own` says where it is, or what has hindered it.
+def keep_own_ray(own: Path) -> int:
+    """Run a local Ray until SIGTERM, or until a daemon of it ends; the exit code.
 
-    At the end its processes are killed: Ray would wait several seconds for them, and what is left on it sees
-    it.
+    The file `own` says where it is, or what has hindered it. At the end its processes are killed: Ray would
+    wait several seconds for them, and what is left on it sees it.
     """
-    said, done = "", threading.Event()
+    said = ""
     for attempt in range(1, STARTS + 1):
         try:
             said = _start(own.parent / "ray")
@@ -41,12 +44,26 @@ def keep_own_ray(own: Path) -> None:
             ray.shutdown()  # its processes are slow to come up on a busy host; what did come up ends here
             said = f"\ndid not start in {attempt} attempts: {error}"
             log.warning("Ray did not start (%s); trying again", error)
-    signal.signal(signal.SIGTERM, lambda *_: done.set())
+    asked, (waking, woken) = [], os.pipe()
+
+    def end(sign: int, _: object) -> None:
+        asked.append(sign)
+        os.write(woken, b"\0")
+
+    signal.signal(signal.SIGTERM, end)
+    daemons = {os.pidfd_open(one.pid): one.name() for one in _children() if one.name() in DAEMONS}
     replace_text(own, said)
-    done.wait()
-    for process in psutil.Process().children():  # not the workers below them, which end by themselves
+    lost, _, _ = select.select([waking, *daemons], [], [], None if daemons else AGAIN_S)
+    if daemons and not asked:
+        log.warning("Ray's %s has died, and its workers end", " and ".join(daemons[one] for one in lost))
+    for process in _children():  # not the workers below them, which end by themselves
         with suppress(psutil.NoSuchProcess):
             process.kill()
+    return 0 if asked else 1
+
+
+def _children() -> list[psutil.Process]:
+    return list(psutil.Process().children())
 
 
 def _start(folder: Path) -> str:
@@ -68,7 +85,7 @@ def main() -> None:
     """Run it; the file is the only argument."""
     log_to_stderr()
     ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
-    keep_own_ray(Path(sys.argv[1]))
+    os._exit(keep_own_ray(Path(sys.argv[1])))  # Ray's own end would wait for its daemons
 
 
 if __name__ == "__main__":

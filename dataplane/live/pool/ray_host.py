@@ -1,7 +1,7 @@
 """Workers on Ray: a local Ray started for this fleet, or the cluster that RAY_ADDRESS names.
 
 Workers are detached actors in the fleet's namespace: they outlive the core that has started them, and the
-next one finds them there by name.
+next one finds them there by name. Those of a Ray of our own end with it, and new ones wait for the next.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -30,6 +29,7 @@ from dataplane.live.engine_api.processes import descendants, free_memory_bytes
 from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.pool.fleet_types import FleetTypes, Market, Site, accelerator, market_of
+from dataplane.live.pool.joined_ray import JoinedRay, RayEnded, connect
 from dataplane.live.pool.member import Adopted, Revision
 from dataplane.live.worker.door import new_key, public_key
 from dataplane.live.worker.launch import RayWorker, WorkerResources, adopt_worker, end_worker, launch_worker
@@ -39,17 +39,15 @@ log = logging.getLogger("tokenfleet.ray")
 ANSWER_S = 2.0
 NODES_LOOK_S = 5.0
 OTHERS_SAY_S = 30.0
-OWN_RAY_S, LOOK_S = 180.0, 0.05
-NAMESPACE = "tokenfleet-"
 
 
 class RayHost:
     """Launches workers as Ray actors and links to them. Make one with `start`."""
 
-    def __init__(self, types: FleetTypes, site: Site, core: int, transport: Asked) -> None:
+    def __init__(self, types: FleetTypes, site: Site, core: int, own: Path, transport: Asked) -> None:
         self._types, self._site, self._transport = types, site, transport
         self._core = core
-        self._is_own = "RAY_ADDRESS" not in os.environ
+        self._ray = JoinedRay(own, self._forget_all)
         self._key = new_key()
         self._context = link_context()
         self._workers: dict[WorkerId, RayWorker] = {}
@@ -65,12 +63,9 @@ class RayHost:
         `own`: the file in which the fleet's own Ray says where it is. Raises BadInput when the zone or the
         GPUs that are asked for are not there within `nodes_wait_s`.
         """
-        host = cls(types, site, core, transport)
+        host = cls(types, site, core, own, transport)
         try:
-            address = os.environ.get("RAY_ADDRESS") or await _address_of(own)
-            await asyncio.to_thread(_join, address, NAMESPACE + own.parent.name)
-            # Ray has put its own in its place, which writes addresses of its code to stderr.
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+            await host._ray.join()
             # Others of a portfolio are not there to be waited for by a successor, which adopts what is.
             await _until_nodes(types, site if core == 1 else replace(site, beside=()), nodes_wait_s)
         except BaseException:
@@ -83,15 +78,21 @@ class RayHost:
     ) -> EngineLink:
         worker_type = self._types[kind]
         engine_settings = self._types.engine_settings(kind, revision.settings, current_platform.is_cpu())
+        if not self._ray.is_there.is_set():
+            say("waiting for Ray")
+            await self._ray.is_there.wait()
         place = replace(await self._place(worker, worker_type), transport=self._transport)
         key = public_key(self._key)
-        started = await launch_worker(worker, engine_settings, key, place, say, self._core)
+        launching = launch_worker(worker, engine_settings, key, place, say, self._core)
+        started = await self._ray.call(launching)
         self._workers[worker] = started
         return await WorkerLink.connect(started.info, self._key, self._context, VllmCodec())
 
     def room(self, kind: str) -> str | None:
         if current_platform.is_cpu():
             return self._lack_of_memory()
+        if not self._ray.is_there.is_set():
+            return "Ray has ended, and another is starting"
         gpus = self._types[kind].reserved_gpus
         free = ray._private.state.available_resources_per_node()
         nodes = ray.nodes()
@@ -103,7 +104,7 @@ class RayHost:
 
     def _lack_of_memory(self) -> str | None:
         """A worker on the CPU needs what the largest of its like holds; of other nodes it is not known."""
-        if not self._is_own:
+        if not self._ray.is_own:
             return None
         needs = max((_resident_bytes(w.info.pid) for w in self._workers.values()), default=0)
         free = free_memory_bytes()
@@ -116,7 +117,8 @@ class RayHost:
         self._on_demand.discard(worker)
         started = self._workers.pop(worker, None)
         if started is not None:
-            await started.stop()
+            with suppress(RayEnded):  # and it with Ray
+                await self._ray.call(started.stop())
 
     async def is_healthy(self, worker: WorkerId) -> bool:
         started = self._workers.get(worker)
@@ -124,8 +126,9 @@ class RayHost:
 
     async def notices(self, source: str | None) -> Mapping[WorkerId, Notice]:
         """Ray's draining nodes, and what each worker's machine reads from the source."""
-        workers = dict(self._workers)
-        draining: dict[str, int] = await asyncio.to_thread(ray._private.state.state.get_draining_nodes)
+        workers, draining = dict(self._workers), dict[str, int]()
+        if not self._ray.is_own:
+            draining = await asyncio.to_thread(ray._private.state.state.get_draining_nodes)
         found = {
             name: Notice("Ray drains its node", draining[w.node] / 1e3 if draining[w.node] > 0 else None)
             for name, w in workers.items()
@@ -155,7 +158,7 @@ class RayHost:
             log.warning("%s is not adopted: %s", worker, error)
             await self.stop(worker)
             return None
-        if not self._is_own:
+        if not self._ray.is_own:
             self._nodes[worker] = self._workers[worker].node
         nodes = await asyncio.to_thread(ray.nodes)
         if "on-demand" in {market_of(n) for n in nodes if n["NodeID"] == self._workers[worker].node}:
@@ -164,7 +167,7 @@ class RayHost:
 
     async def leave_node(self, address: str, seconds: float) -> None:
         """Let Ray start nothing more on the node at an address. A Ray of our own has but this one."""
-        if self._is_own:
+        if self._ray.is_own:
             return
         gcs = ray._private.worker.global_worker.gcs_client
         for node in await asyncio.to_thread(ray.nodes):
@@ -177,7 +180,12 @@ class RayHost:
     async def close(self) -> None:
         await asyncio.gather(*(self.stop(worker) for worker in tuple(self._workers)))
         self._context.destroy(linger=0)
-        await asyncio.to_thread(ray.shutdown)
+        await self._ray.close()
+
+    def _forget_all(self) -> None:
+        """What runs nowhere any more; links tell of the loss."""
+        for gone in (self._workers, self._nodes, self._on_demand):
+            gone.clear()
 
     async def _market(self, worker: WorkerId) -> Market | None:
         """Where this worker goes, which is counted from now on."""
@@ -191,13 +199,13 @@ class RayHost:
     async def _place(self, worker: WorkerId, worker_type: WorkerType) -> WorkerResources:
         market = await self._market(worker)
         # A cluster's workers are reached at their nodes' addresses; those of a Ray of our own never leave it.
-        host = "127.0.0.1" if self._is_own else ""
+        host = "127.0.0.1" if self._ray.is_own else ""
         if not current_platform.is_cpu():
             name = accelerator(worker_type) if self._types.by_gpu else None
             labels = self._site.labels(market)
             return WorkerResources(gpus=worker_type.reserved_gpus, accelerator=name, host=host, labels=labels)
         node, nodes = "", 1
-        if not self._is_own:
+        if not self._ray.is_own:
             there = await _answering_nodes(self._site, market)
             # Ray sends an actor that asks for nothing to any node.
             used = list(self._nodes.values())
@@ -257,30 +265,9 @@ async def _answering_nodes(site: Site, market: Market | None) -> list[str]:
     return there
 
 
-def _join(address: str, namespace: str) -> None:
-    """Join the cluster at `address`. Raises BadInput with Ray's reason."""
-    try:
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="WARNING")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise BadInput(f"RAY_ADDRESS: no Ray cluster at {address}: {error}") from error
-
-
-async def _address_of(own: Path) -> str:
-    """Where the fleet's own Ray is, once it is up. Raises BadInput with what hinders it."""
-    until_s = time.monotonic() + OWN_RAY_S
-    while not own.exists():
-        if time.monotonic() > until_s:
-            raise BadInput(f"Ray: did not start within {OWN_RAY_S:g} s")
-        await asyncio.sleep(LOOK_S)
-    address, _, why = own.read_text().partition("\n")
-    if why:
-        raise BadInput(f"Ray: {why}")
-    return address
-
-
 def sweep(own: Path) -> None:
     """End the workers that a core has left on the cluster that RAY_ADDRESS names."""
-    _join(os.environ["RAY_ADDRESS"], NAMESPACE + own.parent.name)
+    connect(os.environ["RAY_ADDRESS"], own)
     for name in ray.util.list_named_actors():
         end_worker(WorkerId(name))
     ray.shutdown()

@@ -210,6 +210,7 @@ def prepare_process(verbose: bool) -> None:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_COLOR_PREFIX": "0",  # its messages go to a log
+        "RAY_ENABLE_AUTO_CONNECT": "0",  # a call that finds no Ray must not start another
         **({} if "RAY_ADDRESS" in os.environ else local_ray),
     }.items():
         os.environ.setdefault(name, value)

@@ -1,5 +1,6 @@
 """The supervisor of a fleet or a portfolio: who gets a successor, who does not, and that nothing is left."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+
+from dataplane.live.control import supervisor
 
 # Each core does what the next word says; what runs below it is a `sleep` that ignores its end.
 PROGRAM = """
@@ -221,3 +224,36 @@ def test_a_fleet_whose_fork_server_dies_ends_and_leaves_nothing_below():
     process = play("server")
     assert said(process) == ["1 server None"]
     assert process.returncode == 70
+
+
+def test_a_ray_that_ends_is_started_again_and_its_address_is_gone_until_then(monkeypatch, tmp_path, caplog):
+    """Unless all are to end."""
+    said = "import pathlib, signal, sys; pathlib.Path(sys.argv[1]).write_text('here'); signal.pause()"
+    (tmp_path / "a_ray.py").write_text(said)
+    monkeypatch.setattr(supervisor, "RAY_PROGRAM", "a_ray")
+    monkeypatch.setattr(supervisor, "child_environment", lambda: os.environ | {"PYTHONPATH": str(tmp_path)})
+    own = tmp_path / "own-ray"
+
+    async def story():
+        orders = supervisor.EndSignals()
+        keeper = supervisor._ray_keeper(own, 0.0, orders)
+        keeper.start()
+
+        async def there(holds):
+            async with asyncio.timeout(60):
+                while not holds():
+                    await asyncio.sleep(0.01)
+
+        await there(own.exists)
+        first = keeper.process
+        first.send_signal(signal.SIGKILL)
+        await there(lambda: not own.exists())
+        await there(own.exists)
+        assert keeper.process.pid != first.pid
+        orders.since_s, last = 1.0, keeper.process
+        last.send_signal(signal.SIGKILL)
+        await there(lambda: keeper.process is None)
+        assert not own.exists()
+
+    asyncio.run(story())
+    assert [one.message for one in caplog.records] == ["the fleet's Ray has ended; another starts in 0 s"]
