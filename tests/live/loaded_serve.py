@@ -1,7 +1,7 @@
 """A process that has loaded what `tokenfleet serve` loads, and forks emulated fleets from itself.
 
 Each fleet of its own process would load vLLM for ten seconds of CPU time. Fleets of real engines, and one of
-emulated ones (`test_serve_command`), begin as an operator's do: Ray reads its settings as it is loaded.
+emulated ones (`test_serve_command`), begin as an operator's do: Ray reads its settings while it is loaded.
 
     python -m loaded_serve SOCKET
 """
