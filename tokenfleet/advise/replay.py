@@ -135,7 +135,7 @@ class ReplayedDay:
             yield tried
         tell("a fixed fleet")
         fixed = self.run(most, slots, decide=lambda state, seen: (state, []))
-        yield [ReplayRow.of("Fixed at the most of the optimum", *fixed)]
+        yield [ReplayRow.of("Fixed at the optimum's peak", *fixed)]
 
 
 def best(tried: Sequence[ReplayRow], attainment: float) -> ReplayRow:

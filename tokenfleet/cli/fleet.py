@@ -245,10 +245,10 @@ def _workers_table(view: dict[str, Any], verbose: bool) -> Table:
     told = [name for name, differs in named if differs]
     details = ("tokens", "prefix hits", "step", "preempted") if verbose else ()
     columns = ["type" if name == "kind" else name for name in told]
-    workers = _bare_table(("worker", *columns, "state"), ("since", "requests", "KV used", *details))
+    workers = _bare_table(("worker", *columns, "state"), ("for", "requests", "KV used", *details))
     for w in view["workers"]:
         load = w.get("telemetry") or {}
-        kv = f"{load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0%}" if load else "–"
+        kv = f"{100 * load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0f} %" if load else "–"
         cells = [duration_text(w["for_s"]), str(w["requests"]), kv]
         cells += _worker_details(w, load) if verbose else []
         state = "unresponsive" if w.get("silent") else w["state"]

@@ -132,7 +132,8 @@ def too_few(search: Search) -> TooFew | None:
     for requests, target, of in asked:
         if (showable := most_showable(requests, confidence)) < target:
             return TooFew(
-                f"{requests} requests{of} are too few to show {target:g} at confidence {confidence:g}:"
+                f"{requests} requests{of} are too few to show {100 * target:.6g} % at"
+                f" {100 * confidence:.6g} % confidence:"
                 f" {requests_needed(target, confidence)} are needed (or a lower target or confidence)",
                 showable,
             )

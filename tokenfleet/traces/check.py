@@ -267,7 +267,7 @@ def verdict(checkup: Checkup) -> str:
 
 
 def _findings_table(findings: Sequence[Finding]) -> Table:
-    table = Table()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("check", no_wrap=True)
     table.add_column("")
     table.add_column("finding", overflow="fold")
@@ -291,7 +291,7 @@ def _reuse_tables(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> list[Rende
     distance = f"Reuse distance: p50 {median:,.0f} unique tokens, p90 {working_set:,.0f} (the working set)"
     parts.append(Text(f"{distance}; {reuse.unique_tokens:,} unique tokens in all"))
     if kv_tokens:
-        table = Table()
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in ("worker type", "KV tokens", "hit rate of one worker", "workers for the working set"):
             table.add_column(column, justify="left" if column == "worker type" else "right")
         for name, tokens in kv_tokens.items():

@@ -106,7 +106,7 @@ class PhaseFigures(Protocol):
 def phase_row(phase: PhaseFigures) -> tuple[str, ...]:
     """A phase under `COLUMNS`."""
     return (
-        duration_text(phase.start_s) if phase.start_s >= 1.0 else "0",
+        duration_text(phase.start_s) if phase.start_s >= 1.0 else "0 s",
         duration_text(phase.end_s - phase.start_s),
         f"{phase.rate_rps:.3g}",
         f"{phase.prompt_tokens:,.0f}",
@@ -116,7 +116,7 @@ def phase_row(phase: PhaseFigures) -> tuple[str, ...]:
 
 def phases_table(phases: Sequence[Phase]) -> Table:
     """The phases for a terminal, the first ones where there are many."""
-    table = Table()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for phase in phases[:SHOWN]:

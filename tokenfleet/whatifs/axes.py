@@ -113,7 +113,7 @@ def axis_of(key: str) -> GridAxis:
         role: Role = "circumstance" if part == "share" else "promise"
         return GridAxis(role, f"{title} of {name}", AXES["attainment"].options, part, name)  # type: ignore[arg-type]
     if key not in AXES:
-        raise BadInput(f"--vary: {key}: no such thing to vary{nearest(key, AXES)}; one of {', '.join(AXES)}")
+        raise BadInput(f"--vary: {key}: cannot be varied{nearest(key, AXES)}; one of {', '.join(AXES)}")
     return AXES[key]
 
 

@@ -336,7 +336,7 @@ def test_the_most_agents_are_all_there_are_or_none(talks: Path, capsys: pytest.C
     assert simulated(talks, *asked, "--session-time", "1s") == 1
     assert "one agent alone attains 0.0000 on this fleet, below 0.8" in capsys.readouterr().err
     assert simulated(talks, "--most-agents") == 1
-    assert "40 requests are too few to show 0.99 at confidence 0.95: " in capsys.readouterr().err
+    assert "40 requests are too few to show 99 % at 95 % confidence: " in capsys.readouterr().err
     assert simulated(talks, "--most-agents", "--agents", "2") == 2
     assert "--most-agents: finds how many; leave out --agents" in capsys.readouterr().err
 

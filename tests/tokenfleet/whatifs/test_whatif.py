@@ -94,7 +94,7 @@ def test_the_grid_is_every_combination_in_the_order_given() -> None:
         (["slo.chat.ttft=30"], "no unit"),
         (["slo.chat.attainment=99"], "must be above 0 and below 1"),
         (["slo.chat.share=1"], "slo.chat.share: must be above 0 and below 1"),
-        (["slo.chat.deadline=1h"], "no such thing to vary"),
+        (["slo.chat.deadline=1h"], "cannot be varied"),
         (["lengths=1,2", "lengths.output=1,2"], "exclude each other"),
         (["rate=" + ",".join(map(str, range(1, 21))), "tp=" + ",".join(map(str, range(1, 21)))], "at most"),
     ],

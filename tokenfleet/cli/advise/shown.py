@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FIRST_S = 60.0  # in which --once has an advice, or ends without
 SCHEMA = "tokenfleet.advice-replay/1"
-COLUMNS = ("Rule", "In SLO", "Replica-hours", "Of optimum", "Changes", "Most", "Cost")
+COLUMNS = ("Rule", "In SLO", "Replica-hours", "Times optimum", "Changes", "Peak", "Cost")
 
 
 class ShownAdvice:
