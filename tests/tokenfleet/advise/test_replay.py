@@ -110,7 +110,8 @@ def asked(*words):
     return ["advise", "--slo", "ttft=2.5s,tpot=75ms", *map(str, words)]
 
 
-def test_the_command_prints_a_row_for_each_rule_and_the_same_as_json(tmp_path, capsys):
+def test_the_command_prints_a_row_for_each_rule_and_the_same_as_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     words = asked("--replay", trace(tmp_path), "--model", "llama-3.1-70b", "--gpu", "h100", "--tp", 2)
     assert main([*words, "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)

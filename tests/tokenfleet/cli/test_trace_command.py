@@ -49,7 +49,7 @@ def test_a_checkup_begins_with_its_verdict_and_prints_its_findings_where_they_ar
     assert out.splitlines()[0] == ready
     assert "█" in out
     assert "Fano" not in out
-    assert len(out.partition("┏")[0].splitlines()) <= 6
+    assert len(out.partition("Traffic phase")[0].splitlines()) <= 6
     full = run(capsys, "check", SAMPLE, "--verbose")[1]
     assert full.startswith(out)
     assert "Fano index" in full
