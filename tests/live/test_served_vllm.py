@@ -274,7 +274,7 @@ def is_whole(got, tokens):
     return (got.error, got.is_done, got.tokens) == ("", True, tokens)
 
 
-# The last one: it leaves one worker, and nobody waits for the other's start.
+# It is the last test: one worker is left, and no test needs two.
 def test_a_burst_asks_for_another_worker_and_every_stream_ends_whole(vllm_fleet):
     vllm_fleet.until(lambda: not any(used_blocks(vllm_fleet)))
     vllm_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})

@@ -88,7 +88,7 @@ const OLDER = [["Older plan", "This plan was made by an older version. Plan agai
 /** The (topic, text) lines of a plan or a portfolio; older ones have sentences without topics, or none. */
 export const linesOf = ({ says }) => (Array.isArray(says?.[0]) ? says : OLDER);
 
-/** The verdict in one line, for the heading and for whoever listens. */
+/** The verdict in one line, for the heading and for screen readers. */
 export const sentence = (plan) => linesOf(plan)[0].join(": ").replaceAll("   ", ", ");
 
 /** The lines of an answer, each under its topic. */
