@@ -11,7 +11,7 @@ A look that counted nothing holds the last advice. After WITHDRAWN_S it is no lo
 scaler behind it falls back to its own number.
 
 Where a fleet has several types of replica, all of them are one fleet: traffic is counted over all servers,
-and the mix of `serve` says how many of each. Before a fall would have lasted, its window is left out.
+and the mix of `serve` says how many of each. Each look is followed at once until a fall can have lasted.
 
 The range is that of the line at the ends of the rate's interval. At the upper end a replica is as much slower
 as the step times may be off, at the lower end as much faster. Rate and step times are each taken at 90 %. Of

@@ -202,8 +202,8 @@ OTHER = "--kind=gpu=a100,servers=a:8000"
     ("flags", "says"),
     [
         (["--kind=gpu=h100,servers=h:8000"], "--kind: a mixed fleet has two types or more"),
-        (["--kind=gpu=h100", OTHER], "--kind: its servers: missing"),
-        (["--kind=servers=h:8000", OTHER], "--kind: its GPU or its profile: missing or too much"),
+        (["--kind=gpu=h100", OTHER], "--kind: needs servers= at its end, got"),
+        (["--kind=servers=h:8000", OTHER], "--kind: needs either gpu= or profile=, got"),
         (["--kind=gpu=h100,max=0,servers=h:8000", OTHER], "--kind: max: expected a number"),
         (["--kind=gpu=h100,min=3,max=2,servers=h:8000", OTHER], "--kind: min: must not be above max"),
         (["--kind=gpu=h100,colour=red,servers=h:8000", OTHER], "--kind: expected gpu=h100,tp=2"),

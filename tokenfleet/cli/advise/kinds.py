@@ -53,8 +53,8 @@ def _kind(text: str) -> KindAsked:
             raise BadInput(f"--kind: expected {KIND_HINT}, got {text!r}")
         values[name] = value.strip()
     if not servers or ("gpu" in values) == ("profile" in values):
-        missing = "its GPU or its profile" if servers else "its servers"
-        raise BadInput(f"--kind: {missing}: missing or too much in {text!r}; expected {KIND_HINT}")
+        needs = "either gpu= or profile=" if servers else "servers= at its end"
+        raise BadInput(f"--kind: needs {needs}, got {text!r}; expected {KIND_HINT}")
     low, high = _count(values, "min", 0), _count(values, "max", 1)
     low = 1 if low is None else low
     if high is not None and low > high:
