@@ -6,30 +6,23 @@
 Traffic. ServeGen's rates of 14 days are points of 10-minute windows with straight lines between, scaled to a
 mean of `--mean-rps`. Arrivals are Poisson at that rate, lengths ShareGPT's. Part of one day (`--day`, from
 06:00 on) is simulated request by request; the days before it are the forecast's history. `--days` takes an
-hour of every day: of day d the one that begins at (6 + 5 (d - 1)) mod 24 o'clock. So no two days give the
-same hour, and nights, mornings and evenings are all there. An hour in which nothing arrived is left out.
-Each hour has its own history (on day 1 six hours, too little for a season) and its own optimum. Misses and
-worker-hours are added up. Azure's conversation trace is one hour, too short for any season. Llama-2 70B on 2
-A100s, 1.6 s / 75 ms, `spread`.
+hour of every day: of day d the one that begins at (6 + 5 (d - 1)) mod 24 o'clock. An hour without arrivals is
+left out. Each hour has its own history and its own optimum. Azure's conversation trace is one hour, too short
+for any season. Llama-2 70B on 2 A100s, 1.6 s / 75 ms, `spread`.
 
-Hindsight optimum. The trace is cut into windows of `WINDOW_S`, and each is simulated alone at every count.
-The start is the fewest workers with each window at the target, or as near as any number comes. Then workers
-go where that misses least, until the whole only just meets the target. That schedule is run, launched a cold
-start ahead, and corrected: workers are given back until the whole run meets the target. Then every window is
-tried with fewer, for as long as the run costs less and still meets it. So no window can spare a worker in
-the simulation that judges ours.
+Hindsight optimum. Each window of `WINDOW_S` is simulated alone at every count. The start is the fewest
+workers with each window at the target. Then workers go where that misses least, while the whole meets it,
+also in a run launched a cold start ahead. At last every window is tried with fewer.
 
 Ours is `control.tick` as it runs live. Eq 7's line is learned by simulation at steady rates on these lengths
-(another draw). Traffic phases, bursts, backlog and forecast are used. The reactive rules
-get the cheapest of several targets at 99 % over all hours together; where none reaches it, the one with the
-best attainment. They are tuned on the traffic that judges them, ours is not.
+(another draw). Traffic phases, bursts, backlog and forecast are used. The reactive rules get the cheapest of
+several targets at 99 % over all hours together; where none reaches it, the one with the best attainment. They
+are tuned on the traffic that judges them, ours is not.
 
 Advice (`--advice`). The same hours through `tokenfleet advise --replay`: it sees vLLM's metrics alone, HPA
 follows it (15 s, tolerance 0 or 10 %), and it remembers no earlier days. Llama-3.1 70B on 2 H100s, chunked
-prefill, 1 s / 75 ms, each request to the worker with the fewest. The rules of the replay (HPA on
-utilisation, KV memory and queue length) and Ray Serve's are tuned as above.
-
-`--resume` keeps the simulations of an hour; `--jobs` is the number of hours at a time.
+prefill, 1 s / 75 ms, each request to the worker with the fewest. The rules of the replay (HPA on utilisation,
+KV memory and queue length) and Ray Serve's are tuned as above.
 """
 
 from __future__ import annotations
@@ -38,13 +31,14 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from controlplane.control import Settings
+from controlplane.control import Settings, State, tick
+from controlplane.snapshot import Action, Snapshot
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from dataplane.live.control.settings import Autoscale
@@ -114,14 +108,15 @@ def runs(traffic: Traffic, lengths: Lengths, line: tuple[float, float], quick: b
     schedule, *known = bench.hindsight().cheapest(trims=True)
     first = schedule[0][1]
     found = [seen("clairvoyant", *known)]
-    for name, forecasts in (("ours", True), ("ours, no forecast", False)):
-        state = remembered(traffic.past) if forecasts and traffic.past else None
-        found.append(seen(name, *bench.run(first, ours(line, lengths, forecasts), state=state)))
+    for name in ("ours", "ours, no forecast", "ours, not corrected"):
+        control = ours(line, lengths, name != "ours, no forecast")
+        decide = partial(uncorrected, control.tick) if name == "ours, not corrected" else None
+        state = remembered(traffic.past) if control.tick.scaling.ahead and traffic.past else None
+        found.append(seen(name, *bench.run(first, control, decide, state)))
     for name, rule in RULES:
         for target in TARGETS[:3:2] if quick else TARGETS:
             found.append(seen(name, *bench.run(first, still, rule(target, 1, SLOTS)), f"{target:g} a worker"))
-    most = max(count for _, count in schedule)
-    fixed = bench.run(most, still, lambda state, snapshot: (state, []))
+    fixed = bench.run(max(count for _, count in schedule), still, lambda state, snapshot: (state, []))
     found.append(seen("fixed at the clairvoyant's most", *fixed))
     for one in found:
         share = one.worker_s / found[0].worker_s
@@ -130,6 +125,11 @@ def runs(traffic: Traffic, lengths: Lengths, line: tuple[float, float], quick: b
             file=sys.stderr,
         )
     return found
+
+
+def uncorrected(settings: Settings, state: State, seen: Snapshot) -> tuple[State, list[Action]]:
+    """Ours, but what becomes of requests corrects nothing."""
+    return tick(settings, state, replace(seen, outcomes=()))
 
 
 def advised_runs(traffic: Traffic) -> list[Run]:
