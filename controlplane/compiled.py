@@ -7,7 +7,8 @@ process at a time compiles for a folder; the others wait and load the result. A 
 every CPU of an architecture runs; those that were compiled for this one go first.
 
 `by_reference`: a named tuple of arrays that kernels hand on to each other as one pointer. Numba hands tuples
-on by value: seven words and more for each array, from every function to every other.
+on by value: seven words and more for each array, from every function to every other. A kernel that Python
+calls must copy what it hands back of such a record: a view of a field has no owner, and dangles.
 """
 
 from __future__ import annotations
