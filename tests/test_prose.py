@@ -37,6 +37,7 @@ INDIRECT = ("What", "How", "Which", "Who", "Whose", "Whoever", "Whether", "Where
 PERSONS = re.compile(r"\b(nobody|whoever|somebody|fate)\b", re.IGNORECASE)
 NAMED = re.compile(r"(?<![\w./-])((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)\b")
 OUTSIDE = "../" + "shared"
+PERCENT_FORMAT = re.compile(r"\{[^{}]*:\.\d%\}")
 LITERAL = "    "  # begins a line of an equation, a drawing or an example
 DOCSTRING_WORDS = 14.5
 SEARCHED = (
@@ -125,8 +126,10 @@ SHOWN = sorted(
 @pytest.mark.parametrize("path", [*PRODUCT, *SHOWN], ids=lambda path: str(path.relative_to(ROOT)))
 def test_texts_that_people_are_shown_are_plain(path: Path) -> None:
     """Answers, errors, events, logs, help of metrics, and the console's and the report's texts."""
+    text = path.read_text(encoding="utf-8")
     texts = printed_texts if path.suffix == ".py" else shown_texts
-    assert turned(texts(path.read_text(encoding="utf-8"))) == []
+    assert turned(texts(text)) == []
+    assert PERCENT_FORMAT.findall(text) == [], "a percentage has a space before its sign: 99 %"
 
 
 def turned(texts: Iterator[tuple[int, str]]) -> list[str]:

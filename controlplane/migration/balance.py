@@ -206,7 +206,7 @@ def _pays(price: Price, source: WorkerView, target: WorkerView, r: RunningReques
 
 def _reason(source: WorkerView, target: WorkerView) -> str:
     names = source.id, target.id
-    full = [f"{s.load.held_tokens / s.worker.capacity_tokens:.0%}" for s in (source, target)]
+    full = [f"{100 * s.load.held_tokens / s.worker.capacity_tokens:.0f} %" for s in (source, target)]
     why_source = f"{names[0]} is {full[0]} full with {_steps(source.freeness)} steps of memory left"
     blocked = f", {source.load.waiting} waiting" if source.load.waiting else ""
     return f"{why_source}{blocked}; {names[1]} {full[1]} with {_steps(target.freeness)}"

@@ -210,4 +210,5 @@ def _step_s(step: StepModel, sequences: int, context: float) -> float:
 
 def _reason(source: WorkerView, target: WorkerView, now: LoadForecast, there: LoadForecast) -> str:
     what, share = ("step time", now.step) if now.step >= now.kv else ("KV peak", now.kv)
-    return f"{source.id} is forecast at {share:.0%} of its {what} limit, {target.id} at {there.worst:.0%}"
+    limits = f"{100 * share:.0f} % of its {what} limit, {target.id} at {100 * there.worst:.0f} %"
+    return f"{source.id} is forecast at {limits}"

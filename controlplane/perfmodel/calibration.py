@@ -93,8 +93,8 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
     counted = np.average(residual, weights=equations.weight)
     if counted > MISFIT:
         raise BadInput(
-            f"calibration: does not fit: intervals are {counted:.0%} off after calibration, at most"
-            f" {MISFIT:.0%} is accepted; check that {around.label} is of this model, GPU and engine"
+            f"calibration: does not fit: intervals are {100 * counted:.0f} % off after calibration, at most"
+            f" {100 * MISFIT:.0f} % is accepted; check that {around.label} is of this model, GPU and engine"
         )
     doubt = np.sqrt(np.einsum("ij,jk,ik->i", equations.parts, covariance, equations.parts))
     prefill_doubt = _prefill_doubt(busy, terms, factors, covariance)

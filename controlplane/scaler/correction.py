@@ -333,13 +333,13 @@ def _note(state: Correction, factor: float, by: str) -> Note:
     of = "" if by == PLAIN_CLASS else f" of class {by}"
     way = "more" if factor > state.factor else "fewer"
     reason = (
-        f"{shares['met']:.2%} of {seen.ended:,.0f} requests{of} were in time (TTFT"
-        f" {shares['ttft_met']:.2%}, TPOT {shares['tpot_met']:.2%}) where the line promised"
-        f" {promised:.2%}: {way} workers, as if steps took {factor:.3g} times as long as is known"
+        f"{100 * shares['met']:.2f} % of {seen.ended:,.0f} requests{of} were in time (TTFT"
+        f" {100 * shares['ttft_met']:.2f} %, TPOT {100 * shares['tpot_met']:.2f} %) where the line promised"
+        f" {100 * promised:.2f} %: {way} workers, as if steps took {factor:.3g} times as long as is known"
         f" ({state.factor:.3g} before; likely {sure[0]:.3g} to {sure[1]:.3g})"
     )
     if evidence.hopeless > 0.005:
-        reason += f"; {evidence.hopeless:.1%} would be late on any number of workers"
+        reason += f"; {100 * evidence.hopeless:.1f} % would be late on any number of workers"
     facts: Facts = {
         "seen": {"requests": round(seen.ended), **{name: round(s, 4) for name, s in shares.items()}},
         "compared": {

@@ -80,8 +80,9 @@ class Forecast:
     @property
     def why(self) -> str:
         return (
-            f"forecast {self.rps:.3g} requests/s at the {self.quantile:.0%} quantile ({self.candidate}:"
-            f" mean error {self.error:.0%}, was enough {self.covered:.0%} of {self.origins} times)"
+            f"forecast {self.rps:.3g} requests/s at the {100 * self.quantile:.0f} % quantile"
+            f" ({self.candidate}: mean error {100 * self.error:.0f} %,"
+            f" was enough {100 * self.covered:.0f} % of {self.origins} times)"
         )
 
 

@@ -82,7 +82,7 @@ def scale_by_load(
         if workers < wanted:
             over, limit, for_s = "below", settings.low, settings.hold_s
         load = used_tokens / (each * wanted) if wanted else math.inf
-        why = f"load {load:.0%} has been {over} {limit:.0%} for {for_s:g} s"
+        why = f"load {100 * load:.0f} % has been {over} {100 * limit:.0f} % for {for_s:g} s"
     else:
         stable, workers = None, min(max(wanted, low), high)
         why = f"{wanted} workers are outside {low}..{high}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -72,7 +73,7 @@ def export_command(flags: ExportFlags) -> None:
     """
     from tokenfleet.advise.target import scale_target
     from tokenfleet.export.deployment import deployment, dns_name
-    from tokenfleet.export.files import ExportSettings, advice_files, export_files, known_kinds
+    from tokenfleet.export.files import ExportSettings, advice_files, export_files, known_kinds, next_steps
     from tokenfleet.export.keda import followed_advice
     from tokenfleet.field_errors import read_text
     from tokenfleet.files import write_files
@@ -102,3 +103,5 @@ def export_command(flags: ExportFlags) -> None:
     write_files(files)
     for path in files:
         print(path)
+    for line in next_steps(kinds, settings, flags.output_dir):
+        print(line, file=sys.stderr)

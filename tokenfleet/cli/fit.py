@@ -212,11 +212,12 @@ def _with(shape: Profile, step: StepFit, prefill: PrefillModel, residuals: Resid
 def speed_text(speed: HostSpeed) -> str:
     """A sentence on the machine's speed."""
     if speed.window_s is None:
-        return f"Host: repeated steps differ by {speed.off:.1%}, without slow spells that could be removed"
+        return f"Host: repeated steps differ by {100 * speed.off:.1f} %, without slow spells to remove"
     low, high = speed.range
     return (
         f"Host: steps took {low:.2f} to {high:.2f} times the usual, in spells of about {speed.window_s:g} s."
-        f" Without these spells repeated steps differ by {speed.off_left:.1%}, before by {speed.off:.1%}"
+        f" Without these spells repeated steps differ by {100 * speed.off_left:.1f} %,"
+        f" before by {100 * speed.off:.1f} %"
         " (--as-measured keeps the spells)."
     )
 

@@ -11,7 +11,6 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import groupby, starmap
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -76,7 +75,7 @@ def scale(
     if kind is not None:
         order["kind"] = kind
     reply = context.obj.ask("POST", "/v1/fleet/scale", order)
-    mode = "auto" if reply.get("auto") else "manual scaling"
+    mode = "autoscaling" if reply.get("auto") else "manual scaling"
     _show(reply, format, lambda r: [f"Desired: {_wanted(r)} ({mode})"])
 
 
@@ -272,7 +271,7 @@ def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType
         return
     counts, serving = view["requests"], _serving(view)
     yield (
-        f"{_model_name(view['model'])} · {_health(view)} · {len(serving)} of {_wanted(view)} ({_sized(view)})"
+        f"{view['name']} · {_health(view)} · {len(serving)} of {_wanted(view)} ({_sized(view)})"
         f" · {counts['running']} running, {counts['waiting']} waiting"
     )
     if floor := _floor(view):
@@ -292,11 +291,6 @@ def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType
         yield f"No step times of {kind}: {why}"
     if verbose:
         yield from _details(view)
-
-
-def _model_name(model: str) -> str:
-    """The name of a model; of a local folder its own, without the path."""
-    return Path(model).name if model.startswith(("/", ".", "~")) else model
 
 
 def _serving(view: dict[str, Any]) -> list[dict[str, Any]]:
@@ -324,11 +318,13 @@ def _misses(view: dict[str, Any]) -> bool:
 def _sized(view: dict[str, Any]) -> str:
     """Who decides the number of workers, within which limits."""
     scale = (view.get("autoscale") or {}) if view["auto"] else {}
-    parts = ["auto" if view["auto"] else "manual scaling"]
+    parts = ["autoscaling" if view["auto"] else "manual scaling"]
     if view["advisory"]:
         parts.append("decisions are advice only")
     most = scale.get("max_workers", view["max_workers"])
-    parts.append(f"{scale['min_workers']} to {most}" if "min_workers" in scale else f"max {most}")
+    least = scale.get("min_workers")
+    range_text = f"{least} to {most}" if least != most else f"always {most}"
+    parts.append(f"max {most}" if least is None else range_text)
     if (budget := scale.get("budget_usd_per_h")) is not None:
         parts.append(f"max ${budget:g}/h")
     return ", ".join(parts)
@@ -424,8 +420,8 @@ def _cached_line(workers: Sequence[dict[str, Any]]) -> list[str]:
     if not queried:
         return []
     return [
-        f"Prefix hit rate: {hit / queried:.1%} of {queried:,} prompt tokens;"
-        f" an unlimited cache shared by all workers would reach {ideal / queried:.1%}"
+        f"Prefix hit rate: {100 * hit / queried:.1f} % of {queried:,} prompt tokens;"
+        f" an unlimited cache shared by all workers would reach {100 * ideal / queried:.1f} %"
     ]
 
 
@@ -433,7 +429,8 @@ def _cached_text(tokens: dict[str, int] | None) -> str:
     """A worker's prefix hit rate, the part from host memory, and the predicted rate if it differs."""
     if not tokens or not tokens["queried"]:
         return "–"
-    shares = {name: f"{tokens[name] / tokens['queried']:.0%}" for name in ("hit", "loaded", "expected")}
+    names = ("hit", "loaded", "expected")
+    shares = {name: f"{100 * tokens[name] / tokens['queried']:.0f} %" for name in names}
     host = f", {shares['loaded']} host" if tokens["loaded"] else ""
     return shares["hit"] + host + (f" ({shares['expected']})" if shares["hit"] != shares["expected"] else "")
 

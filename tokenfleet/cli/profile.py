@@ -166,8 +166,8 @@ def _predict(flags: ProfileFlags) -> None:
     print(f"Predicted {profile.label}: {profile.kv.capacity_tokens:,} KV tokens; written to {flags.out}")
     print(
         f"The mean error {'of the profiles' if flags.degrees else 'on its operation tables'} is"
-        f" {residuals.mean_relative:.1%}. Plans add {residuals.unseen_relative:.0%} of model error, since no"
-        f" engine {'of that degree ' if flags.degrees else ''}was measured."
+        f" {100 * residuals.mean_relative:.1f} %. Plans add {100 * residuals.unseen_relative:.0f} %"
+        f" of model error, since no engine {'of that degree ' if flags.degrees else ''}was measured."
     )
     print(f"Source: {profile.source.what}")
     if flags.precision or flags.kv_precision:

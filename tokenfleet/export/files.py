@@ -161,6 +161,21 @@ KINDS: Mapping[str, Callable[[Deployment, ExportSettings], dict[str, str]]] = {
     "systemd": _systemd,
 }
 
+USES: Mapping[str, str] = {
+    "kuberay": "kubectl apply -f {folder}/kuberay.yaml",
+    "production-stack": "helm install {name} vllm/vllm-stack -f {folder}/values.yaml",
+    "keda": "kubectl apply -f {folder}/keda.yaml",
+    "prometheus": "kubectl apply -f {folder}/prometheusrule.yaml",
+    "grafana": "in Grafana, Dashboards, New, Import: {folder}/tokenfleet.json",
+    "systemd": "cp {folder}/plan.json /etc/tokenfleet; cp {folder}/tokenfleet.service /etc/systemd/system;"
+    " systemctl enable --now tokenfleet",
+}
+
+
+def next_steps(kinds: Sequence[str], settings: ExportSettings, folder: Path) -> list[str]:
+    """One line a kind: the command that uses its files."""
+    return [f"Next: {USES[kind].format(name=settings.name, folder=folder / kind)}" for kind in kinds]
+
 
 def known_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     """`kinds`, each once. Raises BadInput for one there is not."""

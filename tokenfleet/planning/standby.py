@@ -78,7 +78,8 @@ def _one_fewer(plan: Plan, spares: StandbyWorkers) -> SmallerFleet | None:
         return fewer
     share = spares.one_fewer * spares.untouched
     estimate = replace(best.estimate, low=best.estimate.low * share, expected=best.estimate.expected * share)
-    reason = f"enough workers serve only {spares.one_fewer:.3%} of the time, too little for its lower bound"
+    time = f"{100 * spares.one_fewer:.3f} % of the time"
+    reason = f"enough workers serve only {time}, too little for its lower bound"
     return SmallerFleet(spares.bought.workers - 1, best.on_trace, estimate, reason)
 
 

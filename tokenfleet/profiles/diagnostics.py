@@ -157,7 +157,7 @@ class Break:
         of = "sequences" if self.phase == "decode" else "prefill tokens"
         way = "too fast" if self.error < 0 else "too slow"
         return (
-            f"{self.phase}, {self.low}-{self.high} {of}: predicted {abs(self.error):.0%} {way}"
+            f"{self.phase}, {self.low}-{self.high} {of}: predicted {100 * abs(self.error):.0f} % {way}"
             f" ({self.samples} batches)"
         )
 

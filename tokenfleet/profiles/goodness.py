@@ -82,8 +82,8 @@ class Goodness:
         if self.is_refused:
             name = max(self.misfit, key=lambda one: self.misfit[one] / BOUNDS[one])
             raise BadInput(
-                f"{where}: does not fit: {name} is {self.misfit[name]:.0%} off after calibration,"
-                f" at most {BOUNDS[name]:.0%} is accepted: {self.text}"
+                f"{where}: does not fit: {name} is {100 * self.misfit[name]:.0f} % off after calibration,"
+                f" at most {100 * BOUNDS[name]:.0f} % is accepted: {self.text}"
             )
 
 

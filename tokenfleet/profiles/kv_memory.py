@@ -76,7 +76,7 @@ class KvUse:
         half = (self.block_tokens - 1) / 2
         fit = (
             f"KV (Eq 1): {self.per_token:.3f} tokens in use for each token of context, {self.per_request:.1f}"
-            f" for each request (half a block: {half:g}); mean error {self.mean_relative:.1%} over"
+            f" for each request (half a block: {half:g}); mean error {100 * self.mean_relative:.1f} % over"
             f" {self.steps:,} steps that only decode"
         )
         if bytes_per_token:
@@ -84,8 +84,9 @@ class KvUse:
             fit += f"; {own:,.0f} bytes for each token, by arithmetic {bytes_per_token:,}"
         if abs(self.off) > KV_OFF:
             more = "more" if self.off > 0 else "less"
-            return [fit, f"KV in use is {abs(self.off):.0%} {more} than by arithmetic: {self._why}"]
-        few = f"In {self.short:.0%} of these steps requests shared cached blocks, which lowers KV in use"
+            return [fit, f"KV in use is {100 * abs(self.off):.0f} % {more} than by arithmetic: {self._why}"]
+        steps = f"In {100 * self.short:.0f} % of these steps"
+        few = f"{steps} requests shared cached blocks, which lowers KV in use"
         return [fit, few] if self.short > 0 else [fit]
 
     @property

@@ -153,7 +153,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
             "composed",
             f"aiconfigurator-core {VERSION}, tables of vLLM {engine_version} on {system}{precision}: kernel"
             f" time only, {target.host_s * 1e3:g} ms a step stated for the host; mixed steps of the"
-            f" tables differ by {mixed:.0%} from one base + their parts",
+            f" tables differ by {100 * mixed:.0f} % from one base + their parts",
             "Apache-2.0",
             today.isoformat(),
             target.host_s,

@@ -87,7 +87,7 @@ def _basis(plan: PlanFile, one: PlannedProfile) -> tuple[str, ...]:
         kind_text(one, gpus_of(plan)),
         f"{'predicted' if one.kind == 'composed' else one.kind}, {one.engine or 'engine not known'}",
         one.date,
-        "-" if error is None else f"{error:.1%}",
+        "-" if error is None else f"{100 * error:.1f} %",
         "not known" if usd is None else f"${usd:.2f} ({one.price})",
     )
 

@@ -75,7 +75,7 @@ def workers_text(count: int) -> str:
 def share_text(share: float) -> str:
     """A share as a percentage with the digits that its distance from 100 % needs."""
     if share in (0.0, 1.0):
-        return f"{share:.0%}".replace("%", " %")
+        return f"{100 * share:.0f} %"
     return f"{share * 100:.2f} %" if share < 0.9995 else f"{share * 100:.3f} %"
 
 

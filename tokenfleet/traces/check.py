@@ -99,7 +99,7 @@ def _duplicates(trace: Trace, shape: Shape) -> Finding:
         f"{shape.same_time:,} requests arrive with the one before, {shape.same_rows:,} have its lengths too"
     )
     if share > 0.01:
-        return Finding("duplicates", True, f"{words} ({share:.1%}): were rows written twice?")
+        return Finding("duplicates", True, f"{words} ({100 * share:.1f} %): were rows written twice?")
     return Finding("duplicates", False, words)
 
 
@@ -149,7 +149,7 @@ def _lengths(trace: Trace, shape: Shape) -> Finding:
 def _empty(trace: Trace, shape: Shape) -> Finding:
     if trace.empty_outputs:
         share = trace.empty_outputs / (trace.empty_outputs + shape.requests)
-        words = f"{trace.empty_outputs} requests ({share:.1%}) had no output and are left out"
+        words = f"{trace.empty_outputs} requests ({100 * share:.1f} %) had no output and are left out"
         return Finding("empty outputs", True, words)
     return Finding("empty outputs", False, "every request has an output")
 
@@ -237,7 +237,7 @@ def as_tables(checkup: Checkup, kv_tokens: Mapping[str, int], verbose: bool = Fa
         lines.add_row(name, row)
     if checkup.reuse is not None:
         lines.add_row(
-            "Prefix hit rate", f"{checkup.reuse.ideal:.1%} of prompt tokens, in a cache without limit"
+            "Prefix hit rate", f"{100 * checkup.reuse.ideal:.1f} % of prompt tokens, in a cache without limit"
         )
     for warning in trace.warnings:
         lines.add_row("Reading", Text(warning, style="yellow"))
@@ -263,7 +263,8 @@ def verdict(checkup: Checkup) -> str:
     can = "may mislead a plan" if misleads else "is ready for planning"
     warnings = "1 warning" if count == 1 else f"{count or 'no'} warnings"
     span = f"{shape.requests:,} requests in {duration_text(shape.duration_s)}, {shape.rate_rps:.3g} req/s"
-    return f"{trace.name} ({trace.format}) {can}: {warnings}; {span}"
+    read = "" if trace.format == "plain" else f" ({trace.format} format)"
+    return f"{trace.name}{read} {can}: {warnings}; {span}"
 
 
 def _findings_table(findings: Sequence[Finding]) -> Table:
@@ -283,7 +284,10 @@ def _reuse_tables(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> list[Rende
     if reuse.within_tokens is not None:
         within = reuse.within_tokens / reuse.prompt_tokens
         parts.append(
-            Text(f"Prefix hits: {within:.1%} within sessions, {reuse.ideal - within:.1%} across sessions")
+            Text(
+                f"Prefix hits: {100 * within:.1f} % within sessions,"
+                f" {100 * (reuse.ideal - within):.1f} % across sessions"
+            )
         )
     if not len(reuse.hits):
         return parts
@@ -295,8 +299,8 @@ def _reuse_tables(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> list[Rende
         for column in ("worker type", "KV tokens", "hit rate of one worker", "workers for the working set"):
             table.add_column(column, justify="left" if column == "worker type" else "right")
         for name, tokens in kv_tokens.items():
-            row = (f"{tokens:,}", f"{reuse.kept(tokens):.1%}", f"{max(math.ceil(working_set / tokens), 1)}")
-            table.add_row(name, *row)
+            workers = max(math.ceil(working_set / tokens), 1)
+            table.add_row(name, f"{tokens:,}", f"{100 * reuse.kept(tokens):.1f} %", f"{workers}")
         parts.append(table)
     return parts
 

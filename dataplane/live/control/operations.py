@@ -165,6 +165,7 @@ class Operations:
         ]
         return {
             "schema": "tokenfleet.fleet/1",
+            "name": self.cluster.revision.name,
             "model": self.cluster.revision.model,
             "flags": list(self.cluster.revision.flags),
             "update": self.updates.as_json(),

@@ -184,7 +184,8 @@ class Replanned:
             if not held or not _misses(lately, target):
                 return None
             both = lately["attainment"]["both"]
-            return f"SLO attainment fell to {both['met'] / both['of']:.2%}, the target is {target:.2%}"
+            met = both["met"] / both["of"]
+            return f"SLO attainment fell to {100 * met:.2f} %, the target is {100 * target:.2f} %"
 
         return fault
 

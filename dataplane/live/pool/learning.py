@@ -204,7 +204,7 @@ class Learning:
             source=Source(
                 "measured",
                 f"learned from {steps} steps of {workers} in {seconds:.1f} s as a fleet started"
-                f" ({info.device or info.engine}); mean error {error:.1%}{hint}",
+                f" ({info.device or info.engine}); mean error {100 * error:.1f} %{hint}",
                 "own measurement",
                 _today().isoformat(),
             ),

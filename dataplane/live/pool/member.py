@@ -139,6 +139,12 @@ class Revision:
     flags: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """The first name that requests give for the model."""
+        names = self.settings.get("served_model_name") or (self.model,)
+        return names if isinstance(names, str) else str(names[0])
+
     def named(self) -> Revision:
         """It without the settings, which follow from the rest."""
         return Revision(self.number, self.model, self.flags)

@@ -119,7 +119,7 @@ def shaken(spread, seed=0):
 def test_a_busy_host_s_scatter_is_calibrated_and_times_of_no_engine_are_refused():
     made, _ = calibrated_by(shaken(0.4), PRIOR)
     assert off(made.step) < 0.3
-    with pytest.raises(BadInput, match=r"does not fit: intervals are \d+% off .*, at most 50%"):
+    with pytest.raises(BadInput, match=r"does not fit: intervals are \d+ % off .*, at most 50 %"):
         calibrated_by(shaken(2.0), PRIOR)
 
 

@@ -47,7 +47,7 @@ def test_a_steady_rate_is_the_regimes():
     found = says(counts, [0.1] * 400)
     assert found.candidate == "regime"
     assert 0.1 < found.rps < 0.13
-    assert f"{found.quantile:.0%}" in found.why
+    assert f"{100 * found.quantile:.0f} %" in found.why
     assert found.candidate in found.why
 
 

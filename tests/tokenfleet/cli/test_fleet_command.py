@@ -29,7 +29,8 @@ SCALED = {
 }  # fmt: skip
 FLEET = {
     "transport": {"moves": 0, "bytes_per_s": 2e9, "pause_s": 0.01, "ways": {}, "pairs": []},
-    "model": "m", "engine": "vllm", "workers": [], "auto": False, "advisory": False, "wanted_workers": 2,
+    "name": "m", "model": "/models/m",
+    "engine": "vllm", "workers": [], "auto": False, "advisory": False, "wanted_workers": 2,
     "wanted_kinds": {"TP1": 2}, "max_workers": 8, "requests": {"running": 0, "waiting": 0}, "moving": [],
     "fixed": {}, "update": None,
     "decisions": DECIDED, "scaling": [SCALED], "losses": [], "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
@@ -212,16 +213,20 @@ WORKER = {"worker": "w0", "state": "serving", "for_s": 60.0, "requests": 3, "tok
     [
         ({}, "m · healthy · 2 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
         ({"met": 98}, "m · missing its SLO · 2 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
-        ({"auto": True}, "m · healthy · 2 of 2 workers (auto, max 8) · 0 running, 0 waiting"),
+        ({"auto": True}, "m · healthy · 2 of 2 workers (autoscaling, max 8) · 0 running, 0 waiting"),
         (
             {"auto": True, "autoscale": {"min_workers": 1, "max_workers": 2}},
-            "m · healthy · 2 of 2 workers (auto, 1 to 2) · 0 running, 0 waiting",
+            "m · healthy · 2 of 2 workers (autoscaling, 1 to 2) · 0 running, 0 waiting",
+        ),
+        (
+            {"auto": True, "autoscale": {"min_workers": 2, "max_workers": 2}},
+            "m · healthy · 2 of 2 workers (autoscaling, always 2) · 0 running, 0 waiting",
         ),
         ({"serving": 1}, "m · degraded · 1 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
         ({"serving": 0}, "m · down · 0 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
         (
             {"serving": 0, "wanted_workers": 0, "auto": True},
-            "m · no workers · 0 of 0 workers (auto, max 8) · 0 running, 0 waiting",
+            "m · no workers · 0 of 0 workers (autoscaling, max 8) · 0 running, 0 waiting",
         ),
     ],
 )
@@ -352,7 +357,7 @@ def test_what_is_no_control_api_is_told_in_one_line(said: bytes, capsys: pytest.
 
 @pytest.mark.parametrize(
     ("hit", "loaded", "expected", "says"),
-    [(50, 0, 50, "50%"), (50, 0, 40, "50% (40%)"), (50, 30, 50, "50%, 30% host"), (0, 0, 0, "0%")],
+    [(50, 0, 50, "50 %"), (50, 0, 40, "50 % (40 %)"), (50, 30, 50, "50 %, 30 % host"), (0, 0, 0, "0 %")],
 )
 def test_what_a_worker_had_of_prompts_is_told_with_what_came_from_host_memory(hit, loaded, expected, says):
     tokens = {"queried": 100, "hit": hit, "loaded": loaded, "expected": expected, "off": 0}

@@ -43,9 +43,7 @@ def test_a_checkup_begins_with_its_verdict_and_prints_its_findings_where_they_ar
 ) -> None:
     code, out, err = run(capsys, "check", SAMPLE)
     assert (code, err) == (0, "")
-    ready = (
-        "sample_trace.csv (plain) is ready for planning: no warnings; 18,000 requests in 58.4 min, 5.14 req/s"
-    )
+    ready = "sample_trace.csv is ready for planning: no warnings; 18,000 requests in 58.4 min, 5.14 req/s"
     assert out.splitlines()[0] == ready
     assert "█" in out
     assert "Fano" not in out
@@ -57,9 +55,7 @@ def test_a_checkup_begins_with_its_verdict_and_prints_its_findings_where_they_ar
     (tmp_path / "coarse.csv").write_text(f"arrival_s,prompt_tokens,output_tokens\n{rows}")
     first, *rest = run(capsys, "check", tmp_path / "coarse.csv")[1].splitlines()
     warned = [line for line in rest if line.startswith("Warning")]
-    assert first.startswith(
-        f"coarse.csv (plain) may mislead a plan: {len(warned)} warnings; 200 requests in "
-    )
+    assert first.startswith(f"coarse.csv may mislead a plan: {len(warned)} warnings; 200 requests in ")
     assert any("arrivals are whole multiples of 1 s" in line for line in warned)
 
 

@@ -508,7 +508,12 @@ def test_a_saved_plan_is_exported_whole(tmp_path: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     words = ["export", *KINDS, "--plan", f"{tmp_path}/out/plan.json", "--output-dir", f"{tmp_path}/deployed"]
     assert main(words) == 0
-    files = [Path(line) for line in capsys.readouterr().out.split()]
+    printed = capsys.readouterr()
+    files = [Path(line) for line in printed.out.split()]
+    steps = printed.err.splitlines()
+    assert len(steps) == len(KINDS)
+    named = {word.rstrip(";") for step in steps for word in step.split() if str(tmp_path) in word}
+    assert named <= {str(path) for path in files}
     assert {path.parent.name for path in files} == set(KINDS)
     served = read_plan(tmp_path / "deployed/systemd/plan.json")
     assert served.document == read_plan(tmp_path / "out/plan.json").document

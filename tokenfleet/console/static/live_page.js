@@ -145,8 +145,7 @@ function factsOf(now) {
   const { min_workers: least, max_workers: most } = now.autoscale ?? {};
   const scaling = now.auto ? `Autoscaling from ${least} to ${counted(most, "worker")}` : "Manual scaling";
   const mode = now.advisory ? " Advisory mode: decisions are recorded, not carried out." : "";
-  const model = now.model.startsWith("/") ? now.model.split("/").at(-1) : now.model;
-  return `${model} on ${now.engine} engines at ${now.gateway}. ${scaling}.${mode}`;
+  return `${now.name} on ${now.engine} engines at ${now.gateway}. ${scaling}.${mode}`;
 }
 
 /** The bounds of autoscaling, or how to allow it. */

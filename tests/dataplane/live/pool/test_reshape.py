@@ -131,7 +131,7 @@ def test_what_goes_wrong_makes_the_fleet_what_it_was_and_loses_no_stream(play, b
         if by == "start":
             s.host.failures = 1
         elif by == "attainment":
-            s.fault = "SLO attainment fell to 80.00%, the target is 99.00%"
+            s.fault = "SLO attainment fell to 80.00 %, the target is 99.00 %"
         walking = asyncio.ensure_future(reshape.run())
         if by == "operator":
             await until(lambda: LARGE in s.kinds())
