@@ -27,8 +27,9 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -117,19 +118,30 @@ async def _listens(port: int) -> bool:
     return True
 
 
+def _waited_s(pid: int) -> float:
+    """Seconds for which a process's threads were ready and had no core."""
+    waited = 0
+    with suppress(OSError):  # it ends
+        for one in Path(f"/proc/{pid}/task").iterdir():
+            waited += int((one / "schedstat").read_text(encoding="ascii").split()[1])
+    return waited / 1e9
+
+
 @dataclass
 class Judge:
     """The servers' own recent counts, and the judgement of ledgers by them.
 
     `off`: each time that a ledger was off a server, for how long, and its count at the end of that and the
-    server's. `looks`: how often ledgers were read.
+    server's. Then come the server's HTTP requests, and how busy the host was meanwhile. `looks`: how often
+    ledgers were read. `pids`: processes, by name.
     """
 
     servers: dict[int, VllmLike | None]
+    pids: Callable[[], dict[str, int]]
     off: dict[str, str] = field(default_factory=dict)
     looks: int = 0
     _had: deque[tuple[float, dict[int, int]]] = field(default_factory=lambda: deque(maxlen=200))
-    _since: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
+    _since: dict[tuple[str, int], tuple[float, int, dict[str, float]]] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Read the servers' counts until cancelled."""
@@ -145,16 +157,27 @@ class Judge:
         """Compare a ledger, read between two moments, with what each server had about then."""
         self.looks += 1
         about = [had for at_s, had in self._had if from_s - SKEW_S <= at_s <= to_s + SKEW_S]
+        waited = {who: _waited_s(pid) for who, pid in self.pids().items()}
         for port, text in COUNT.findall(page):
             had = [counts[int(port)] for counts in about]
             least, most, count = min(had), max(had), int(float(text))
             sign = (count > most) - (count < least)
-            since_s, before = self._since.get((name, port), (from_s, 0))
-            since_s = since_s if sign == before else from_s
-            self._since[name, port] = since_s, sign
+            since_s, before, then = self._since.get((name, port), (from_s, 0, waited))
+            since_s, then = (since_s, then) if sign == before else (from_s, waited)
+            self._since[name, port] = since_s, sign, then
             if sign and to_s - since_s > STALE_S:
                 told = f"{name} on {port} from {since_s:.1f}"
-                self.off[told] = f"{to_s - since_s:.2f} s; {count}, and it had {least} to {most}"
+                off = f"{to_s - since_s:.2f} s; {count}, and it had {least} to {most}"
+                server = self.servers[int(port)]
+                off += f" of {0 if server is None else server.inside} inside"
+                self.off[told] = f"{off}; {self._host(since_s, to_s, then, waited)}"
+
+    def _host(self, from_s: float, to_s: float, then: dict[str, float], now: dict[str, float]) -> str:
+        """The longest time in which this process's loop did not come round, and what waited for a core."""
+        at = [at_s for at_s, _ in self._had if at_s >= from_s - STALE_S]
+        late_s = max((b - a for a, b in pairwise(at)), default=0.0) - SAMPLE_S
+        waits = ", ".join(f"{who} {now[who] - then[who]:.2f}" for who in now if who in then)
+        return f"loop late by {late_s:.2f} s; seconds without a core: {waits}"
 
     def forget(self, name: str) -> None:
         """Nothing is asked of this ledger for now."""
@@ -235,16 +258,21 @@ async def standing(stack: AsyncExitStack, folder: Path, ports: list[int]) -> Sta
     for picker in pickers:
         stack.callback(picker.kill)
     await asyncio.gather(*(one.start() for one in pickers))
-    doors = []
+    doors, pids = [], {"harness": os.getpid()}
+
+    def all_pids() -> dict[str, int]:
+        names = zip(("first picker", "second picker"), pickers, strict=True)
+        return pids | {name: one.process.pid for name, one in names if one.process is not None}
+
     for n, order in enumerate(([0, 1], [1, 0])):
         port, admin = ports[7 + 2 * n : 9 + 2 * n]
         at = [pickers[one].port for one in order]
         starting = envoy.running(folder, port, admin, ports[:3], at)
-        await asyncio.to_thread(starting.__enter__)
+        pids[f"Envoy {n + 1}"] = (await asyncio.to_thread(starting.__enter__)).pid
         stack.push_async_callback(asyncio.to_thread, starting.__exit__, None, None, None)
         doors.append(f"http://127.0.0.1:{port}/v1/completions")
     session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-    judge = Judge(servers)
+    judge = Judge(servers, all_pids)
     task = asyncio.create_task(judge.run())
     stack.callback(task.cancel)
     return Stand(servers, pickers, doors, session, judge)
@@ -285,6 +313,8 @@ async def requests(stand: Stand, count: int, every: int, seed: int) -> dict[str,
         await asyncio.sleep(float(draw.exponential(1 / RATE_RPS)))
     await asyncio.gather(*tasks, *acting.values())
     left = await stand.emptied()
+    if watching.done():
+        watching.result()  # what ended it
     watching.cancel()
     found = {"requests": count, "acts": acts, "ends": dict(sorted(ends.items()))}
     false = sum(n for end, n in ends.items() if "false end" in end)

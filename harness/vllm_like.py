@@ -28,6 +28,7 @@ class Running:
     """A request in the batch: tokens of the prompt to compute, words to make, and where they go.
 
     `session`: those of one begin alike, the longer with the shorter's prompt and answer; 0: it is of none.
+    `hangs`: it stays in the batch, and no word is made.
     """
 
     prompt: int
@@ -35,6 +36,7 @@ class Running:
     session: int = 0
     made: int = 0
     left: int = 0
+    hangs: bool = False
     out: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
 
 
@@ -73,7 +75,7 @@ class Batch:
                 one.left -= chunk
             took_s = self.step_s + len(self.running) * self.a_request_s + (BATCHED - budget) * self.a_token_s
             await asyncio.sleep(took_s)
-            for one in [one for one in self.running if not one.left]:
+            for one in [one for one in self.running if not one.left and not one.hangs]:
                 one.made += 1
                 self.values["gaps" if one.made > 1 else "first_tokens"] += 1
                 self.values["gaps_s" if one.made > 1 else "first_tokens_s"] += took_s
@@ -115,7 +117,7 @@ class VllmLike(Batch):
         super().__init__(*engine)  # type: ignore[arg-type]
         self.port = port
         self.bodies: list[tuple[int, dict[str, str]]] = []  # of requests: the body's size, and headers
-        self.aborted = 0
+        self.aborted = self.inside = 0  # requests: whose clients left, and in the HTTP server now
         self._task: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
 
@@ -145,6 +147,8 @@ class VllmLike(Batch):
             return web.Response(status=503, text="busy")
         text = json.dumps(asked.get("messages") or asked.get("prompt", ""))
         one = self.begin(max(len(text) // 4, 1), asked.get("max_tokens", 8))
+        one.hangs = fault == "hang"
+        self.inside += 1
         try:
             return await self._stream(request, asked, one, fault)
         except (asyncio.CancelledError, ConnectionResetError) as left:
@@ -153,6 +157,7 @@ class VllmLike(Batch):
                 raise
             return web.Response()  # the client has gone
         finally:
+            self.inside -= 1
             self.end(one)
 
     async def _stream(
