@@ -17,6 +17,7 @@ SCHEMA = "tokenfleet.advice/1"
 SHORTEST_H = 0.05  # of a watch whose cost is worth a line
 TARGETS = {"ttft": "TTFT", "tpot": "TPOT"}
 MOST = 100_000  # replicas, where no ceiling is given
+EASED = {"step time": "steps 20 % shorter", "TPOT target": "one 25 % looser"}
 OPENS = ("Target", "Why", "Replicas")
 Clock = Callable[[float], datetime]
 
@@ -32,7 +33,7 @@ def verdict(settings: AdviceSettings, advice: Advice) -> str:
     if len(advice.of_types) > 1:
         text = _mix_text(advice)
     elif wanted == advice.has:
-        text = f"Keep {has}: they are what the traffic needs{sure}"
+        text = f"Keep {has}: the traffic needs {wanted}{sure}"
     elif wanted > advice.has:
         text = f"Add {wanted - advice.has}: {has}, the traffic needs {wanted}{sure}"
     else:
@@ -80,8 +81,8 @@ def _reasons(slo: Slo, advice: Advice) -> Iterator[tuple[str, str]]:
         assert advice.lengths is not None
         if not several:
             binds = bottleneck(one.profile, slo, *advice.lengths)
-            saves = f"25 % more of it would save {percent(binds.spares)} of the replicas"
-            yield "Bottleneck", f"{binds.name}; {saves}"
+            eased = EASED.get(binds.name, "25 % more of it")
+            yield "Bottleneck", f"{binds.name}; {eased} would save {percent(binds.spares)} of the replicas"
         if why := hopeless(one.profile, slo, *advice.lengths):
             of = f" of {one.worker_type.name}" if several else ""
             yield "Beware", f"no number of replicas{of} meets the target: {why}"
@@ -188,7 +189,7 @@ def _shares_text(advice: Advice) -> str:
         else:
             parts.append(f"{said} {share_text(share[0])} to {share_text(share[1])}")
             edges.append(f"{said} {' or '.join(map(duration_text, advice.edges[name]))}")
-    exact = f" (vLLM counts exactly at {', '.join(edges)})" if edges else ""
+    exact = f" (vLLM's counts are exact at {', '.join(edges)})" if edges else ""
     return "; ".join(parts) + exact
 
 

@@ -105,6 +105,9 @@ class ServerWatch:
 
     async def _address(self, server: str) -> WorkerId | None:
         """A server's IP and port, as gateways know it."""
+        if " " in server:  # HOST:PORT WORKER, behind a control address
+            self._refuse(server, "it is a worker of `tokenfleet serve`, whose own gateway places requests")
+            return None
         if server not in self._addresses:
             parts = urlsplit(url_of(server))
             host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)

@@ -283,7 +283,7 @@ def _memory() -> HostFinding:
 def _reads(scope: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> HostFinding:
     level = scope.read_text().strip() if scope.exists() else "0"
     if level == "0" or os.geteuid() == 0:
-        return HostFinding("moves on one host", "fine", "KV is read out of the other process' memory")
+        return HostFinding("moves on one host", "fine", "KV is read out of the other process's memory")
     return HostFinding("moves on one host", "warns", f"KV goes over sockets: {scope} is {level}")
 
 

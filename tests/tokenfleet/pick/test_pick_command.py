@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from made_certificates import made_certificate
@@ -11,6 +12,7 @@ from picked import free_ports
 
 from harness.vllm_like import VllmLike
 from tokenfleet.cli.main import main
+from tokenfleet.pick.watch import ServerWatch
 
 SLO = ["--slo", "ttft=1s,tpot=50ms"]
 
@@ -86,3 +88,16 @@ def test_a_picker_serves_health_over_tls_to_clients_of_its_authority_and_ends_on
             await server.stop()
 
     asyncio.run(story())
+
+
+def test_a_worker_of_serve_is_refused_in_a_line():
+    async def pages(at_s):
+        return {"127.0.0.1:8001 w0": None}
+
+    told, fleet = [], SimpleNamespace(now_s=0.0, calls={}, servers={})
+    watch = ServerWatch(SimpleNamespace(pages=pages), fleet, None, None, told.append, "", "")
+    asyncio.run(watch.look())
+    assert told == [
+        "127.0.0.1:8001 w0: gets no requests: it is a worker of `tokenfleet serve`, whose own gateway"
+        " places requests"
+    ]

@@ -87,6 +87,14 @@ def test_the_bounds_that_are_asked_for_keep_the_plans_floor() -> None:
     assert len(said) == 2
 
 
+def test_bounds_that_leave_one_number_are_said_to_keep_it() -> None:
+    plan = planned()
+    loop = loop_of(plan, autoscale="4..4")
+    assert loop is not None
+    said = list(loop_lines(plan, loop, are_own=False))
+    assert said == ["autoscaling keeps 4 workers: its bounds leave no other number"]
+
+
 @pytest.mark.parametrize(
     ("fields", "words", "says"),
     [
