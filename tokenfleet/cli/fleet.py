@@ -128,7 +128,7 @@ def explain(
     if request is None:
         reply, view = context.obj.ask("GET", "/v1/requests"), context.obj.ask("GET", "/v1/fleet")
         reply |= {"scaling": view["scaling"], "losses": view.get("losses", [])}
-        size = f"Desired: {_wanted(view)} ({_sized(view)})"
+        size = f"Desired: {_wanted(view)} ({view['says']['scaling']})"
         _show(
             reply,
             format,
@@ -271,10 +271,10 @@ def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType
         return
     counts, serving = view["requests"], _serving(view)
     yield (
-        f"{view['name']} · {_health(view)} · {len(serving)} of {_wanted(view)} ({_sized(view)})"
+        f"{view['name']} · {_health(view)} · {len(serving)} of {_wanted(view)} ({view['says']['scaling']})"
         f" · {counts['running']} running, {counts['waiting']} waiting"
     )
-    if floor := _floor(view):
+    if floor := view["says"]["floor"]:
         yield floor
     yield _lately(view["lately"], view["attainment_target"])
     yield _cost(view)
@@ -313,34 +313,6 @@ def _misses(view: dict[str, Any]) -> bool:
     """Whether the last minutes' SLO attainment is below the target."""
     both = view["lately"]["attainment"]["both"]
     return bool(both["of"] and both["met"] < view["attainment_target"] * both["of"])
-
-
-def _sized(view: dict[str, Any]) -> str:
-    """Who decides the number of workers, within which limits."""
-    scale = (view.get("autoscale") or {}) if view["auto"] else {}
-    parts = ["autoscaling" if view["auto"] else "manual scaling"]
-    if view["advisory"]:
-        parts.append("decisions are advice only")
-    most = scale.get("max_workers", view["max_workers"])
-    least = scale.get("min_workers")
-    range_text = f"{least} to {most}" if least != most else f"always {most}"
-    parts.append(f"max {most}" if least is None else range_text)
-    if (budget := scale.get("budget_usd_per_h")) is not None:
-        parts.append(f"max ${budget:g}/h")
-    return ", ".join(parts)
-
-
-def _floor(view: dict[str, Any]) -> str:
-    """The fewest workers that the autoscaler keeps now, why and until when; empty without a floor."""
-    floor = (view.get("autoscale") or {}).get("floor") if view["auto"] else None
-    if floor is None:
-        return ""
-    until = ""
-    if floor["until_unix_s"] is not None:
-        at = datetime.fromtimestamp(floor["until_unix_s"], UTC)
-        day = "" if at.date() == datetime.now(UTC).date() else f"{at:%A} "
-        until = f" until {day}{at:%H:%M} UTC, then {floor['then_workers']}"
-    return f"Floor: at least {counted(floor['workers'], 'worker')}{until} ({floor['why']})"
 
 
 def _lately(lately: dict[str, Any], target: float) -> str:
@@ -402,7 +374,8 @@ def _details(view: dict[str, Any]) -> Iterator[RenderableType]:
         off = f"recent error {_percent(times['refit_error'])}" if times["steps"] else "no step served yet"
         source = times["source"].partition(";")[0].partition(": ")[0]
         yield f"Step times of {times['variant']}: in use since {since}, {off}; {source}"
-    yield from _cached_line(view["workers"])
+    if hits := view["says"]["prefix_hits"]:
+        yield hits
     yield from _transfers(view)
     if view["moving"]:
         yield f"Migrations under way: {len(view['moving'])}"
@@ -411,18 +384,6 @@ def _details(view: dict[str, Any]) -> Iterator[RenderableType]:
         yield f"Gateways: {'; '.join(loads)}"
     if view["decisions"]:
         yield _decisions_table(view["decisions"])
-
-
-def _cached_line(workers: Sequence[dict[str, Any]]) -> list[str]:
-    """The prefix hit rate of the fleet's workers, and that of an unlimited cache shared by all of them."""
-    told = [w["prefix_tokens"] for w in workers if w.get("prefix_tokens")]
-    queried, hit, ideal = (sum(tokens[name] for tokens in told) for name in ("queried", "hit", "ideal"))
-    if not queried:
-        return []
-    return [
-        f"Prefix hit rate: {100 * hit / queried:.1f} % of {queried:,} prompt tokens;"
-        f" an unlimited cache shared by all workers would reach {100 * ideal / queried:.1f} %"
-    ]
 
 
 def _cached_text(tokens: dict[str, int] | None) -> str:

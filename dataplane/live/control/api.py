@@ -20,6 +20,7 @@ from dataplane.http.rules import ErrorReply, application, error_reply
 from dataplane.http.server import Extension, QuietServer, server_options
 from dataplane.http.tls import ServerCertificate
 from dataplane.live.control.operations import Operations
+from dataplane.live.control.views import fleet_words
 
 
 def _whole(value: Any) -> Any:
@@ -158,8 +159,10 @@ def _fleet_routes(app: FastAPI, operations: Operations, added: Mapping[str, Call
     @app.get("/v1/fleet", response_model=dict[str, Any])
     async def fleet() -> Any:
         """Workers, their load, what is moving, the last decisions with their reasons, and the last finished
-        day's cost over the cheapest (`gap`)."""
-        return _json(operations.fleet() | {name: view() for name, view in added.items()})
+        day's cost over the cheapest (`gap`). `says`: sentences on its scaling and prefix hits."""
+        shown = operations.fleet()
+        shown["says"] = fleet_words(shown)
+        return _json(shown | {name: view() for name, view in added.items()})
 
     @app.get("/v1/fleet/timeline")
     async def timeline(minutes: Annotated[float, Query(gt=0, le=60)] = 30.0) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Workers, requests, moves and bounds as the control API shows them: JSON objects."""
+"""Workers, requests, moves and bounds as the control API shows them, and sentences on the fleet: JSON."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +19,8 @@ from dataplane.live.gateway.metrics import PRIORITY_NAMES
 from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.move import MoveRecord
 from dataplane.live.pool.member import Member
+
+NO_BOUNDS = "Autoscaling is not available. Start the fleet with --autoscale MIN..MAX to allow it."
 
 
 def plan_view(plan: Sequence[Order]) -> dict[str, int]:
@@ -129,3 +132,58 @@ def move_view(move: MoveRecord) -> dict[str, Any]:
         "started_s": move.started_s,
         "finished_s": move.finished_s,
     }
+
+
+def fleet_words(view: dict[str, Any]) -> dict[str, str]:
+    """What is said of scaling and of prefix hits; empty where there is nothing to say."""
+    scale = view["autoscale"]
+    floor = scale["floor"] if scale is not None and view["auto"] else None
+    return {
+        "scaling": _scaling(view, (scale or {}) if view["auto"] else {}),
+        "bounds": NO_BOUNDS if scale is None else _bounds(scale, view["auto"]),
+        "floor": "" if floor is None else _floor(floor),
+        "prefix_hits": _prefix_hits(view["workers"]),
+    }
+
+
+def _scaling(view: dict[str, Any], scale: dict[str, Any]) -> str:
+    """Who decides the number of workers, within which limits."""
+    parts = ["autoscaling" if view["auto"] else "manual scaling"]
+    if view["advisory"]:
+        parts.append("decisions are advice only")
+    parts.append(_range(scale) if scale else f"max {view['max_workers']}")
+    if (budget := scale.get("budget_usd_per_h")) is not None:
+        parts.append(f"max ${budget:g}/h")
+    return ", ".join(parts)
+
+
+def _range(scale: dict[str, Any]) -> str:
+    low, high = scale["min_workers"], scale["max_workers"]
+    return f"{low} to {high}" if low != high else f"always {high}"
+
+
+def _bounds(scale: dict[str, Any], is_on: bool) -> str:
+    keeps = "Autoscaling keeps" if is_on else "Autoscaling is off. It would keep"
+    return f"{keeps} {_range(scale)} worker{'' if scale['max_workers'] == 1 else 's'}."
+
+
+def _floor(floor: dict[str, Any]) -> str:
+    """The fewest workers that the autoscaler keeps now, why and until when."""
+    until, workers = "", floor["workers"]
+    if floor["until_unix_s"] is not None:
+        at = datetime.fromtimestamp(floor["until_unix_s"], UTC)
+        day = "" if at.date() == datetime.now(UTC).date() else f"{at:%A} "
+        until = f" until {day}{at:%H:%M} UTC, then {floor['then_workers']}"
+    return f"Floor: at least {workers} worker{'' if workers == 1 else 's'}{until} ({floor['why']})"
+
+
+def _prefix_hits(workers: Sequence[dict[str, Any]]) -> str:
+    """The prefix hit rate of the fleet's workers, and that of an unlimited cache shared by all of them."""
+    told = [w["prefix_tokens"] for w in workers if w.get("prefix_tokens")]
+    queried, hit, ideal = (sum(tokens[name] for tokens in told) for name in ("queried", "hit", "ideal"))
+    if not queried:
+        return ""
+    return (
+        f"Prefix hit rate: {100 * hit / queried:.1f} % of {queried:,} prompt tokens;"
+        f" an unlimited cache shared by all workers would reach {100 * ideal / queried:.1f} %"
+    )

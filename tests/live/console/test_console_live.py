@@ -130,7 +130,7 @@ def test_a_worker_is_drained_and_taken_back(emulated_fleet, live):
 def test_a_fleet_that_was_not_to_scale_itself_says_so_instead_of_offering_it(live):
     assert live.page.locator("#auto").is_disabled()
     assert "Start the fleet with --autoscale MIN..MAX" in live.text("#auto-says")
-    assert live.text("#facts").endswith(". Manual scaling.")
+    assert ": manual scaling, max " in live.text("#facts")
 
 
 def test_the_bar_of_a_missed_target_is_seen(emulated_fleet, live):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dataplane.live.control.views import fleet_words
 from tokenfleet.cli.fleet import _cached_text
 from tokenfleet.cli.main import main
 
@@ -27,10 +28,11 @@ SCALED = {
     "seen": {"waiting_requests": 1, "workers_per_rps": 0.16}, "compared": {"backlog": 1.704},
     "cost": {"workers": 2, "ready_after_s": 60},
 }  # fmt: skip
-FLEET = {
+BOUNDS: dict[str, Any] = {"min_workers": 1, "max_workers": 8, "floor": None}
+FLEET: dict[str, Any] = {
     "transport": {"moves": 0, "bytes_per_s": 2e9, "pause_s": 0.01, "ways": {}, "pairs": []},
     "name": "m", "model": "/models/m",
-    "engine": "vllm", "workers": [], "auto": False, "advisory": False, "wanted_workers": 2,
+    "engine": "vllm", "workers": [], "auto": False, "autoscale": None, "advisory": False, "wanted_workers": 2,
     "wanted_kinds": {"TP1": 2}, "max_workers": 8, "requests": {"running": 0, "waiting": 0}, "moving": [],
     "fixed": {}, "update": None,
     "decisions": DECIDED, "scaling": [SCALED], "losses": [], "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
@@ -51,7 +53,8 @@ def control() -> Iterator[str]:
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            told = {"/v1/fleet": FLEET, "/v1/fleet/proposal": FLEET.get("proposal")}
+            fleet = FLEET | {"says": fleet_words(FLEET)}
+            told = {"/v1/fleet": fleet, "/v1/fleet/proposal": FLEET.get("proposal")}
             body = json.dumps(told.get(self.path, {"requests": []})).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
@@ -215,11 +218,11 @@ WORKER = {"worker": "w0", "state": "serving", "for_s": 60.0, "requests": 3, "tok
         ({"met": 98}, "m · missing its SLO · 2 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
         ({"auto": True}, "m · healthy · 2 of 2 workers (autoscaling, max 8) · 0 running, 0 waiting"),
         (
-            {"auto": True, "autoscale": {"min_workers": 1, "max_workers": 2}},
+            {"auto": True, "autoscale": BOUNDS | {"min_workers": 1, "max_workers": 2}},
             "m · healthy · 2 of 2 workers (autoscaling, 1 to 2) · 0 running, 0 waiting",
         ),
         (
-            {"auto": True, "autoscale": {"min_workers": 2, "max_workers": 2}},
+            {"auto": True, "autoscale": BOUNDS | {"min_workers": 2, "max_workers": 2}},
             "m · healthy · 2 of 2 workers (autoscaling, always 2) · 0 running, 0 waiting",
         ),
         ({"serving": 1}, "m · degraded · 1 of 2 workers (manual scaling, max 8) · 0 running, 0 waiting"),
@@ -263,14 +266,14 @@ def test_status_says_the_floor_why_and_until_when(
     until = datetime(2024, 5, 3, 15, tzinfo=UTC).timestamp()
     floor = {"workers": 3, "why": "the plan's schedule", "until_unix_s": until, "then_workers": 5}
     monkeypatch.setitem(FLEET, "auto", True)
-    monkeypatch.setitem(FLEET, "autoscale", {"floor": floor})
+    monkeypatch.setitem(FLEET, "autoscale", BOUNDS | {"floor": floor})
     assert main(["fleet", "--control", control, "status"]) == 0
     line = "Floor: at least 3 workers until Friday 15:00 UTC, then 5 (the plan's schedule)"
     assert line in capsys.readouterr().out.splitlines()
-    monkeypatch.setitem(FLEET, "autoscale", {"floor": floor | {"until_unix_s": None}})
+    monkeypatch.setitem(FLEET, "autoscale", BOUNDS | {"floor": floor | {"until_unix_s": None}})
     assert main(["fleet", "--control", control, "status"]) == 0
     assert "Floor: at least 3 workers (the plan's schedule)" in capsys.readouterr().out.splitlines()
-    for changes in ({"autoscale": {"floor": None}}, {"autoscale": {"floor": floor}, "auto": False}):
+    for changes in ({"autoscale": BOUNDS}, {"autoscale": BOUNDS | {"floor": floor}, "auto": False}):
         for name, value in changes.items():
             monkeypatch.setitem(FLEET, name, value)
         assert main(["fleet", "--control", control, "status"]) == 0

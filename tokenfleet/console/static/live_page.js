@@ -2,7 +2,7 @@
 
 import { Refused, Unreachable, ask, offers } from "./api.js";
 import { confirmed } from "./confirm_dialog.js";
-import { byId, make, say } from "./dom.js";
+import { byId, make, say, words } from "./dom.js";
 import { count, counted, duration, share } from "./format.js";
 import { EventStream } from "./event_stream.js";
 import { connection } from "./job_page.js";
@@ -111,9 +111,9 @@ function show(now) {
   byId("present").classList.remove("stale");
   say(byId("facts"), factsOf(now));
   showTiles(now);
-  say(byId("gap"), `Excess cost: ${now.gap.line}.`);
+  say(byId("gap"), words("words", "gap", now.gap));
   const { state, line } = now.proposal;
-  say(byId("proposal"), state === "none" || state === "same" ? "" : `Proposed: ${line}.`);
+  say(byId("proposal"), state === "none" || state === "same" ? "" : words("words", "proposal", { line }));
   workers.show(now.workers);
   showMoving(now.moving);
   timeline.attainment(now);
@@ -122,7 +122,7 @@ function show(now) {
     byId("scale-to").value = wantedOf(now);
   byId("scale-to").max = now.max_workers;
   byId("auto").disabled = now.auto || !now.autoscale;
-  say(byId("auto-says"), rangeOf(now));
+  say(byId("auto-says"), [now.says.bounds, now.says.floor].filter(Boolean).join(" "));
   if (!isFollowing) {
     isFollowing = true;
     offerScorecard().catch((error) => connection(error.message));
@@ -141,70 +141,35 @@ function offerKinds(kinds) {
 /** The desired workers of the chosen type. */
 const wantedOf = (now) => now.wanted_kinds[byId("scale-kind").value];
 
-function factsOf(now) {
-  const { min_workers: least, max_workers: most } = now.autoscale ?? {};
-  const scaling = now.auto ? `Autoscaling from ${least} to ${counted(most, "worker")}` : "Manual scaling";
-  const mode = now.advisory ? " Advisory mode: decisions are recorded, not carried out." : "";
-  return `${now.name} on ${now.engine} engines at ${now.gateway}. ${scaling}.${mode}`;
-}
-
-/** The bounds of autoscaling, or how to allow it. */
-function rangeOf({ auto, autoscale }) {
-  if (!autoscale) return "Autoscaling is not available. Start the fleet with --autoscale MIN..MAX to allow it.";
-  const { min_workers: least, max_workers: most } = autoscale;
-  const range = `${auto ? "Autoscaling keeps" : "Autoscaling is off. It would keep"} ${least} to ${counted(most, "worker")}.`;
-  return autoscale.floor ? `${range} Floor now: ${autoscale.floor.workers}, ${autoscale.floor.why}.` : range;
-}
-
-/** The prefix hit rate of all workers, and that of an unlimited cache shared by them. */
-function cachedOf(workers) {
-  const told = workers.map((w) => w.prefix_tokens).filter(Boolean);
-  const [queried, hit, ideal] = ["queried", "hit", "ideal"].map((name) => told.reduce((sum, t) => sum + t[name], 0));
-  if (!queried) return "";
-  const had = ` Prefix hit rate: ${share(hit / queried)} of prompt tokens.`;
-  return `${had} An unlimited cache shared by all workers would reach ${share(ideal / queried)}.`;
-}
+const factsOf = ({ name, engine, gateway, says }) =>
+  words("words", "facts", { name, engine, gateway, scaling: says.scaling });
 
 function showTiles(now) {
   const serving = now.workers.filter((w) => w.state === "serving").length;
   const { lately } = now;
-  const over = `Throughput, latency, attainment and failures over the last ${duration(lately.over_s, 2)}.`;
-  say(byId("window"), over + cachedOf(now.workers));
+  say(byId("window"), words("words", "window", { over: duration(lately.over_s, 2) }));
+  say(byId("prefix-hits"), now.says.prefix_hits);
   const within = ratioOf(lately.attainment.both);
-  const tiles = [
-    [`${count(serving)} of ${count(now.wanted_workers)}`, "workers serving", ""],
-    [count(now.requests.running), "requests running", ""],
-    [count(now.requests.waiting), "requests waiting", ""],
-    [count(lately.tokens_per_s), "tokens/s", ""],
-    [duration(lately.ttft_s?.p90), "TTFT p90", ""],
-    [duration(lately.tpot_s?.p90), "TPOT p90", ""],
-    [
-      share(within),
-      "SLO attainment",
-      within === null ? "" : tone(within, now.attainment_target),
-    ],
-    [count(lately.failed), "failed", lately.failed ? "bad" : ""],
-  ];
-  const list = byId("tiles");
-  if (list.children.length !== tiles.length) {
-    list.replaceChildren(
-      ...tiles.map(() => make("li", {}, make("b"), " ", make("span", { class: "soft" }))),
-    );
-  }
-  tiles.forEach(([value, name, mark], i) => {
-    const [figure, label] = list.children[i].children;
+  const tiles = {
+    workers: [`${count(serving)} of ${count(now.wanted_workers)}`],
+    running: [count(now.requests.running)],
+    waiting: [count(now.requests.waiting)],
+    tokens: [count(lately.tokens_per_s)],
+    ttft: [duration(lately.ttft_s?.p90)],
+    tpot: [duration(lately.tpot_s?.p90)],
+    attainment: [share(within), within === null ? "" : tone(within, now.attainment_target)],
+    failed: [count(lately.failed), lately.failed ? "bad" : ""],
+  };
+  for (const [name, [value, mark = ""]] of Object.entries(tiles)) {
+    const figure = byId("tiles").querySelector(`[data-of="${name}"] b`);
     say(figure, value);
     figure.className = `tone ${mark}`;
-    say(label, name);
-  });
+  }
 }
 
 async function drain(worker, isDraining) {
-  const title = isDraining ? `Cancel the drain of ${worker}?` : `Drain ${worker}?`;
-  const says = isDraining
-    ? "It takes new requests again."
-    : "It takes no new requests. Its running requests move to other workers with their KV. Then it stops.";
-  if (!(await confirmed(title, says, isDraining ? "Cancel drain" : "Drain"))) return;
+  const order = isDraining ? "cancel-drain" : "drain";
+  if (!(await allowed(order, { worker }))) return;
   await give(() => ask(isDraining ? "DELETE" : "POST", `/v1/workers/${encodeURIComponent(worker)}/drain`));
 }
 
@@ -216,36 +181,31 @@ async function scale() {
     wanted < 0 ||
     wanted > fleet.max_workers
   ) {
-    say(byId("complaint"), `Desired workers: expected a whole number from 0 to ${fleet.max_workers}.`);
+    say(byId("complaint"), words("words", "expected", { most: fleet.max_workers }));
     byId("scale-to").focus();
     return;
   }
   const before = wantedOf(fleet);
   const change = wanted - before;
-  const happens =
-    change > 0
-      ? `${counted(change, "worker")} will start.`
-      : change < 0
-        ? `${counted(-change, "worker")} will drain and stop; running requests move.`
-        : "No worker starts or stops.";
-  const hands = fleet.auto ? " Autoscaling stops." : "";
+  const workers = counted(Math.abs(change), "worker");
+  const happens = words("words", change > 0 ? "starts" : change < 0 ? "stops" : "keeps", { workers });
+  const hands = fleet.auto ? words("words", "hands") : "";
   const kind = byId("scale-kind").value;
   const which = byId("scale-which").hidden ? "" : `${kind} `;
-  if (!(await confirmed(`Scale ${which}from ${before} to ${wanted}?`, happens + hands, "Scale"))) return;
+  if (!(await allowed("scale", { which, before, wanted, happens, hands }))) return;
   await give(() => ask("POST", "/v1/fleet/scale", { json: { workers: wanted, kind } }));
   delete byId("scale-to").dataset.typed;
 }
 
 async function automatic() {
-  if (
-    !(await confirmed(
-      "Enable autoscaling?",
-      "The controller starts and drains workers to follow the traffic.",
-      "Enable",
-    ))
-  )
-    return;
+  if (!(await allowed("auto"))) return;
   await give(() => ask("POST", "/v1/fleet/scale", { json: { auto: true } }));
+}
+
+/** Whether a person confirms an order: the question, what happens, and the button are the page's. */
+function allowed(order, values = {}) {
+  const says = (part) => words("orders", `${order}-${part}`, values);
+  return confirmed(says("question"), says("happens"), says("button"));
 }
 
 /** Give an order; a refusal is said in the API's own words. */

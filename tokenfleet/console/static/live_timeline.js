@@ -55,6 +55,7 @@ export class Timeline {
       return words("words", "class", { name, reached: share(ratio), count: count(of), asked: percent(target) });
     });
     const targets = { ttft: duration(slo.ttft_s), tpot: duration(slo.tpot_s), asked: percent(asked) };
+    const over = duration(lately.over_s, 2);
     say(byId("attainment-says"), words("words", "attainment", targets) + named.join(""));
     byId("targets").replaceChildren(
       ...TARGETS.map(([name, label]) => {
@@ -64,14 +65,14 @@ export class Timeline {
         return make(
           "li",
           {},
-          make("b", { class: `tone ${tone(ratio, asked)}` }, `${label}: ${ratio === null ? "none finished" : share(ratio)}`),
+          make("b", { class: `tone ${tone(ratio, asked)}` }, `${label}: ${ratio === null ? words("words", "none") : share(ratio)}`),
           bar(ratio, tone(ratio, asked)),
-          make("div", { class: "soft" }, `${count(met)} of ${count(of)} in the last ${duration(lately.over_s, 2)}`),
+          make("div", { class: "soft" }, words("words", "lately", { met: count(met), of: count(of), over })),
           make(
             "div",
             { class: "soft" },
             since === null
-              ? "none finished since the fleet started"
+              ? words("words", "never")
               : words("words", "since", { reached: share(since), count: count(all[name].of) }),
           ),
         );
@@ -82,56 +83,59 @@ export class Timeline {
 
 /* The charts of a frame: {buckets, bucketS, nowS}. */
 
-/** Title and caption of a chart, which the page has. */
-const caption = (name, values) => ({
-  title: byId("captions").content.querySelector(`[data-of="${name}"]`).title,
-  says: words("captions", name, values),
-});
+/** A chart's words, which the page has, and its table. `values` has the columns' texts of a bucket. */
+function worded(frame, name, values, said = {}) {
+  const { title, dataset } = byId("captions").content.querySelector(`[data-of="${name}"]`);
+  const columns = dataset.columns.split(",");
+  return { title, says: words("captions", name, said), unit: dataset.unit, columns, data: rows(frame, columns, values) };
+}
 
-const throughput = (frame) => ({
-  ...caption("throughput"),
-  y: { name: "tokens/s", kind: "linear", zero: true, format: (v) => number(v) },
-  series: [{ name: "tokens/s", kind: "line", tone: "a", points: series(frame, (b) => b.tokens_per_s) }],
-  data: rows(frame, ["tokens/s", "requests"], (b) => [number(b.tokens_per_s), count(b.finished)]),
-});
+function throughput(frame) {
+  const chart = worded(frame, "throughput", (b) => [number(b.tokens_per_s), count(b.finished)]);
+  return {
+    ...chart,
+    y: { name: chart.unit, kind: "linear", zero: true, format: (v) => number(v) },
+    series: [{ name: chart.columns[0], kind: "line", tone: "a", points: series(frame, (b) => b.tokens_per_s) }],
+  };
+}
 
 function latency(frame, name, targetS) {
   const field = `${name}_s`;
   const most = Math.max(0, ...frame.buckets.map((b) => b[field]?.p90 ?? 0));
   const of = (percentile) => (b) => b[field]?.[percentile] ?? null;
+  const texts = (b) => ["p50", "p90", "p99"].map((percentile) => duration(of(percentile)(b)));
+  const chart = worded(frame, name, texts, { target: duration(targetS) });
+  const [p50, p90] = chart.columns;
   return {
-    ...caption(name, { target: duration(targetS) }),
-    y: { name: name.toUpperCase(), kind: "linear", zero: true, format: (v) => duration(v, 2) },
+    ...chart,
+    y: { name: chart.unit, kind: "linear", zero: true, format: (v) => duration(v, 2) },
     series: [
-      { name: "p90", kind: "line", tone: "a", points: series(frame, of("p90")) },
-      { name: "p50", kind: "line", tone: "b dotted", points: series(frame, of("p50")) },
+      { name: p90, kind: "line", tone: "a", points: series(frame, of("p90")) },
+      { name: p50, kind: "line", tone: "b dotted", points: series(frame, of("p50")) },
     ],
     // Far below its target a latency would be a flat line under it.
-    marks: most > targetS / 3 ? [{ axis: "y", at: targetS, name: "target" }] : [],
-    data: rows(frame, ["p50", "p90", "p99"], (b) =>
-      ["p50", "p90", "p99"].map((percentile) => duration(of(percentile)(b))),
-    ),
+    marks: most > targetS / 3 ? [{ axis: "y", at: targetS, name: byId("captions").dataset.target }] : [],
   };
 }
 
 function errors(frame) {
   const most = Math.max(1, ...frame.buckets.flatMap((b) => [b.failed, b.rejected]));
+  const texts = (b) => [b.failed, b.rejected, b.aborted].map(count);
+  const chart = worded(frame, "errors", texts, { bucket: duration(frame.bucketS) });
+  const [failed, rejected] = chart.columns;
   return {
-    ...caption("errors", { bucket: duration(frame.bucketS) }),
-    y: { name: "requests", kind: "whole", domain: [0, most], format: (v) => number(v) },
+    ...chart,
+    y: { name: chart.unit, kind: "whole", domain: [0, most], format: (v) => number(v) },
     series: [
-      { name: "failed", kind: "line", tone: "a", points: series(frame, (b) => b.failed) },
-      { name: "rejected", kind: "line", tone: "b dashed", points: series(frame, (b) => b.rejected) },
+      { name: failed, kind: "line", tone: "a", points: series(frame, (b) => b.failed) },
+      { name: rejected, kind: "line", tone: "b dashed", points: series(frame, (b) => b.rejected) },
     ],
-    data: rows(frame, ["failed", "rejected", "cancelled by clients"], (b) =>
-      [b.failed, b.rejected, b.aborted].map(count),
-    ),
   };
 }
 
 function timeAxis({ buckets, nowS }) {
   const first = buckets.length ? (buckets[0].at_s - nowS) / 60 : 0;
-  return { name: "minutes from now", kind: "linear", domain: [Math.min(-2, first), 0], format: String };
+  return { name: byId("captions").dataset.across, kind: "linear", domain: [Math.min(-2, first), 0], format: String };
 }
 
 /** [minutes from now, value] of each bucket, with a gap where no request was: such buckets are not sent. */
