@@ -2,6 +2,9 @@
 
 Uvicorn by itself takes headers of any length at any pace. It keeps a connection that never sends anything. It
 gives a client that has stopped reading half a minute to answer TLS' goodbye.
+
+A body is read to its end also where its request is answered already: a connection that is closed before it
+has come is reset, and the answer lost.
 """
 
 from __future__ import annotations
@@ -36,17 +39,26 @@ class BoundedHttp(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whiche
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
-        was_whole = before is None or not before.more_body or before.response_complete
+        was_whole = before is None or not before.more_body
         super().data_received(data)
         is_head = self.cycle is before and was_whole
         is_over = self.transport.is_closing() or self not in self.connections  # or it is a web socket now
         if is_over or (not is_head and not self.cycle.more_body):
             self._arrived()
+            if not is_over and self.cycle is before and before.response_complete:  # it was answered first
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
         else:
             self._await()
             self._bytes += len(data)
             if is_head and self._bytes > HEAD_BYTES:
                 self._refuse(431)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self.cycle is not None and self.cycle.response_complete:
+            self.cycle.more_body = False  # which uvicorn leaves where the answer came first
 
     def connection_lost(self, error: Exception | None) -> None:
         self._arrived()

@@ -28,6 +28,10 @@ def parser(request, monkeypatch):
 
 async def app(scope, receive, send):
     """Answers with the length of the body, once it has come and, asked for that, a signal has."""
+    if scope["path"] == "/refused":
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"no"})
+        return
     size, more = 0, True
     while more:
         message = await receive()
@@ -45,7 +49,7 @@ async def app(scope, receive, send):
 
 
 @asynccontextmanager
-async def server(certificate=None, kind=None):
+async def server(certificate=None, kind=None, **more):
     """A server of `app`; its port, and the event that `/later` waits for."""
     listening, go_on = bind("127.0.0.1", 0, "--port"), asyncio.Event()
 
@@ -54,7 +58,7 @@ async def server(certificate=None, kind=None):
         await app(scope, receive, send)
 
     options = server_options(certificate) | ({} if kind is None else {"http": kind.BoundedHttp})
-    config = uvicorn.Config(stated, log_level="critical", lifespan="off", **options)
+    config = uvicorn.Config(stated, log_level="critical", lifespan="off", **options, **more)
     serving = uvicorn.Server(config)
     serving.capture_signals = nullcontext
     running = asyncio.ensure_future(serving.serve([listening]))
@@ -155,6 +159,37 @@ def test_an_answer_that_takes_long_is_not_a_request_that_does(monkeypatch):
             await reader.readuntil(b"begun")
             asyncio.get_running_loop().call_later(0.1, go_on.set)
             assert b"ended" in await reader.read()
+            writer.close()
+
+    play(story)
+
+
+def test_an_answer_ahead_of_a_large_body_reaches_its_client_and_so_does_the_next(parser):
+    async def story():
+        async with server(kind=parser) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            size = 16 * parser.HEAD_BYTES
+            writer.write(b"POST /refused HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size)
+            await reader.readuntil(b"\r\n\r\nno")
+            for _ in range(16):
+                writer.write(b"x" * parser.HEAD_BYTES)
+                await writer.drain()
+            writer.write(ASK + b"12345")
+            await reader.readuntil(b"\r\n\r\n5")
+            writer.close()
+
+    play(story)
+
+
+def test_a_connection_that_idles_after_a_body_that_came_too_late_is_closed():
+    async def story():
+        async with server(timeout_keep_alive=0.05) as (port, _):
+            ask = ASK.replace(b"POST /", b"POST /refused")
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(ask)
+            await reader.readuntil(b"\r\n\r\nno")
+            writer.write(b"12345")
+            assert await reader.read() == b""
             writer.close()
 
     play(story)
