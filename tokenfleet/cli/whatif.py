@@ -103,7 +103,7 @@ def _cache(folder: Path | None, is_off: bool) -> Cache:
 
 def _check_spot(request: PlanRequest, cells: Sequence[Changes]) -> None:
     if request.reclaims_per_h is not None and not request.spot and "spot" not in cells[0]:
-        raise BadInput("--reclaims-per-h: only spot workers are reclaimed; give --spot, or vary spot")
+        raise BadInput("--reclaims-per-h: only spot workers are interrupted; give --spot, or vary spot")
 
 
 def _source(paths: Sequence[Path | str], data: Path | None) -> list[str]:

@@ -211,7 +211,7 @@ class PlanRequest:
         float | None,
         Field(ge=0, le=3600),
         About(
-            "reclaims an hour of a spot worker",
+            "interruptions of a spot worker an hour",
             "spot interruptions per worker and hour; adds standby workers",
             key="reclaims",
             needs="spot",
@@ -280,7 +280,7 @@ class PlanRequest:
         float | None,
         Field(ge=0, le=60),
         About(
-            "latency of a hand-over",
+            "latency of a KV transfer",
             "latency added to each KV transfer (default: 10ms)",
             flag="kv-latency",
             kind="duration",
@@ -415,7 +415,7 @@ class PlanRequest:
             raise BadInput("--reserved: contradicts --spot; a worker is the one or the other")
         if self.reclaims_per_h is not None:
             if not self.spot:
-                raise BadInput("--reclaims-per-h: only spot workers are reclaimed; give --spot too")
+                raise BadInput("--reclaims-per-h: only spot workers are interrupted; give --spot too")
             if self.cold_start_s is None:
                 raise BadInput("--reclaims-per-h: needs --cold-start, how long a replacement takes")
 

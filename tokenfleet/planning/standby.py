@@ -61,7 +61,7 @@ def no_spares_do(plan: Plan, request: PlanRequest) -> Plan:
     """`plan` as infeasible: reclaims cost more than any number of standby workers mends or limits allow."""
     without = plan.best.fleet.label if plan.best else "-"
     reason = (
-        f"on spot workers reclaimed {request.reclaims_per_h:g} times an hour no number of standby workers"
+        f"on spot workers interrupted {request.reclaims_per_h:g} times an hour no number of standby workers"
         f" within the limits keeps {request.attainment:g} (without reclaims: {without})"
     )
     return replace(plan, request=request, best=None, reason=reason, schedule=None, one_fewer=None)

@@ -381,7 +381,7 @@ def _spares(spares: StandbyWorkers) -> dict[str, Any]:
         "cold_start_s": spares.cold_start_s,
         "availability": _share(spares.availability),
         "untouched": _share(spares.untouched),
-        "covers": "workers reclaimed one by one; not a zone that is cleared at once",
+        "covers": "workers interrupted one by one; not a zone that is cleared at once",
     }
 
 

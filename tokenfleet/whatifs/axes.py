@@ -169,11 +169,11 @@ def changed(request: PlanRequest, changes: Changes) -> PlanRequest:
         after = replace(after, **axis.fields(after, axis.read(text, f"--vary: {key}")))
     if after.reclaims_per_h is not None and not after.spot:
         if "reclaims" in changes:
-            raise BadInput("reclaims: only spot workers are reclaimed")
+            raise BadInput("reclaims: only spot workers are interrupted")
         after = replace(after, reclaims_per_h=None)  # of the grid's spot scenarios, not of this one
     if after.spot and "spot" in changes and after.reclaims_per_h is None:
         raise BadInput(
-            "spot: how often are workers reclaimed? Give --reclaims-per-h, or vary reclaims: a spot fleet"
+            "spot: how often are workers interrupted? Give --reclaims-per-h, or vary reclaims: a spot fleet"
             " without standby workers does not hold the target"
         )
     return after

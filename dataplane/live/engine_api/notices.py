@@ -91,13 +91,13 @@ def _ask(url: str, headers: Mapping[str, str], method: str = "GET") -> str | Non
 
 def of_file(text: str, worker: str, now_s: float) -> Notice | None:
     """Of our own file."""
-    said = _object(text or "{}", "reclaim file")
+    said = _object(text or "{}", "interruption notice")
     workers, seconds = said.get("workers"), said.get("deadline_s")
     if not (workers is None or (isinstance(workers, list) and all(isinstance(w, str) for w in workers))):
-        raise BadInput(f"reclaim file: workers: expected a list of names, got {workers!r}")
+        raise BadInput(f"interruption notice: workers: expected a list of names, got {workers!r}")
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not (seconds is None or (is_number and 0 <= seconds < 1e9)):
-        raise BadInput(f"reclaim file: deadline_s: expected seconds, got {seconds!r}")
+        raise BadInput(f"interruption notice: deadline_s: expected seconds, got {seconds!r}")
     if workers is not None and worker not in workers:
         return None
     return Notice("its notice file takes it away", None if seconds is None else now_s + float(seconds))

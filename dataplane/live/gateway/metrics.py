@@ -96,7 +96,7 @@ class Metrics:
         self.downtime_s = histogram(
             "tokenfleet_migration_downtime_seconds", downtime, buckets=DOWNTIME_BUCKETS_S
         )
-        handed = "Hand-overs to decode workers: done, failed (and tried again), stayed on the prefill worker"
+        handed = "KV transfers to decode workers: done, failed (and retried), stayed on the prefill worker"
         self.handovers = counter("tokenfleet_handovers", handed, ["outcome"])
         pending = "Requests that are to leave their prefill worker"
         self.handovers_open = gauge("tokenfleet_handovers_open", pending)

@@ -39,7 +39,7 @@ class NoticeWatch:
             notices = await self._pool.host.notices(self._source)
         except (OSError, BadInput, RuntimeError) as error:
             if str(error) != self._fault:  # once, not every two seconds
-                log.warning("reclaim notices cannot be read: %s", error)
+                log.warning("interruption notices cannot be read: %s", error)
             self._fault = str(error)
             return
         self._fault = ""
