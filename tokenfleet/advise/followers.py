@@ -12,8 +12,8 @@ A metric is looked at every LOOK_S. A replica's is its mean over the looks since
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from controlplane.control import State
 from controlplane.port import Decide
@@ -28,6 +28,7 @@ from tokenfleet.advise.meter import FleetMeter
 
 LOOK_S = 5.0
 UP_S, DOWN_S = 30.0, 600.0  # Ray Serve's delays
+Bounds = Mapping[str, tuple[int, int]]  # the fewest and the most replicas, by worker type
 Brain = Callable[[ElasticPlane], Decide]
 Metric = Callable[[WorkerLoad], float]
 
@@ -38,7 +39,7 @@ class BaselineRule:
 
     name: str
     targets: dict[str, float]
-    brain: Callable[[float, int, int], Brain]
+    brain: Callable[[float, Bounds], Brain]
 
 
 def busy(worker: WorkerLoad) -> float:
@@ -61,50 +62,75 @@ def inside(worker: WorkerLoad) -> float:
     return float(worker.counted().running + worker.counted().waiting)
 
 
-def advised(settings: AdviceSettings, low: int, high: int, tolerance: float) -> Brain:
-    """The advice, as the ScaledObject of `export keda` follows it, at HPA's tolerance."""
-    rule = HpaRule(1.0, low, high, tolerance, down_window_s=0.0, added=0)
+class Autoscalers:
+    """Kubernetes' HPA of each worker type. Each remembers the replicas that it starts with."""
+
+    def __init__(self, rule: HpaRule, bounds: Bounds) -> None:
+        self._rules = {name: replace(rule, low=low, high=high) for name, (low, high) in bounds.items()}
+        self._memories: dict[str, HpaMemory] = {}
+
+    def follow(self, seen: Snapshot, ask: Callable[[HpaRule, str], int]) -> list[Action]:
+        """The change to the count of each type that `ask` returns. None before a look is due."""
+        if not self._memories:
+            self._memories = {
+                name: HpaMemory(((seen.now_s, seen.wanted_kinds[name]),)) for name in self._rules
+            }
+        if not all(memory.is_due(seen.now_s) for memory in self._memories.values()):
+            return []
+        wanted = {}
+        for name, rule in self._rules.items():
+            memory, had = self._memories[name], seen.wanted_kinds[name]
+            self._memories[name], wanted[name] = stabilized(rule, memory, seen.now_s, had, ask(rule, name))
+        if wanted == seen.wanted_kinds:
+            return []
+        return [Scale(sum(wanted.values()), "a rule", kinds=wanted)]
+
+
+def advised(settings: AdviceSettings, bounds: Bounds, tolerance: float) -> Brain:
+    """The advice, as the ScaledObjects of `export keda` follow it, at HPA's tolerance."""
 
     def brain(plane: ElasticPlane) -> Decide:
-        meter, watched, known, memory = FleetMeter(plane), Watched(), AdviceState(), HpaMemory()
+        meter, watched, known = FleetMeter(plane), Watched(), AdviceState()
+        rule = HpaRule(1.0, 0, 0, tolerance, down_window_s=0.0, added=0)
+        autoscalers = Autoscalers(rule, bounds)
 
         def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
-            nonlocal watched, known, memory
+            nonlocal watched, known
             at_s = ORIGIN_S + seen.now_s - LOOK_S
             watched, traffic = look(watched, meter.pages(seen, at_s), at_s)
             known, advice = advise(settings, known, traffic)
-            if advice.published is None or not memory.is_due(seen.now_s):
-                return state, []
-            asked = by_total(rule, advice.published, seen.wanted)
-            memory, wanted = stabilized(rule, memory, seen.now_s, seen.wanted, asked)
-            return state, _scaled(seen, wanted)
+            gauges = {one.worker_type.name: one.published for one in advice.of_types}
+
+            def ask(rule: HpaRule, name: str) -> int:
+                gauge, had = gauges[name], seen.wanted_kinds[name]
+                return had if gauge is None else by_total(rule, gauge, had)
+
+            return state, autoscalers.follow(seen, ask)
 
         return decide
 
     return brain
 
 
-def hpa(metric: Metric, target: float, low: int, high: int) -> Brain:
-    """HPA on a metric of each replica, with its own defaults."""
-    rule = HpaRule(target, low, high)
+def hpa(metric: Metric, target: float, bounds: Bounds) -> Brain:
+    """HPA on a metric of each replica, with its own defaults; one for each worker type."""
 
     def brain(plane: ElasticPlane) -> Decide:
         values: defaultdict[WorkerId, list[float]] = defaultdict(list)
-        memory = HpaMemory()
+        autoscalers = Autoscalers(HpaRule(target, 0, 0), bounds)
 
         def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
-            nonlocal memory
-            serving = [w for w in seen.workers if w.state == SERVING]
-            for worker in serving:
-                values[worker.worker].append(metric(worker))
-            if not memory.is_due(seen.now_s):
-                return state, []
-            means = [sum(v) / len(v) for w in serving if (v := values[w.worker])]
-            values.clear()
-            starting = sum(w.state == STARTING for w in seen.workers)
-            asked = by_mean(rule, means, starting)
-            memory, wanted = stabilized(rule, memory, seen.now_s, seen.wanted, asked)
-            return state, _scaled(seen, wanted)
+            for worker in seen.workers:
+                if worker.state == SERVING:
+                    values[worker.worker].append(metric(worker))
+
+            def ask(rule: HpaRule, name: str) -> int:
+                of_type = [w for w in seen.workers if w.kind == name]
+                serving = [w.worker for w in of_type if w.state == SERVING]
+                means = [sum(v) / len(v) for worker in serving if (v := values.pop(worker, []))]
+                return by_mean(rule, means, sum(w.state == STARTING for w in of_type))
+
+            return state, autoscalers.follow(seen, ask)
 
         return decide
 
@@ -147,8 +173,14 @@ def scheduled(schedule: Sequence[tuple[float, int]], lead_s: float) -> Decide:
     return decide
 
 
-def _hpa_on(metric: Metric) -> Callable[[float, int, int], Brain]:
-    return lambda target, low, high: hpa(metric, target, low, high)
+def _hpa_on(metric: Metric) -> Callable[[float, Bounds], Brain]:
+    return lambda target, bounds: hpa(metric, target, bounds)
+
+
+def _one_by_one_of(target: float, bounds: Bounds) -> Brain:
+    """Of a fleet of one worker type."""
+    (within,) = bounds.values()
+    return one_by_one(target, *within)
 
 
 BASELINES = (
@@ -156,7 +188,7 @@ BASELINES = (
     BaselineRule("HPA on KV memory", {"20 %": 0.2, "40 %": 0.4, "70 %": 0.7}, _hpa_on(kv_share)),
     BaselineRule("HPA on queue length", {f"{n:g} waiting": n for n in (0.2, 1.0, 5.0)}, _hpa_on(waiting)),
 )
-RAY_SERVE = BaselineRule("Ray Serve ±1", {f"{n} inside": float(n) for n in (12, 16, 20, 26)}, one_by_one)
+RAY_SERVE = BaselineRule("Ray Serve ±1", {f"{n} inside": float(n) for n in (12, 16, 20, 26)}, _one_by_one_of)
 
 
 def _scaled(seen: Snapshot, wanted: int) -> list[Action]:

@@ -31,6 +31,8 @@ class FleetMeter:
     def __init__(self, plane: ElasticPlane) -> None:
         self._plane = plane
         slots = len(plane.run.ledger.workers)
+        types = list(dict.fromkeys(plane.fleet.kinds))  # in the order of the advice's settings
+        self._kinds = [types.index(name) for name in plane.fleet.kinds]
         self._launched_s = np.full(slots, -1.0)
         self._sums = np.zeros((slots, len(_SUMS)))
         self._buckets = {name: np.zeros((slots, len(edges))) for name, edges in EDGES_S.items()}
@@ -50,7 +52,8 @@ class FleetMeter:
                 name: dict(zip(edges, np.cumsum(self._buckets[name][slot]).tolist(), strict=True))
                 for name, edges in EDGES_S.items()
             }
-            pages[f"{slot} of {self._launched_s[slot]:g} s"] = EngineCounts(at_s, values, buckets=buckets)
+            page = EngineCounts(at_s, values, buckets=buckets, kind=self._kinds[slot])
+            pages[f"{slot} of {self._launched_s[slot]:g} s"] = page
         return pages
 
     def _renew(self) -> None:

@@ -1,18 +1,21 @@
 """The replay of a recorded day: what each rule costs, next to a schedule that was known beforehand."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from controlplane.snapshot import SERVING
+from controlplane.errors import BadInput
+from controlplane.scaler.hpa import HpaRule
+from controlplane.snapshot import SERVING, Snapshot
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.live.control.settings import Autoscale
 from tokenfleet.advise.advice import AdviceSettings
 from tokenfleet.advise.decide import looked_at
-from tokenfleet.advise.followers import BASELINES, LOOK_S, RAY_SERVE, advised
+from tokenfleet.advise.followers import BASELINES, LOOK_S, RAY_SERVE, Autoscalers, advised
 from tokenfleet.advise.meter import EDGES_S, FleetMeter
 from tokenfleet.advise.replay import ADVICE, HINDSIGHT, PLACED, TOLERANT, ReplayedDay, best
 from tokenfleet.cli.main import main
@@ -20,6 +23,8 @@ from tokenfleet.profiles.library import find_profiles
 
 SLO = Slo(2.5, 0.075)
 PROFILE = find_profiles("llama-3.1-70b", ["h100"], [2])[0]
+A100 = find_profiles("llama-3.1-70b", ["a100"], [4])[0]
+NAME = PROFILE.type_name
 
 
 def day(minutes=30, quiet=2.0, busy=10.0, seed=0):
@@ -79,7 +84,8 @@ def test_the_meter_counts_every_request_once_and_only_servers_that_serve():
     ended = 0.0
 
     def brain(plane):
-        meter, decide = FleetMeter(plane), advised(looked_at(told.settings, LOOK_S), 1, 12, 0.0)(plane)
+        meter = FleetMeter(plane)
+        decide = advised(looked_at(told.settings, LOOK_S), {NAME: (1, 12)}, 0.0)(plane)
 
         def look(state, snapshot):
             nonlocal ended
@@ -94,7 +100,7 @@ def test_the_meter_counts_every_request_once_and_only_servers_that_serve():
 
         return look
 
-    outcome, record = told.run(12, 12, brain)
+    outcome, record = told.run({NAME: 12}, {NAME: 12}, brain)
     assert len(set(seen)) > 1  # the fleet shrank
     assert 0 < ended <= len(outcome.workload)
     assert record.drains > 0
@@ -124,6 +130,15 @@ def test_the_command_prints_a_row_for_each_rule_and_the_same_as_json(tmp_path, c
     assert "HPA on queue length" in out
 
 
+def test_the_command_replays_a_mix_and_names_its_types(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    kinds = ["--kind=gpu=h100,tp=2,max=2", "--kind=gpu=a100,tp=4,min=0,max=2"]
+    assert main(asked("--replay", trace(tmp_path), "--model", "llama-3.1-70b", *kinds)) == 0
+    out = capsys.readouterr().out
+    assert f"{HINDSIGHT} of {NAME} alone" in out
+    assert f"Replica-hours of {NAME} + {A100.type_name}; HPA scales each by itself." in out
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -145,3 +160,47 @@ def test_a_trace_that_is_none_is_refused_in_a_line(tmp_path, capsys):
     err = capsys.readouterr().err.strip()
     assert "none.csv" in err
     assert len(err.splitlines()) == 1
+
+
+def mixed_day():
+    """At most one H100 replica, and as many A100s as the traffic needs."""
+    h100 = replace(WorkerType.of(PROFILE, 5.38), low=1, limit=1)
+    a100 = replace(WorkerType.of(A100, 5.56), low=0, limit=12)
+    alone = day(9)
+    return replace(alone, settings=replace(alone.settings, scaling=Autoscale(1, 100).settings((h100, a100))))
+
+
+def test_a_mix_is_replayed_within_the_bounds_of_each_type_beside_an_hpa_for_each():
+    asked = mixed_day()
+    chosen = [best(tried, 0.99) for tried in asked.rows(BASELINES[:1])]
+    optima, (advice, *_, utilisation) = chosen[:2], chosen[2:]
+    assert {row.rule for row in optima} == {f"{HINDSIGHT} of {p.type_name} alone" for p in (PROFILE, A100)}
+    assert optima[0].usd <= optima[1].usd
+    assert [row.rule for row in chosen[2:5]] == [ADVICE, TOLERANT, PLACED]
+    for row in (advice, utilisation):
+        h100, a100 = row.hours[NAME], row.hours[A100.type_name]
+        assert row.worker_s == pytest.approx((h100 + a100) * 3600.0)
+        assert row.usd == pytest.approx(h100 * 5.38 + a100 * 5.56)
+        assert h100 <= 9.2 / 60.0  # one, all the time
+        assert a100 > 0.0
+    assert advice.changes > 1
+    assert advice.usd < utilisation.usd
+
+
+def test_a_mix_with_a_type_of_no_price_is_refused():
+    asked = mixed_day()
+    types = tuple(replace(one, usd_per_h=None) for one in asked.settings.types)
+    settings = replace(asked.settings, scaling=replace(asked.settings.scaling, worker_types=types))
+    with pytest.raises(BadInput, match=f"--replay: {NAME} has no price"):
+        replace(asked, settings=settings)
+
+
+def test_an_autoscaler_remembers_what_it_starts_with_and_falls_after_its_window():
+    autoscalers = Autoscalers(HpaRule(1.0, 0, 0), {NAME: (1, 20)})
+    has, falls = 8, []
+    for now_s in np.arange(0.0, 400.0, LOOK_S):
+        seen = Snapshot(float(now_s), (), wanted=has, wanted_kinds={NAME: has})
+        for change in autoscalers.follow(seen, lambda rule, name: 3):
+            has = change.kinds[NAME]
+            falls.append((now_s, has))
+    assert falls == [(300.0, 3)]

@@ -213,7 +213,7 @@ OTHER = "--kind=gpu=a100,servers=a:8000"
         (["--kind=gpu=h100,servers=h:8000", OTHER, "--yes"], "--yes: of --apply"),
         (
             ["--kind=gpu=h100,servers=h:8000", OTHER, "--replay=day.csv", "--model=llama-3.1-8b"],
-            "--replay: reads a trace and no servers; leave out --kind",
+            "--replay: reads a trace and no servers; leave out servers= and apply= of --kind",
         ),
     ],
 )

@@ -69,8 +69,8 @@ def advise_command(flags: AdviseFlags) -> int:
         return AdviceSettings(slo, flags.attainment, follows.settings(types), cold_start_s)
 
     if flags.replay:
-        profile = _replayed(flags, given[0])
-        replay_day(flags.replay, settings_of([profile]), (low, high), flags.output_format)
+        profiles = [_replayed(one, given[kind]) for kind, one in enumerate(each)]
+        replay_day(flags.replay, settings_of(profiles), (low, high), flags.output_format)
         return 0
 
     def settings(first: Mapping[str, EngineCounts]) -> AdviceSettings:
@@ -142,7 +142,6 @@ def _replayed(flags: AdviseFlags, given: Profile | None) -> Profile:
     given_too = {"an address": flags.addresses, "--servers": flags.servers, "--listen": flags.listen}
     given_too |= {"--prometheus": flags.prometheus, "--scaler": flags.scaler}
     given_too |= {"--selector": flags.selector, "--pool": flags.pool, "--apply": flags.apply}
-    given_too |= {"--kind": flags.kind}
     if flags.plan:
         raise BadInput("--plan: of servers; `tokenfleet plan --trace` plans for a recorded day")
     for flag, value in {**given_too, "--once": flags.once}.items():

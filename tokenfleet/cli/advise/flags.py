@@ -169,7 +169,7 @@ def of_pods(flags: AdviseFlags) -> bool:
 def of_types(flags: AdviseFlags) -> list[AdviseFlags]:
     """The flags of each worker type alone; those given where --kind names none. Raises BadInput."""
     made = []
-    for kind in kinds_asked(flags.kind):
+    for kind in kinds_asked(flags.kind, bool(flags.replay)):
         replicas = f"{kind.low}..{MOST if kind.high is None else kind.high}"
         one = replace(flags, kind=None, gpu=kind.gpu, tp=kind.tp, profile=kind.profile, apply=kind.apply)
         if kind.is_listed and flags.prometheus is None:

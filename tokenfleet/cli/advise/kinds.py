@@ -34,17 +34,19 @@ class KindAsked:
         return ":" in self.servers and not self.servers.startswith("{")
 
 
-def kinds_asked(texts: Sequence[str] | None) -> list[KindAsked]:
-    """The worker types of these --kind. Raises BadInput."""
-    kinds = [_kind(text) for text in texts or ()]
+def kinds_asked(texts: Sequence[str] | None, is_replay: bool = False) -> list[KindAsked]:
+    """The worker types of these --kind; those of a replay have no servers. Raises BadInput."""
+    kinds = [_kind(text, is_replay) for text in texts or ()]
     if len(kinds) == 1:
         raise BadInput("--kind: a mixed fleet has two types or more; of one, give --gpu and its servers")
+    if is_replay and any(kind.servers or kind.apply for kind in kinds):
+        raise BadInput("--replay: reads a trace and no servers; leave out servers= and apply= of --kind")
     if any(kind.apply and kind.high is None for kind in kinds):
         raise BadInput("--kind: apply: needs a ceiling; give max")
     return kinds
 
 
-def _kind(text: str) -> KindAsked:
+def _kind(text: str, is_replay: bool) -> KindAsked:
     head, _, servers = text.partition("servers=")
     values: dict[str, str] = {}
     for part in filter(None, head.split(",")):
@@ -52,8 +54,9 @@ def _kind(text: str) -> KindAsked:
         if not equals or name not in NAMES or name in values:
             raise BadInput(f"--kind: expected {KIND_HINT}, got {text!r}")
         values[name] = value.strip()
-    if not servers or ("gpu" in values) == ("profile" in values):
-        needs = "either gpu= or profile=" if servers else "servers= at its end"
+    has_servers = bool(servers) or is_replay
+    if not has_servers or ("gpu" in values) == ("profile" in values):
+        needs = "either gpu= or profile=" if has_servers else "servers= at its end"
         raise BadInput(f"--kind: needs {needs}, got {text!r}; expected {KIND_HINT}")
     low, high = _count(values, "min", 0), _count(values, "max", 1)
     low = 1 if low is None else low

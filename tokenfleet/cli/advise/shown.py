@@ -102,7 +102,7 @@ def replay_day(
     from tokenfleet.report.progress import tell_compiling
 
     with console(stderr=True).status("reading"):
-        load, name, notes = _read(paths, settings.worker_type.profile)
+        load, name, notes = _read(paths, [one.profile for one in settings.types])
     tell_compiling()
     day = ReplayedDay(load, settings, *bounds)
     with console(stderr=True).status("replaying") as status:
@@ -113,7 +113,7 @@ def replay_day(
     warn(notes)
 
 
-def _read(paths: Sequence[Path], profile: Profile) -> tuple[Workload, str, list[str]]:
+def _read(paths: Sequence[Path], profiles: Sequence[Profile]) -> tuple[Workload, str, list[str]]:
     """The requests, at their recorded times and of one class; their name, and what there is to know."""
     from tokenfleet.planning.inputs import within_context
     from tokenfleet.traces import read_traces
@@ -125,20 +125,20 @@ def _read(paths: Sequence[Path], profile: Profile) -> tuple[Workload, str, list[
     if load.sessions is not None:
         notes.append(f"{trace.name}: requests of a session are sent at their recorded times")
     load = replace(load, sessions=None, slo_class=np.zeros(len(load), np.int64), slo_classes=("default",))
-    load, dropped = within_context(load, [profile], True, trace.name)
+    load, dropped = within_context(load, profiles, True, trace.name)
     longest = int((load.prompt_tokens + load.output_tokens).max()) if len(load) else 0
-    if profile.kv.held(longest) > profile.kv.capacity_tokens:
-        raise BadInput(
-            f"{trace.name}: the longest request has {longest} tokens,"
-            f" a replica's KV holds {profile.kv.capacity_tokens}"
-        )
+    for profile in profiles:
+        if profile.kv.held(longest) > profile.kv.capacity_tokens:
+            raise BadInput(
+                f"{trace.name}: the longest request has {longest} tokens,"
+                f" the KV of {profile.type_name} holds {profile.kv.capacity_tokens}"
+            )
     return load, trace.name, [*notes, *dropped]
 
 
 def _document(
     name: str, load: Workload, settings: AdviceSettings, rows: Sequence[ReplayRow]
 ) -> dict[str, Any]:
-    usd_per_h, least_s = settings.worker_type.usd_per_h, rows[0].worker_s
     return {
         "schema": SCHEMA,
         "trace": name,
@@ -153,10 +153,13 @@ def _document(
                 "target": row.target or None,
                 "attainment": round(row.attainment, 6),
                 "replica_hours": round(row.worker_s / 3600.0, 4),
-                "of_hindsight": round(row.worker_s / least_s, 4),
+                "of_hindsight": round(row.cost / rows[0].cost, 4),
                 "changes": row.changes,
                 "most_replicas": row.most,
-                "usd": None if usd_per_h is None else round(row.worker_s / 3600.0 * usd_per_h, 2),
+                "usd": None if row.usd is None else round(row.usd, 2),
+                "replica_hours_of": {
+                    one.name: round(row.hours.get(one.name, 0.0), 4) for one in settings.types
+                },
             }
             for row in rows
         ],
@@ -167,15 +170,17 @@ def _lines(name: str, load: Workload, settings: AdviceSettings, rows: Sequence[R
     """The verdict, a row for each rule, and what the figures mean."""
     from rich.text import Text
 
+    from tokenfleet.advise.replay import ADVICE, HINDSIGHT
     from tokenfleet.report.tables import asked_text, share_text, table
     from tokenfleet.texts import duration_text
 
-    usd_per_h, slo = settings.worker_type.usd_per_h, settings.slo
-    advice, meets = rows[1], rows[1].attainment >= settings.attainment
+    slo, optimum = settings.slo, rows[0].rule.replace(HINDSIGHT, HINDSIGHT.lower())
+    advice = next(row for row in rows if row.rule == ADVICE)
+    meets = advice.attainment >= settings.attainment
     verb = "meets" if meets else "misses"
     yield Text(
         f"On this trace the advice {verb} the target: {share_text(advice.attainment)}"
-        f" of requests in SLO, at {advice.worker_s / rows[0].worker_s:.2f} times the hindsight optimum",
+        f" of requests in SLO, at {advice.cost / rows[0].cost:.2f} times the {optimum}",
         style="bold green" if meets else "bold red",
     )
     yield Text(
@@ -188,14 +193,16 @@ def _lines(name: str, load: Workload, settings: AdviceSettings, rows: Sequence[R
         (
             f"{row.rule}, {row.target}" if row.target else row.rule,
             share_text(row.attainment),
-            f"{row.worker_s / 3600.0:.2f}",
-            f"{row.worker_s / rows[0].worker_s:.2f}",
+            " + ".join(f"{row.hours[one.name]:.2f}" for one in settings.types if one.name in row.hours),
+            f"{row.cost / rows[0].cost:.2f}",
             str(row.changes),
             str(row.most),
-            "" if usd_per_h is None else f"${row.worker_s / 3600.0 * usd_per_h:,.2f}",
+            "" if row.usd is None else f"${row.usd:,.2f}",
         )
         for row in rows
     )
     yield table(COLUMNS, cells, left=COLUMNS[:1])
     yield ""
+    if settings.scaling.is_mix:
+        yield f"Replica-hours of {' + '.join(one.name for one in settings.types)}; HPA scales each by itself."
     yield ("HPA has the best of three targets for this trace. The advice has seen nothing of it before.")
