@@ -182,6 +182,10 @@ def test_requests_wait_for_room_or_get_429_and_503_with_a_reason(tmp_path):
             status, text, _ = await front.answer()
             assert (status, json.loads(text)["error"]["message"]) == (503, "no server is ready")
             assert any("no longer listed" in line for line in picked.lines)
+            assert picked.fleet.counts["refused", "no_server"] == 1  # what shows demand to a fleet of none
+            (tmp_path / "servers.txt").write_text(f"127.0.0.1:{picked.servers[0].port}\n")
+            await picked.watch.look()
+            assert (await front.answer())[0] == 200
 
     asyncio.run(story())
 
