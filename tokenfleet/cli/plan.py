@@ -93,13 +93,16 @@ def plan_command(
     from tokenfleet.cli.terminal import answer, console, progress_bar, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import gather
-    from tokenfleet.service.scorecard import kept_bias
 
     files = [] if output_dir is None else [output_dir / "plan.json", output_dir / "report.html"]
     refuse_unwritable(files)
     with console(stderr=True).status("reading"):
         trace, notes = asked_trace(counted or used, source, request)
-        bias = None if request.bias_from is None else kept_bias(source.data, request.bias_from)
+        bias = None
+        if request.bias_from is not None:
+            from tokenfleet.service.scorecard import kept_bias  # loads the service's HTTP
+
+            bias = kept_bias(source.data, request.bias_from)
         gathered = gather(trace, request, bias, date.today())
     # The answer's note has the ages of prices and profiles.
     warn([*notes, *(w for w in gathered.inputs.warnings if w not in gathered.inputs.ages)])

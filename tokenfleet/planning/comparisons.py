@@ -23,7 +23,7 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.fleet import Fleet, of_one_kind
-from tokenfleet.planning.search import Search, missed
+from tokenfleet.planning.search import Hardest, Search, missed
 from tokenfleet.planning.sizing import (
     PER_REQUEST,
     Sizing,
@@ -137,12 +137,15 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class ScaledTarget:
-    """The fleet needed with both targets `scale` times what was asked, judged `on`; None: not possible."""
+    """The fleet needed with both targets `scale` times what was asked, judged `on`; None: not possible.
+
+    The hardest resampled traces are the few in which the answer missed most.
+    """
 
     scale: float
     slo: Slo
     fleet: Fleet | None
-    on: Literal["resampled traces", "recorded trace"]
+    on: Literal["hardest resampled traces", "recorded trace"]
 
 
 def baselines(search: Search, sizing: Sizing) -> tuple[Baseline, ...]:
@@ -226,7 +229,7 @@ def _without_tier(fleet: Fleet) -> Fleet:
 
 
 def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
-    """The fleet's size as both targets are eased and tightened, judged as the answer was.
+    """The fleet's size as both targets are eased and tightened, judged where the answer missed most.
 
     Looser targets never take more workers, so each search ends where the one before it did. Where replays
     take long, all targets are sized on the recorded trace alone, the one that was asked for among them.
@@ -236,12 +239,14 @@ def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
     asked = sizing.workers if on_trace else sizing.confirmed
     assert asked is not None
     most = 4 * asked + 4
+    # By the answer's misses alone: what else runs side by side changes no order.
+    search = replace(search, hardest=Hardest(sizing.missed))
 
     def holds(scale: float, workers: int) -> bool:
         eased, fresh = search.eased(scale, scale), replace(sizing, on_trace={}, fleets={})
         if not passes_on_trace(eased, fresh, workers):
             return False
-        return on_trace or Trial(eased, fresh.fleet(workers)).holds()
+        return on_trace or Trial(eased, fresh.fleet(workers)).holds(screening=True)
 
     def count(scale: float, low: int, high: int) -> int | None:
         eased = search.eased(scale, scale)
@@ -258,13 +263,12 @@ def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
     for scale in sorted(s for s in SLO_SCALES if s > 1.0):
         enough = count(scale, sizing.fewest, enough - 1) or enough
         counts[scale] = enough
-    on: Literal["resampled traces", "recorded trace"] = "recorded trace" if on_trace else "resampled traces"
     return tuple(
         ScaledTarget(
             scale,
             search.eased(scale, scale).terms.slo,
             None if (n := counts[scale]) is None else sizing.fleet(n),
-            on,
+            "recorded trace" if on_trace else "hardest resampled traces",
         )
         for scale in SLO_SCALES
     )

@@ -15,9 +15,9 @@ import numpy as np
 
 from controlplane.perfmodel.profile import Profile
 from dataplane.simulated.simulate import Outcome
-from tokenfleet.planning.estimate import rank, replicates_for
+from tokenfleet.planning.estimate import SCREENED, rank, replicates_for
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.search import Search
+from tokenfleet.planning.search import Hardest, Search
 from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s, smallest
 from tokenfleet.planning.traffic.draws import time_scale
 from tokenfleet.planning.traffic.replicates import AS_IT_IS
@@ -224,40 +224,33 @@ GROWTHS = (1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 3.0, 4
 class TrafficHeadroom:
     """The most traffic at which a fleet meets its target, and the least at which it misses; None: not found.
 
-    Both are times the trace's, each in as many resampled traces as the confidence asks for.
+    Both are times the trace's. They are judged in the resampled traces in which the fleet misses most. It
+    misses the target where it does in more of these than the confidence lets.
     """
 
     meets: float
     misses: float | None
 
 
-def headroom(search: Search, fleet: Fleet) -> TrafficHeadroom | None:
-    """How much more traffic `fleet` bears, to a step of `GROWTHS`.
+def headroom(search: Search, fleet: Fleet, missed: Mapping[int, float]) -> TrafficHeadroom | None:
+    """How much more traffic `fleet` bears, to a step of `GROWTHS`; it `missed` so much in resampled traces.
 
     None where prefixes are cached: there the search for more sessions tells it. The recorded trace comes
-    first, since it takes one replay a step; no more than it bears is tried in the resampled ones. Of these
-    the hardest so far come first, so that a step that misses takes few of them.
+    first, since it takes one replay a step; no more than it bears is tried in resampled ones.
     """
     if search.workload.prefixes is not None:
         return None
-    numbers = search.hardest.first(range(1, replicates_for(search.request.confidence) + 1))
-    may_fail = max(len(numbers) - rank(len(numbers), search.request.confidence), 0)
+    every, confidence = replicates_for(search.request.confidence), search.request.confidence
+    hardest = Hardest(missed).first(range(1, every + 1))[:SCREENED]
+    may_fail = max(every - rank(every, confidence), 0)
     allowed = search.may_miss
 
     def met(growth: float, replicate: int) -> bool:
         return search.meets(search.replay(fleet, replicate, growth=growth, most_missed=allowed))
 
     def holds(step: int) -> bool:
-        failed = 0
-        for first in range(0, len(numbers), search.threads.count):
-            some = numbers[first : first + search.threads.count]
-            held = search.threads.map(lambda i: met(GROWTHS[step], i), some)
-            lost = [i for i, is_held in zip(some, held, strict=True) if not is_held]
-            failed += len(lost)
-            numbers[:] = lost + [i for i in numbers if i not in lost]
-            if failed > may_fail:
-                return False
-        return True
+        held = search.threads.map(lambda i: met(GROWTHS[step], i), hardest)
+        return held.count(False) <= may_fail
 
     on_trace = smallest(lambda step: not met(GROWTHS[step], AS_IT_IS), 0, 0, len(GROWTHS) - 1)
     most = len(GROWTHS) if on_trace is None else on_trace

@@ -99,6 +99,9 @@ def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *,
     if fleet.workers == 1:
         why_not = "One worker carries this traffic, so moves save no worker"
         return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
+    if all(group.workers == 1 for group in fleet.groups):
+        why_not = "Each worker is alone of its type, so no request can move"
+        return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
     if not is_judged:
         why_not = "Not judged: the fleet holds without moves, and a plan of its own judges it with them"
         return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))

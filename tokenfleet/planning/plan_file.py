@@ -417,7 +417,7 @@ class Costed(_Part):
     """The fleet for other targets."""
 
     scale: Annotated[Number, means("times both targets")]
-    on: Annotated[str, means("recorded trace or resampled traces")] = "recorded trace"
+    on: Annotated[str, means("recorded trace or hardest resampled traces")] = "recorded trace"
     ttft_s: Annotated[Number, means("the limit of TTFT, seconds")]
     tpot_s: Annotated[Number, means("the limit of TPOT, seconds")]
     workers: Annotated[Whole | None, means("needed; null: no number suffices")] = None

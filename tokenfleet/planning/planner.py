@@ -316,7 +316,7 @@ def _explained(
     doubt = begin("splitting the uncertainty", lambda: _doubt(search.roughly(), best.fleet))
     others = begin("comparing policies", lambda: baselines(rough, winner))
     tier = begin("valuing KV offload", lambda: tier_worth(rough, winner))
-    room = begin("looking for the headroom", lambda: headroom(rough, best.fleet))
+    room = begin("looking for the headroom", lambda: headroom(rough, best.fleet, winner.missed))
     bind = begin("finding the bottleneck", lambda: _binding(rough, winner))
     schedule = begin("making the scaling schedule", lambda: _schedule(plan, search, winner))
     surer = begin("confirming one more", lambda: _one_more(search, winner))
@@ -348,7 +348,7 @@ def _as_sizing(search: Search, mixed: Mixed, single: Sizing | None) -> Sizing:
     single = single or Sizing(mixed.fleet.groups[0].worker_type)
     sizing = Sizing(single.worker_type, fluid=single.fluid, mix=mixed.fleet, confirmed=count)
     sizing.workers = smallest(lambda n: passes_on_trace(search, sizing, n), 1, count, count)
-    sizing.sure[count] = mixed.estimate
+    sizing.sure[count], sizing.missed = mixed.estimate, mixed.missed
     return sizing
 
 

@@ -95,11 +95,14 @@ def library_folder() -> Path:
     return packed if packed.is_dir() else package.parent / "profiles"
 
 
-@lru_cache(maxsize=1)
-def _shelves() -> tuple[tuple[str, Profile], ...]:
-    folder = library_folder()
+@lru_cache
+def _shelves(model: str = "") -> tuple[tuple[str, Profile], ...]:
+    """Shelf and profile; with a model, of the shipped files only those named for its layers are read."""
+    name = model.removesuffix("-fp8")
+    layers, _ = _SAME_LAYERS.get(name, (name, 0))
     rows = []
-    for path in [*own_profiles(), *sorted(folder.glob("*/*.yaml"))]:
+    shipped = (path for path in library_folder().glob("*/*.yaml") if path.name.startswith(layers))
+    for path in [*own_profiles(), *sorted(shipped)]:
         shelf = path.parent.name if path.parent.name in _SHELVES else "current"
         profile = read_profile(path)
         rows += [(shelf, one) for one in (profile, *_of_same_layers(profile))]
@@ -133,16 +136,14 @@ def find_profiles(model: str, gpus: Sequence[str] = (), tps: Sequence[int] = ())
     Names are taken as people write them (`meta-llama/Llama-3.1-8B-Instruct`, `H100-SXM-80GB`, `a100`).
     Raises ProfileMissing naming what was not found and what is nearest.
     """
-    shelves = _shelves()
-    models = sorted({p.model for _, p in shelves})
     wanted = canonical_model(model)
-    of_model = [(shelf, p) for shelf, p in shelves if p.model == wanted]
+    of_model = [(shelf, p) for shelf, p in _shelves(wanted) if p.model == wanted]
     if not of_model:
+        models = sorted({p.model for p in library()})
         how = "`tokenfleet profile --predict` composes one from a config.json"
         raise ProfileMissing(f"model {model!r}: no profile ships; {_nearest(wanted, models)}; {how}")
     if gpus:
-        shipped = sorted({p.gpu for _, p in shelves})
-        matches = [p for gpu in gpus for p in _of_gpu(gpu, [p for _, p in of_model], shipped)]
+        matches = [p for gpu in gpus for p in _of_gpu(gpu, [p for _, p in of_model])]
     else:
         matches = [p for shelf, p in of_model if shelf == of_model[0][0]]
     if tps:
@@ -160,15 +161,14 @@ def _of_degrees(tps: Sequence[int], profiles: Sequence[Profile]) -> list[Profile
     return [p for p in profiles if p.tp_degree in tps]
 
 
-def _of_gpu(gpu: str, profiles: Iterable[Profile], gpus: Sequence[str]) -> list[Profile]:
-    profiles = list(profiles)
+def _of_gpu(gpu: str, profiles: Sequence[Profile]) -> list[Profile]:
     names = canonical_gpus(gpu)
+    of_names = ([p for p in profiles if p.gpu == name] for name in names)
+    if matching := next(filter(None, of_names), []):
+        return matching
+    gpus = sorted({p.gpu for p in library()})
     if not set(names) & set(gpus):
         raise ProfileMissing(f"gpu {gpu!r}: no profile ships; {_nearest(names[0], [*_GPU_ALIASES, *gpus])}")
-    for name in names:
-        matching = [p for p in profiles if p.gpu == name]
-        if matching:
-            return matching
     have = sorted({p.gpu for p in profiles})
     raise ProfileMissing(f"{profiles[0].model}: no profile on {gpu!r}; there is one on {_listed(have)}")
 

@@ -4,16 +4,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planning_builders import planned, said_of, talks, worker, worker_type
+from planning_builders import planned, said_of, search_of, talks, worker, worker_type
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import HostKv, Profile
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode, Slo
+from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import simulate
-from tokenfleet.planning.estimate import Trial
+from tokenfleet.planning.estimate import Estimate, Trial
+from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.moves import MovesWorth, settled
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
+from tokenfleet.planning.sizing import Sizing
 from tokenfleet.report.plan_json import plan_json
 
 
@@ -138,6 +143,19 @@ def test_a_fleet_of_one_worker_keeps_the_policy_and_saves_nothing() -> None:
     assert plan.best is not None
     assert (plan.best.fleet.workers, plan.policy) == (1, "spread+migrate")
     assert said_of(plan)["Moves"] == "One worker carries this traffic, so moves save no worker."
+
+
+def test_a_fleet_with_each_worker_alone_of_its_type_is_not_judged_with_moves() -> None:
+    kinds = [worker_type(worker("one")), worker_type(worker("other"))]
+    fleet = Fleet(tuple(WorkerGroup(kind, 1) for kind in kinds))
+    search = search_of(memory_bound(8.0, output=300), PlanRequest(slo=Slo(1.0, 0.05)))
+    holds = Estimate(1.0, 1.0, 1.0, 0.9, 19)
+    answer = settled(search, Sizing(kinds[0], mix=fleet), fleet, holds, is_judged=True)
+    assert (answer.search, answer.fleet, answer.estimate) == (search, fleet, holds)
+    assert search.replayer.simulated == 0
+    assert answer.worth == MovesWorth(
+        True, fleet, why_not="Each worker is alone of its type, so no request can move"
+    )
 
 
 def test_what_ifs_have_moves_and_the_fleet_that_holds_without_them() -> None:

@@ -18,6 +18,7 @@ from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.types import EngineMode
 from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import (
+    _shelves,
     age_warning,
     canonical_gpus,
     canonical_model,
@@ -173,6 +174,14 @@ def test_any_value_in_any_field_is_a_profile_or_one_clear_line(field: str, value
         said = str(error)
     assert said.startswith("it: ")
     assert "\n" not in said
+
+
+def test_a_model_read_by_itself_has_the_profiles_that_it_has_among_all() -> None:
+    whole = _shelves()
+    for model in {profile.model for _, profile in whole}:
+        assert [row for row in _shelves(model) if row[1].model == model] == [
+            row for row in whole if row[1].model == model
+        ]
 
 
 def test_the_library_has_what_it_promises() -> None:

@@ -104,7 +104,7 @@ def test_no_line_has_another_policy_sized_on_another_footing() -> None:
 def test_the_cost_of_the_asked_target_is_the_answer_s() -> None:
     plan, rows = document(), document()["curves"]["cost_by_slo"]
     asked = next(row for row in rows if row["scale"] == 1.0)
-    assert asked["on"] == "resampled traces"
+    assert asked["on"] == "hardest resampled traces"
     assert (asked["workers"], asked["usd_per_hour"]) == (plan["workers"], plan["usd_per_hour"])
     on_trace = min(n for n, share in busy().on_trace.items() if share >= plan["attainment"]["target"])
     assert on_trace < plan["workers"], "a plan in which both agree shows nothing"
@@ -129,7 +129,8 @@ def test_the_headroom_is_where_replays_stop_meeting_the_target() -> None:
     assert held(room.meets) >= rank(looks, 0.9) > held(room.misses)
     said = said_of(busy())
     assert said["Headroom"] == (
-        f"meets 95 % up to {room.meets:g}x this traffic, misses it at {room.misses:g}x (90 % confidence)"
+        f"meets 95 % up to {room.meets:g}x this traffic, misses it at {room.misses:g}x"
+        " (in the hardest resampled traces)"
     )
     assert not re.search("utilisation|busy", " ".join(said.values()))
 

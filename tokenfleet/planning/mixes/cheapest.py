@@ -57,6 +57,7 @@ class Mixed:
 
     fleet: Fleet
     estimate: Estimate
+    missed: dict[int, float]  # its share of misses, by resampled trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +278,7 @@ class _Mixes:
             holds = search.meets(on_trace) and trial.holds()
         self._replays += trial.replays
         if holds:
-            self._best, self.found = mix, Mixed(mix, trial.verdict())
+            self._best, self.found = mix, Mixed(mix, trial.verdict(), trial.shares_missed)
         else:
             self._failed.append(counts)
             self._weak = max(self._weak, float(counts @ self._guide))
