@@ -150,7 +150,7 @@ def test_a_spot_plan_buys_spares_and_says_what_they_leave() -> None:
 def test_where_reclaims_leave_no_fleet_the_plan_says_so() -> None:
     found = planned(reclaims_per_h=400.0, cold_start_s=600.0)
     assert not found.feasible
-    assert "reclaimed 400 times an hour" in found.reason
+    assert "interrupted 400 times an hour" in found.reason
 
 
 def test_replacements_take_time() -> None:

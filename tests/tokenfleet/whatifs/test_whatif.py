@@ -107,7 +107,7 @@ def test_a_wrong_grid_is_refused_in_one_line(varies: list[str], says: str) -> No
 def test_a_change_without_meaning_is_refused_not_ignored(folder: Path) -> None:
     with pytest.raises(BadInput, match="only spot workers are interrupted"):
         changed(asked(folder), {"reclaims": "0.1", "spot": "no"})
-    with pytest.raises(BadInput, match="how often are workers reclaimed"):
+    with pytest.raises(BadInput, match="how often are workers interrupted"):
         changed(asked(folder), {"spot": "yes"})
     with pytest.raises(BadInput, match="needs --cold-start"):
         whatif(folder, "spot=yes", "reclaims=0.1")
