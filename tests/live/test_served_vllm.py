@@ -114,10 +114,16 @@ MOST_ROUNDS = 200  # of streams, until something holds
 
 
 def test_a_restart_under_streams_loses_and_repeats_nothing(vllm_fleet):
-    def is_done():
-        return vllm_fleet.ask("GET", "/v1/fleet")["update"]["state"] == "done"
+    leaves = ""
 
-    async def together(until=lambda: True):
+    def restart():
+        vllm_fleet.ask("POST", f"/v1/workers/{leaves}/restart", {})
+
+    def is_done():
+        update = vllm_fleet.ask("GET", "/v1/fleet")["update"] or {}
+        return (update.get("what"), update.get("state")) == (f"restart of {leaves}", "done")
+
+    async def together(disturb=None, until=lambda: True):
         """What each client gets, again and again until something holds; they do not end together."""
 
         async def client(http, i):
@@ -128,15 +134,18 @@ def test_a_restart_under_streams_loses_and_repeats_nothing(vllm_fleet):
             return got
 
         async with session() as http:
-            return await asyncio.gather(*(client(http, i) for i in range(len(UNEVEN))))
+            running = [asyncio.create_task(client(http, i)) for i in range(len(UNEVEN))]
+            if disturb is not None:
+                await begun(vllm_fleet, len(UNEVEN), running)
+                await asyncio.to_thread(disturb)
+            return await asyncio.gather(*running)
 
     vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2)
     expected = asyncio.run(together())
     leaves = workers(vllm_fleet)[0]["worker"]
-    vllm_fleet.ask("POST", f"/v1/workers/{leaves}/restart", {})
-    # The new engine runs, and shows that it stays healthy; the old one is let go of while the streams run.
-    vllm_fleet.until(lambda: any("pid" in w for w in workers(vllm_fleet, "starting")), 200)
-    for got, (alone,) in zip(asyncio.run(together(is_done)), expected, strict=True):
+    # They run before the new engine starts: had they to begin while it shows that it stays healthy, a busy
+    # machine would begin them too late, with nothing left to move.
+    for got, (alone,) in zip(asyncio.run(together(restart, is_done)), expected, strict=True):
         assert all(one == alone for one in got)
     assert leaves not in [w["worker"] for w in workers(vllm_fleet)]
     told = [(d["kind"], d["reason"]) for d in vllm_fleet.ask("GET", "/v1/fleet")["decisions"]]
