@@ -36,13 +36,14 @@ Doors = tuple[socket, socket]
 INSTALL = (
     "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
 )
-# Warnings of every start on CPUs, of Ray in a thread, or of a server's end, by the logger they come from:
-# they read like faults.
+# Warnings of every start on CPUs, of Ray in a thread, of a server's end, or of each request turned away, by
+# their loggers: they read like faults. The fleet itself says of a request why it failed.
 EXPECTED = {
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
     "vllm.config.vllm": ("Model Runner V2 requires Triton",),
     "torch._library.triton": ("Triton not available",),
     "ray._private.worker": ("SIGTERM handler is not set",),
+    "vllm.entrypoints.generate.base.serving": ("failed with an internal error",),
     "vllm.entrypoints.launchers.launcher": ("is used by process",),  # ours, which share a socket
 }
 
