@@ -2,7 +2,7 @@
 
 python -m harness.speech             prints it; exit code 1 where a bar is missed. A minute, for the site
 
-Terms are those that gave way to the field's words, of which the glossary has each. Words of plain English
+The terms are those that the field's words replaced; the glossary lists each. Words of plain English
 among them ("kind", "share", "line", "text") cannot be counted apart from their plain use, and are left out.
 """
 

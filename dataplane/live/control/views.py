@@ -135,7 +135,7 @@ def move_view(move: MoveRecord) -> dict[str, Any]:
 
 
 def fleet_words(view: dict[str, Any]) -> dict[str, str]:
-    """What is said of scaling and of prefix hits; empty where there is nothing to say."""
+    """Scaling and prefix hits in words; empty where neither has happened."""
     scale = view["autoscale"]
     floor = scale["floor"] if scale is not None and view["auto"] else None
     return {
