@@ -27,8 +27,10 @@ than `HALF_S`.
 
 The factor changes where, with probability `SURE`, the true one makes the workers fewer, or more, by over
 `DEAD` of them. It then rises to the quantile `RISE_TO` of what is likely, or falls to `FALL_TO`, by `FALL` of
-the workers at most each `FALL_EVERY_S`. Where a refit of step times changes k by more than `MOVED`, the
-evidence was about another line. It is dropped, and the factor gives up what the refit now covers itself.
+the workers at most each `FALL_EVERY_S`. The way back to 1 needs no such certainty. It is enough that
+these quantiles lie `DEAD` of the workers off, once a burst (`CLUSTER`) was late or expected to be. Where a
+refit of step times changes k by more than `MOVED`, the evidence was about another line. It is dropped, and
+the factor gives up what the refit now covers itself.
 """
 
 from __future__ import annotations
@@ -152,6 +154,11 @@ class Evidence:
     def is_late(self) -> bool:
         """Whether more were late, since the factor changed, than was promised."""
         return self.seen.ended - self.seen.met > self.promised
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether one burst's requests were late, or promised to be, since the factor changed."""
+        return max(self.seen.ended - self.seen.met, self.promised) >= CLUSTER
 
     @property
     def hopeless(self) -> float:
@@ -281,33 +288,34 @@ def decided(
     """The factor where the evidence asks for another. `slopes`: the line's, by KNOTS, as logarithms; `heard`:
     the classes that must allow a fall."""
     knots, sure = np.log(KNOTS), 1.0 - (1.0 - SURE) / len(state.evidence)
-    told = {name: one.between(1.0 - sure, sure, RISE_TO, FALL_TO) for name, one in state.evidence.items()}
     now = float(np.interp(math.log(state.factor), knots, slopes))
 
     def more(factor: float) -> float:
         """The workers that the line asks for with another factor over those of now, as a logarithm."""
         return float(np.interp(math.log(factor), knots, slopes)) - now
 
-    factor, by = state.factor, ""
-    late_ones = {
-        name: up
-        for name, (low, _, up, _) in told.items()
-        if more(low) > DEAD and state.evidence[name].is_late
-    }
-    if late_ones:
-        by = max(late_ones, key=lambda name: late_ones[name])
-        factor = late_ones[by]
+    told = {name: _goes(one, sure, more, state.factor) for name, one in state.evidence.items()}
+    factor, by = state.factor, max(told, key=lambda name: told[name][0])
+    if more(told[by][0]) > DEAD:
+        factor = told[by][0]
     elif state.since_s is None or now_s - state.since_s >= FALL_EVERY_S:
         by = max(heard, key=lambda name: told[name][1])
         if more(told[by][1]) < -DEAD:
-            least = float(np.exp(np.interp(now + math.log(1.0 - FALL), slopes, knots)))
-            factor = max(*(told[name][3] for name in heard), least)
+            factor = max(told[by][1], float(np.exp(np.interp(now + math.log(1.0 - FALL), slopes, knots))))
     if factor == state.factor:
         return state, None
     said = _note(state, factor, by)
     # What the next change is explained by is seen after this one.
     anew = {n: replace(one, seen=Outcomes(), promised=0.0) for n, one in state.evidence.items()}
     return replace(state, factor=factor, since_s=now_s, evidence=anew), said
+
+
+def _goes(one: Evidence, sure: float, more: Callable[[float], float], factor: float) -> tuple[float, float]:
+    """The factors that one class's evidence would rise and fall to. `more`: the workers of another factor."""
+    low, high, up, down = one.between(1.0 - sure, sure, RISE_TO, FALL_TO)
+    back = 1.0 if one.is_shown else factor
+    rise = up if more(low) > DEAD else min(up, back)
+    return rise if one.is_late else factor, down if more(high) < -DEAD else max(down, back)
 
 
 def refitted(state: Correction, refit: float) -> Correction:

@@ -143,6 +143,28 @@ def test_the_backlog_of_an_overload_is_laid_to_the_overload():
     assert abs(state.factor - 1.0) <= 0.05
 
 
+def factor_after(factor, share_late, seconds=600):
+    """The factor after some seconds. The controller begins with `factor`."""
+    state, ended, met = Correction(factor), 0.0, 0.0
+    line = lambda factor: Line(LINE.workers_per_rps * factor**3, LINE.intercept)  # noqa: E731
+    for now_s in range(5, seconds + 5, 5):
+        ended, met = ended + 60.0, met + 60.0 * (1.0 - share_late)
+        workers = LINE.workers_per_rps * state.factor**3 * 12.0 + LINE.intercept
+        counted = ClassOutcomes(SLO, ended, met, ended, met)
+        state, _ = look(state, float(now_s), (counted,), line, 12.0, workers, 180.0, TARGET)
+    return state.factor
+
+
+def test_a_factor_goes_back_to_1_within_minutes_of_requests_that_speak_against_it():
+    assert factor_after(1.08, 0.004) < 1.03
+    assert factor_after(0.93, 0.02) > 0.97
+
+
+def test_a_factor_is_kept_where_as_many_are_late_as_it_promises_and_before_there_is_evidence():
+    assert factor_after(1.2, 0.01) > 1.1
+    assert factor_after(1.2, 0.006, seconds=40) == 1.2
+
+
 def test_requests_that_no_workers_serve_in_time_do_not_grow_the_fleet_for_ever():
     story = Story(3, hopeless=0.03)
     story.run(120)
