@@ -23,6 +23,26 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--third", type=int, choices=(1, 2, 3), help="of tests marked `third`, run this one's")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of the other two thirds."""
+    asked = config.getoption("third")
+    left_out = [item for item in items if asked and _third(item) not in (None, asked)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _third(item: pytest.Item) -> int | None:
+    """A test's third. One without runs always."""
+    mark = item.get_closest_marker("third")
+    if mark is not None and mark.args not in ((1,), (2,), (3,)):
+        raise pytest.UsageError(f"{item.nodeid}: third: expected 1, 2 or 3, got {mark.args}")
+    return mark.args[0] if mark else None
+
+
 @pytest.fixture(scope="session")
 def bench_data() -> Path:
     """Public traces and measurements (docs/data.md); never part of the project."""

@@ -1,0 +1,110 @@
+"""A served fleet for hours: memory and descriptors of its processes, latency, and what is lost.
+
+    python experiments/serving/soak.py [--quick] [--hours H] [--rps R] [--seed N] [--format table|json]
+
+`tokenfleet serve` with two gateways and three emulated workers takes streams at a steady rate. In the second
+half the core and the controller are killed in turn, one a minute. Each minute is one look at every process:
+its part of resident memory, open descriptors, streams that failed or ended short, TTFT. `drift`: the last
+quarter of the first half over its second quarter. The first quarter fills caches and is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import psutil
+
+from experiments.lib.results import bar, flags, show
+from harness.served import Server, Stream, fleet, session, stream, tiny_model
+
+LOOK_S = 60.0
+FLEET = ("--engine", "emulated", "--workers", "3", "--gateways", "2")
+TOKENS = 64
+CONTROLLER = "dataplane.live.control.controller"
+
+
+def look(server: Server) -> dict[str, tuple[float, int]]:
+    """By role: MB of memory, shared pages in parts, and open descriptors, of all its processes together."""
+    found: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+    view = server.ask("GET", "/v1/fleet")
+    roles = {view["core"]["pid"]: "core"} | {one["pid"]: "gateways" for one in view["gateways"]}
+    root = psutil.Process(server.process.pid)
+    for one in [root, *root.children(recursive=True)]:
+        other = "controller" if CONTROLLER in one.cmdline() else "supervisor"
+        found[roles.get(one.pid, other)].append((one.memory_full_info().pss / 1e6, one.num_fds()))
+    return {role: (sum(mb for mb, _ in each), sum(n for _, n in each)) for role, each in found.items()}
+
+
+def victim(server: Server, role: str) -> int:
+    if role == "core":
+        return int(server.ask("GET", "/v1/fleet")["core"]["pid"])
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return next(one.pid for one in children if CONTROLLER in one.cmdline())
+
+
+async def sent(server: Server, seconds: float, rps: float, rng: np.random.Generator) -> list[Stream]:
+    """Streams begun at this rate for so long, to their end."""
+    async with session() as http:
+        running = []
+        for gap_s in rng.exponential(1.0 / rps, max(int(seconds * rps), 1)):
+            body = {
+                "prompt": rng.integers(5, 2000, int(rng.integers(20, 400))).tolist(),
+                "max_tokens": TOKENS,
+            }
+            running.append(asyncio.create_task(stream(http, server.gateway, body)))
+            await asyncio.sleep(gap_s)
+        return await asyncio.gather(*running)
+
+
+async def soaked(server: Server, minutes: int, look_s: float, rps: float, seed: int) -> list[dict[str, Any]]:
+    """A row a minute."""
+    rng, rows = np.random.default_rng(seed), []
+    for minute in range(minutes):
+        running = asyncio.create_task(sent(server, look_s, rps, rng))
+        killed = ""
+        if minute >= minutes // 2:
+            await asyncio.sleep(look_s / 2)
+            killed = ("core", "controller")[minute % 2]
+            os.kill(await asyncio.to_thread(victim, server, killed), signal.SIGKILL)
+        got = await running
+        whole = [s for s in got if s.is_done and not s.error and s.tokens == TOKENS]
+        row = {"minute": minute, "killed": killed, "streams": len(got), "lost": len(got) - len(whole)}
+        row |= {
+            f"TTFT p{q}, s": round(float(np.quantile([s.ttft_s for s in whole], q / 100)), 4)
+            for q in (50, 99)
+        }
+        row["errors"] = sorted({s.error[:80] for s in got if s.error})
+        for role, (mb, descriptors) in (await asyncio.to_thread(look, server)).items():
+            row |= {f"{role}, MB": round(mb, 1), f"{role}, descriptors": descriptors}
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def drift(rows: list[dict[str, Any]], column: str) -> float:
+    """The fourth quarter's mean over the second's."""
+    quarters = np.array_split([float(row.get(column, np.nan)) for row in rows], 4)
+    return round(float(np.nanmean(quarters[3]) / np.nanmean(quarters[1])), 3)
+
+
+def main() -> int:
+    parser = flags(__doc__)
+    parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--rps", type=float, default=8.0)
+    asked = parser.parse_args()
+    minutes, look_s = (8, 3.0) if asked.quick else (int(asked.hours * 60), LOOK_S)
+    with tiny_model() as model, fleet(model, *FLEET, engine_flags=()) as server:
+        rows = asyncio.run(soaked(server, minutes, look_s, asked.rps, asked.seed))
+    calm = rows[: minutes // 2]
+    columns = [name for name in calm[-1] if name.endswith((", MB", ", descriptors"))]
+    drifts = {f"drift of {column}": bar(drift(calm, column), 1.05) for column in columns}
+    return show("soak", rows, {"lost": bar(sum(row["lost"] for row in rows), 0)} | drifts, asked)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
