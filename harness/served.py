@@ -23,6 +23,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import psutil
 
 from harness import ROOT
 
@@ -95,6 +96,37 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# Roles by a part of the command line, the first that matches; what is forked has its role as its name.
+ROLES = {
+    "control.supervisor": "supervisor",
+    "control.controller": "controller",
+    "pool.own_ray": "own Ray",
+    "VLLM::": "engine",
+    "DashboardAgent": "Ray's daemons",
+    "RuntimeEnvAgent": "Ray's daemons",
+    "ray::": "actor",
+    "/ray/": "Ray's daemons",
+    "resource_tracker": "Python's trackers",
+}
+FORKED = ("core", "gateway")
+
+
+def role(process: psutil.Process) -> str:
+    """What a process of a fleet is."""
+    words = " ".join(process.cmdline())
+    if " serve " in words:
+        return process.name() if process.name() in FORKED else "fork server"
+    return next((role for part, role in ROLES.items() if part in words), process.name())
+
+
+def by_role(server: Server) -> dict[str, list[psutil.Process]]:
+    """The processes of a fleet."""
+    root, found = psutil.Process(server.process.pid), dict[str, list[psutil.Process]]()
+    for process in (root, *root.children(recursive=True)):
+        found.setdefault(role(process), []).append(process)
+    return found
 
 
 @contextmanager

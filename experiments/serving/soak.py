@@ -11,40 +11,17 @@ quarter of the first half over its second quarter. The first quarter fills cache
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
-import psutil
 
 from experiments.lib.results import bar, flags, show
-from harness.served import Server, Stream, fleet, session, stream, tiny_model
+from harness.served import Server, Stream, by_role, fleet, session, stream, tiny_model
 
 LOOK_S = 60.0
 FLEET = ("--engine", "emulated", "--workers", "3", "--gateways", "2")
 TOKENS = 64
-CONTROLLER = "dataplane.live.control.controller"
-
-
-def look(server: Server) -> dict[str, tuple[float, int]]:
-    """By role: MB of memory, shared pages in parts, and open descriptors, of all its processes together."""
-    found: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-    view = server.ask("GET", "/v1/fleet")
-    roles = {view["core"]["pid"]: "core"} | {one["pid"]: "gateways" for one in view["gateways"]}
-    root = psutil.Process(server.process.pid)
-    for one in [root, *root.children(recursive=True)]:
-        other = "controller" if CONTROLLER in one.cmdline() else "supervisor"
-        found[roles.get(one.pid, other)].append((one.memory_full_info().pss / 1e6, one.num_fds()))
-    return {role: (sum(mb for mb, _ in each), sum(n for _, n in each)) for role, each in found.items()}
-
-
-def victim(server: Server, role: str) -> int:
-    if role == "core":
-        return int(server.ask("GET", "/v1/fleet")["core"]["pid"])
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return next(one.pid for one in children if CONTROLLER in one.cmdline())
+KILLED = ("core", "controller")
 
 
 async def sent(server: Server, seconds: float, rps: float, rng: np.random.Generator) -> list[Stream]:
@@ -52,10 +29,8 @@ async def sent(server: Server, seconds: float, rps: float, rng: np.random.Genera
     async with session() as http:
         running = []
         for gap_s in rng.exponential(1.0 / rps, max(int(seconds * rps), 1)):
-            body = {
-                "prompt": rng.integers(5, 2000, int(rng.integers(20, 400))).tolist(),
-                "max_tokens": TOKENS,
-            }
+            prompt = rng.integers(5, 2000, int(rng.integers(20, 400))).tolist()
+            body = {"prompt": prompt, "max_tokens": TOKENS}
             running.append(asyncio.create_task(stream(http, server.gateway, body)))
             await asyncio.sleep(gap_s)
         return await asyncio.gather(*running)
@@ -69,18 +44,17 @@ async def soaked(server: Server, minutes: int, look_s: float, rps: float, seed: 
         killed = ""
         if minute >= minutes // 2:
             await asyncio.sleep(look_s / 2)
-            killed = ("core", "controller")[minute % 2]
-            os.kill(await asyncio.to_thread(victim, server, killed), signal.SIGKILL)
+            killed = KILLED[minute % 2]
+            by_role(server)[killed][0].kill()
         got = await running
         whole = [s for s in got if s.is_done and not s.error and s.tokens == TOKENS]
         row = {"minute": minute, "killed": killed, "streams": len(got), "lost": len(got) - len(whole)}
-        row |= {
-            f"TTFT p{q}, s": round(float(np.quantile([s.ttft_s for s in whole], q / 100)), 4)
-            for q in (50, 99)
-        }
+        ttft_s = np.quantile([s.ttft_s for s in whole], (0.5, 0.99)).round(3).tolist()
+        row |= dict(zip(("TTFT p50, s", "TTFT p99, s"), ttft_s, strict=True))
         row["errors"] = sorted({s.error[:80] for s in got if s.error})
-        for role, (mb, descriptors) in (await asyncio.to_thread(look, server)).items():
-            row |= {f"{role}, MB": round(mb, 1), f"{role}, descriptors": descriptors}
+        for role, of in by_role(server).items():
+            row[f"{role}, MB"] = round(sum(one.memory_full_info().pss for one in of) / 1e6, 1)
+            row[f"{role}, descriptors"] = sum(one.num_fds() for one in of)
         rows.append(row)
         print(row, flush=True)
     return rows
