@@ -1,14 +1,12 @@
 """Resident memory of a fleet's processes beside its engines: two real workers, two gateways, two minutes on.
 
 Each process counts once, with its resident set (RSS) and its proportional share of it (PSS): a page that n
-processes hold counts 1/n in each. The sum of PSS is what the host gives; the sum of RSS counts shared pages
-again in each process. The engines themselves (`VLLM::…`) and Ray's daemons have rows and are left out of
-the sums that the bars bound.
+processes hold counts 1/n in each. The engines themselves (`VLLM::…`) and Ray's daemons have rows and are left
+out of the sums that the bars bound.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 
 from experiments.lib.results import bar, flags, show
@@ -44,4 +42,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,5 +1,10 @@
 """Kubernetes objects held against the OpenAPI schemas of custom resource definitions.
 
+    python -m harness.crd_schemas deployed/kuberay/kuberay.yaml --crds FOLDER_FILE_OR_URL
+
+`--crds`: ray-operator/config/crd/bases of KubeRay's repository, or a file of it. Objects of other kinds are
+passed over. Exit code 1 where an API server would refuse a field, or drop it.
+
 A structural schema is JSON Schema with three exceptions, which this reads: `nullable`, lists that are maps,
 and fields that no schema names. A server drops such fields in silence; this refuses them. It does not look at
 rules in CEL (x-kubernetes-validations), nor at the contents of an object's own `metadata`.
@@ -7,8 +12,10 @@ rules in CEL (x-kubernetes-validations), nor at the contents of an object's own 
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import io
+import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -95,3 +102,26 @@ def faults(schemas: Schemas, made: dict[str, Any]) -> list[str]:
         return [f"{' '.join(name)}: no such definition"]
     found = sorted(schemas[name].iter_errors(made), key=lambda error: list(map(str, error.absolute_path)))
     return [f"{'.'.join(map(str, error.absolute_path)) or '.'}: {error.message}" for error in found]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("manifests", nargs="+", type=Path)
+    parser.add_argument("--crds", required=True)
+    asked = parser.parse_args()
+    schemas, found, looked = read_schemas(asked.crds), 0, 0
+    for path in asked.manifests:
+        for one in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+            if one and (one.get("apiVersion"), one.get("kind")) in schemas:
+                looked += 1
+                for line in faults(schemas, one):
+                    found += 1
+                    print(f"{path}: {one['kind']} {one['metadata']['name']}: {line}")
+    print(f"{looked} objects, {found} faults")
+    return 1 if found or not looked else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

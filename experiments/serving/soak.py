@@ -1,6 +1,6 @@
 """A served fleet for hours: memory and descriptors of its processes, latency, and what is lost.
 
-    python experiments/serving/soak.py [--quick] [--hours H] [--rps R] [--seed N] [--format table|json]
+    python experiments/serving/soak.py [--quick] [--hours H] [--seed N] [--format table|json]
 
 `tokenfleet serve` with two gateways and three emulated workers takes streams at a steady rate. In the second
 half the core and the controller are killed in turn, one a minute. Each minute is one look at every process:
@@ -18,33 +18,28 @@ import numpy as np
 from experiments.lib.results import bar, flags, show
 from harness.served import Server, Stream, by_role, fleet, session, stream, tiny_model
 
-LOOK_S = 60.0
+LOOK_S, RPS, TOKENS = 60.0, 8.0, 64
 FLEET = ("--engine", "emulated", "--workers", "3", "--gateways", "2")
-TOKENS = 64
-KILLED = ("core", "controller")
 
 
-async def sent(server: Server, seconds: float, rps: float, rng: np.random.Generator) -> list[Stream]:
+async def sent(server: Server, seconds: float, rng: np.random.Generator) -> list[Stream]:
     """Streams begun at this rate for so long, to their end."""
     async with session() as http:
         running = []
-        for gap_s in rng.exponential(1.0 / rps, max(int(seconds * rps), 1)):
-            prompt = rng.integers(5, 2000, int(rng.integers(20, 400))).tolist()
-            body = {"prompt": prompt, "max_tokens": TOKENS}
+        for gap_s in rng.exponential(1.0 / RPS, int(seconds * RPS)):
+            body = {"prompt": rng.integers(5, 2000, int(rng.integers(1, 400))).tolist(), "max_tokens": TOKENS}
             running.append(asyncio.create_task(stream(http, server.gateway, body)))
             await asyncio.sleep(gap_s)
         return await asyncio.gather(*running)
 
 
-async def soaked(server: Server, minutes: int, look_s: float, rps: float, seed: int) -> list[dict[str, Any]]:
+async def soaked(server: Server, minutes: int, look_s: float, seed: int) -> list[dict[str, Any]]:
     """A row a minute."""
     rng, rows = np.random.default_rng(seed), []
     for minute in range(minutes):
-        running = asyncio.create_task(sent(server, look_s, rps, rng))
-        killed = ""
-        if minute >= minutes // 2:
+        running = asyncio.create_task(sent(server, look_s, rng))
+        if killed := ("core", "controller")[minute % 2] if minute >= minutes // 2 else "":
             await asyncio.sleep(look_s / 2)
-            killed = KILLED[minute % 2]
             by_role(server)[killed][0].kill()
         got = await running
         whole = [s for s in got if s.is_done and not s.error and s.tokens == TOKENS]
@@ -69,11 +64,10 @@ def drift(rows: list[dict[str, Any]], column: str) -> float:
 def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--hours", type=float, default=2.0)
-    parser.add_argument("--rps", type=float, default=8.0)
     asked = parser.parse_args()
     minutes, look_s = (8, 3.0) if asked.quick else (int(asked.hours * 60), LOOK_S)
     with tiny_model() as model, fleet(model, *FLEET, engine_flags=()) as server:
-        rows = asyncio.run(soaked(server, minutes, look_s, asked.rps, asked.seed))
+        rows = asyncio.run(soaked(server, minutes, look_s, asked.seed))
     calm = rows[: minutes // 2]
     columns = [name for name in calm[-1] if name.endswith((", MB", ", descriptors"))]
     drifts = {f"drift of {column}": bar(drift(calm, column), 1.05) for column in columns}

@@ -280,6 +280,7 @@ def counted_by_hand(state, w: int, r: int) -> tuple[int, int]:
 
 @settings(max_examples=90)
 @given(st.integers(0, 2**40), st.sampled_from([None, host_of(200), host_of(2000)]))
+@pytest.mark.third(1)
 def test_spread_takes_the_worker_with_least_added_work_among_those_that_may(seed, host):
     rng = np.random.default_rng(seed)
     load = random_load(rng, 90, 3, 60.0)

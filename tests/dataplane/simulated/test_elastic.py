@@ -186,6 +186,7 @@ def run_mixed(*profiles, start, decide=None):
     )
 
 
+@pytest.mark.third(3)
 def test_a_mix_shifts_with_demand_loses_nothing_and_costs_less_than_either_kind_alone(monkeypatch):
     check_every_round(monkeypatch)
     outcome, record = run_mixed(SMALL, BIG, start={"made TP1": 1})

@@ -31,6 +31,7 @@ def test_every_time_is_that_of_going_step_by_step(mode):
     assert preempted > CASES  # or the cases would not test preemption
 
 
+@pytest.mark.third(1)
 def test_an_engine_that_plans_ahead_gives_first_tokens_a_step_later():
     late = waited = 0
     for case in range(CASES):
@@ -52,6 +53,7 @@ def test_an_engine_that_plans_ahead_gives_first_tokens_a_step_later():
     assert waited > CASES  # on idle engines, and behind a spent budget
 
 
+@pytest.mark.third(3)
 def test_split_phases_hand_over_as_the_reference_does():
     for case in range(CASES):
         rng = np.random.default_rng([case, 8])

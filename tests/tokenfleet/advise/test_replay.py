@@ -47,6 +47,7 @@ def rows():
     return list(day().rows((BASELINES[0], RAY_SERVE)))
 
 
+@pytest.mark.third(2)
 def test_every_rule_serves_the_day_and_the_optimum_meets_the_target_for_least(rows):
     chosen = [best(tried, 0.99) for tried in rows]
     assert [row.rule for row in chosen[:4]] == [HINDSIGHT, ADVICE, TOLERANT, PLACED]

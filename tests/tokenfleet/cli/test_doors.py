@@ -71,7 +71,7 @@ def https(tmp_path):
         def do_GET(self):
             body = (
                 b'{"requests": [], "scaling": [], "wanted_workers": 2, "auto": false, '
-                b'"advisory": false, "max_workers": 8}'
+                b'"advisory": false, "max_workers": 8, "says": {"scaling": "manual"}}'
             )
             self.send_response(200)
             self.send_header("content-length", str(len(body)))

@@ -237,7 +237,7 @@ def test_the_script_finds_a_misspelt_field(tmp_path: Path, schemas: Schemas) -> 
     objects = made()
     of_kind(objects, "RayCluster")["spec"]["headGroupSpec"]["rayStartParam"] = {}
     path.write_text(yaml.safe_dump_all(objects))
-    words = [sys.executable, "-m", "experiments.serving.kuberay_schemas", str(path), "--crds", str(CRDS)]
+    words = [sys.executable, "-m", "harness.crd_schemas", str(path), "--crds", str(CRDS)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert "RayCluster chat: spec.headGroupSpec: " in done.stdout

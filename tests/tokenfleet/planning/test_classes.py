@@ -61,6 +61,7 @@ def planned(
         return make_plan(numbered, kinds, request, inputs, threads, explained=explained)
 
 
+@pytest.mark.third(2)
 def test_one_named_class_is_the_plain_plan_exactly() -> None:
     workload = poisson(10.0, 700)
     plain = plan_json(planned(workload, asked("ttft=500ms,tpot=30ms", attainment=0.95), explained=True))
@@ -85,6 +86,7 @@ def two() -> Plan:
     return planned(mixed(24.0, 1800), asked(CHAT, BATCH), explained=True)
 
 
+@pytest.mark.third(1)
 def test_each_class_has_its_own_target_at_once_in_as_many_worlds_as_the_confidence_asks(two: Plan) -> None:
     assert two.best is not None
     assert two.best.estimate is not None
@@ -430,6 +432,7 @@ def test_draws_of_few_requests_whose_times_differ_leave_the_deadline_as_it_is() 
         assert (outcome.ttft_target_s[outcome.workload.slo_class == 1] == 1500.0).all()
 
 
+@pytest.mark.third(1)
 def test_a_schedule_holds_work_that_can_wait_back_for_the_valley_and_every_class_holds_under_it() -> None:
     """Ten minutes of rush, then calm; what arrives in the rush is due when it is calm."""
     rng = np.random.default_rng(5)

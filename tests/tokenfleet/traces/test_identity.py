@@ -328,6 +328,7 @@ def conversations(draw: st.DrawFn) -> Trace:
 
 
 @given(conversations(), st.sampled_from(["csv", "jsonl", "parquet"]))
+@pytest.mark.third(3)
 def test_a_plain_trace_keeps_what_its_requests_share_and_wait_for(
     tmp_path_factory: pytest.TempPathFactory, trace: Trace, suffix: str
 ) -> None:

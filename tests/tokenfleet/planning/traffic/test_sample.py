@@ -156,6 +156,7 @@ def test_a_trial_by_samples_stops_once_lost_and_comes_to_the_verdict_of_one_that
 
 
 @pytest.mark.usefixtures("short_is_long")
+@pytest.mark.third(3)
 def test_a_long_trace_is_planned_by_samples_and_replayed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = days(40_000)
     monkeypatch.setattr(schedule, "OF_WINDOW", 500)
