@@ -114,6 +114,7 @@ UNEVEN = (400, 1400, 600, 1200, 800, 1000) * 2
 MOST_ROUNDS = 200  # of streams, until something holds
 
 
+@pytest.mark.third(1)
 def test_a_restart_under_streams_loses_and_repeats_nothing(vllm_fleet):
     leaves = ""
 

@@ -42,6 +42,7 @@ positive = st.floats(0.1, 10.0)
 
 
 @given(st.tuples(positive, positive, positive, positive))
+@pytest.mark.third(2)
 def test_a_made_model_is_recovered(scale: tuple[float, ...]) -> None:
     made = StepModel(0.01 * scale[0], 4e-5 * scale[1], 3e-5 * scale[2], 8e-8 * scale[3])
     fit = fit_step(grid(made))

@@ -151,6 +151,7 @@ def pooled() -> Plan:
     return planned(mixed(16.0, 800), asked(CHAT, BATCH), explained=True, types=(2.0, 0.3), slower=2.5)
 
 
+@pytest.mark.third(2)
 def test_a_pool_of_the_kinds_that_classes_would_have_for_themselves_is_cheaper_than_one_kind(
     pooled: Plan,
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_budget_below_any_one_kind_is_kept_by_a_pool(pooled: Plan) -> None:
 @pytest.mark.parametrize(
     ("rate_rps", "slower", "usd", "seed"), [(16.0, 2.5, 0.3, 0), (18.0, 2.5, 0.2, 1), (14.0, 4.0, 0.15, 2)]
 )
+@pytest.mark.third(3)
 def test_no_cheaper_pool_holds_by_trying_every_count(
     rate_rps: float, slower: float, usd: float, seed: int
 ) -> None:

@@ -95,6 +95,7 @@ def peaks(plan, gpu):
     return [window[gpu] for window in plan["gpus"]]
 
 
+@pytest.mark.third(2)
 def test_without_limits_each_model_has_the_gpus_it_would_have_alone(planned):
     plan = planned("{}")
     assert [model["gpu"] for model in plan["models"]] == ["made-gpu", "made-gpu"]

@@ -413,6 +413,7 @@ def test_the_public_mooncake_trace_can_hit_what_its_ids_allow(bench_data: Path) 
     assert found / tokens == pytest.approx(hits / tokens, abs=0.001)  # answers add a little
 
 
+@pytest.mark.third(1)
 def test_the_public_weka_sessions_read_as_published(bench_data: Path) -> None:
     trace = read_trace(bench_data / "weka" / "requests.parquet")
     load = trace.workload

@@ -367,6 +367,7 @@ def test_rates_and_targets_are_planned_and_priced(folder: Path, capsys: pytest.C
     assert "What steps cost" in page
 
 
+@pytest.mark.third(2)
 def test_the_first_line_is_the_verdict_and_steps_of_no_cost_need_the_same_fleet(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
