@@ -38,7 +38,7 @@ REPLICATES = 19  # r is a whole number for each multiple of 0.05
 MOST_REPLICATES = 39  # a confidence above 0.975 would take more than pay
 ROUND = 8  # resampled traces to look at before asking whether the verdict is still open
 HOPELESS = 0.2  # of the requests missed: the rest counts as missed, too
-SCREENED = 4  # resampled traces, the hardest known, that a fleet passes before all are replayed
+SCREENED = 4  # resampled traces, the hardest known, more than may fail: a fleet passes them first
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Trial:
 
     def holds(self, *, screening: bool = False) -> bool:
         """Whether the lower bound meets the target; `screening`: whether it may, by the hardest."""
-        hardest = min(SCREENED, len(self.numbers)) if self._search.hardest else len(self.numbers)
+        hardest = screened(self._search.request.confidence) if self._search.hardest else len(self.numbers)
         upto = hardest if screening else len(self.numbers)
         is_slow, at_once = self._search.is_slow, self._at_once or self._search.threads.count
         while len(self._seen) < upto and self._is_open:
@@ -249,9 +249,19 @@ def showable_of(requests: Sequence[int], asked: Sequence[float], confidence: flo
 
 def open_still(seen: Sequence[ReplicateOutcome], request: PlanRequest) -> bool:
     """Whether the number of resampled traces that must hold can still be reached."""
-    last = replicates_for(request.confidence)
     failed = sum(s.missed > (1.0 - request.attainment) * s.requests for s in seen)
-    return failed <= max(last - rank(last, request.confidence), 0)
+    return failed <= may_fail(request.confidence)
+
+
+def may_fail(confidence: float) -> int:
+    """How many of the resampled traces may miss the target."""
+    every = replicates_for(confidence)
+    return max(every - rank(every, confidence), 0)
+
+
+def screened(confidence: float) -> int:
+    """How many of the hardest resampled traces judge a fleet that is not replayed in all of them."""
+    return min(may_fail(confidence) + SCREENED, replicates_for(confidence))
 
 
 def look(

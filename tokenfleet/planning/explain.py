@@ -15,7 +15,7 @@ import numpy as np
 
 from controlplane.perfmodel.profile import Profile
 from dataplane.simulated.simulate import Outcome
-from tokenfleet.planning.estimate import SCREENED, rank, replicates_for
+from tokenfleet.planning.estimate import may_fail, replicates_for, screened
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.search import Hardest, Search
 from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s, smallest
@@ -240,17 +240,15 @@ def headroom(search: Search, fleet: Fleet, missed: Mapping[int, float]) -> Traff
     """
     if search.workload.prefixes is not None:
         return None
-    every, confidence = replicates_for(search.request.confidence), search.request.confidence
-    hardest = Hardest(missed).first(range(1, every + 1))[:SCREENED]
-    may_fail = max(every - rank(every, confidence), 0)
-    allowed = search.may_miss
+    confidence, allowed = search.request.confidence, search.may_miss
+    hardest = Hardest(missed).first(range(1, replicates_for(confidence) + 1))[: screened(confidence)]
 
     def met(growth: float, replicate: int) -> bool:
         return search.meets(search.replay(fleet, replicate, growth=growth, most_missed=allowed))
 
     def holds(step: int) -> bool:
         held = search.threads.map(lambda i: met(GROWTHS[step], i), hardest)
-        return held.count(False) <= may_fail
+        return held.count(False) <= may_fail(confidence)
 
     on_trace = smallest(lambda step: not met(GROWTHS[step], AS_IT_IS), 0, 0, len(GROWTHS) - 1)
     most = len(GROWTHS) if on_trace is None else on_trace

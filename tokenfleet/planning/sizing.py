@@ -26,7 +26,7 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.outcome import attained_by_class
-from tokenfleet.planning.estimate import Estimate, Trial, look, rank, replicates_for, too_few, verdict_on
+from tokenfleet.planning.estimate import Estimate, Trial, look, may_fail, replicates_for, too_few, verdict_on
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
 from tokenfleet.planning.reuse import by_memory
 from tokenfleet.planning.search import Search
@@ -410,7 +410,7 @@ def most_agents(search: Search, fleet: Fleet, tell: Callable[[str], None] = lamb
 
 def workers_could_hold(search: Search, worker_type: WorkerType) -> bool:
     """Whether endless workers meet the target in as many resampled traces as must hold."""
-    last = replicates_for(search.request.confidence)
+    confidence = search.request.confidence
 
     def reaches(replicate: int) -> bool:
         requests = search.traffic.requests(replicate, search.workload)
@@ -418,7 +418,8 @@ def workers_could_hold(search: Search, worker_type: WorkerType) -> bool:
         most = ceiling(profile, requests, search)
         return most >= search.request.attainment
 
-    return sum(map(reaches, range(1, last + 1))) >= min(rank(last, search.request.confidence), last)
+    held = list(map(reaches, range(1, replicates_for(confidence) + 1)))
+    return held.count(False) <= may_fail(confidence)
 
 
 def past_hope(sizing: Sizing, workload: Workload) -> int:

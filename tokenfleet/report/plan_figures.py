@@ -201,7 +201,7 @@ def _by_target(plan: PlanFile) -> Figure:
     possible = [(float(i), row) for i, row in enumerate(rows) if row.workers is not None]
     priced = all(row.usd_per_hour is not None for _, row in possible)
     limits = [f"{duration_text(row.ttft_s)}, {duration_text(row.tpot_s)}" for row in rows]
-    judged = {"hardest resampled traces": "judged on the recorded trace and the 4 hardest resampled traces"}
+    judged = {"hardest resampled traces": "judged on the recorded trace and the hardest resampled traces"}
     on = judged.get(rows[0].on, "sized on the recorded trace alone")
     bars = Series(
         "",

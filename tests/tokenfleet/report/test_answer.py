@@ -112,22 +112,26 @@ def test_the_cost_of_the_asked_target_is_the_answer_s() -> None:
     assert costs == sorted(costs, reverse=True)
 
 
-def test_the_headroom_is_where_replays_stop_meeting_the_target() -> None:
-    best, room = busy().best, busy().headroom
+@pytest.mark.parametrize(("rate_rps", "confidence"), [(22.0, 0.9), (35.0, 0.6)])
+def test_the_headroom_is_where_replays_stop_meeting_the_target(rate_rps: float, confidence: float) -> None:
+    """Also where a low confidence lets more resampled traces fail than a search looks at first."""
+    load = poisson(rate_rps=rate_rps, requests=1500)
+    plan = planned(load, confidence=confidence, explained=True)
+    best, room = plan.best, plan.headroom
     assert best is not None
     assert room is not None
     assert room.misses is not None
     assert 1.0 <= room.meets < room.misses
-    search = search_of(WORKLOAD, busy().request)
+    search = search_of(load, plan.request)
 
-    looks = replicates_for(0.9)
+    looks = replicates_for(confidence)
 
     def held(growth: float) -> int:
         outcomes = (search.replay(best.fleet, i, growth=growth) for i in range(1, looks + 1))
         return sum(outcome.attainment >= 0.95 for outcome in outcomes)
 
-    assert held(room.meets) >= rank(looks, 0.9) > held(room.misses)
-    said = said_of(busy())
+    assert held(room.meets) >= rank(looks, confidence) > held(room.misses)
+    said = said_of(plan)
     assert said["Headroom"] == (
         f"meets 95 % up to {room.meets:g}x this traffic, misses it at {room.misses:g}x"
         " (in the hardest resampled traces)"
