@@ -3,8 +3,8 @@
 Uvicorn by itself takes headers of any length at any pace. It keeps a connection that never sends anything. It
 gives a client that has stopped reading half a minute to answer TLS' goodbye.
 
-A body is read to its end also where its request is answered already: a connection that is closed before it
-has come is reset, and the answer lost.
+A body is read on where its request is answered already: a connection that is closed before it has come is
+reset, and the answer lost. It has ARRIVAL_S for that, at any pace: a body may be endless.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class BoundedHttp(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whiche
 
     def _look(self) -> None:
         """Refuse a request that is late: not while the server itself reads no more, or still answers."""
-        left_s = self._since_s + ARRIVAL_S + self._bytes / LEAST_BYTES_PER_S - self.loop.time()
+        is_late = self.cycle is not None and self.cycle.more_body and self.cycle.response_complete
+        paced_s = 0.0 if is_late else self._bytes / LEAST_BYTES_PER_S
+        left_s = self._since_s + ARRIVAL_S + paced_s - self.loop.time()
         if self.flow.read_paused or (self._is_answering and not self.cycle.more_body):
             left_s = ARRIVAL_S
         if left_s > 0:

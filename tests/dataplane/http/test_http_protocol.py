@@ -181,6 +181,24 @@ def test_an_answer_ahead_of_a_large_body_reaches_its_client_and_so_does_the_next
     play(story)
 
 
+def test_a_body_without_end_is_cut_once_its_request_is_answered(parser, monkeypatch):
+    monkeypatch.setattr(parser, "ARRIVAL_S", 0.05)
+
+    async def story():
+        async with server(kind=parser) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /refused HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\nno")
+            rest = asyncio.ensure_future(reader.read())
+            while not rest.done():
+                writer.write(b"1000\r\n" + b"x" * 0x1000 + b"\r\n")
+                await asyncio.sleep(0.001)
+            writer.close()
+            assert isinstance(rest.exception(), ConnectionResetError) or rest.result() == b""
+
+    play(story)
+
+
 def test_a_connection_that_idles_after_a_body_that_came_too_late_is_closed():
     async def story():
         async with server(timeout_keep_alive=0.05) as (port, _):
