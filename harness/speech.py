@@ -147,9 +147,6 @@ def main() -> int:
     for row in rows:
         sign = ">=" if row.least else "<="
         print(f"{row.name:58} {row.value:8.1f}  {sign} {row.bar:g}{'' if row.is_met else '  MISSED'}")
-    if "--terms" in sys.argv:
-        found = spoken(pages())
-        print(*sorted({*found.matches(TERMS), *found.matches(OLD_WORDS)}), sep="\n")
     return 0 if all(row.is_met for row in rows) else 1
 
 
