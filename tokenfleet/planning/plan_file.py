@@ -270,7 +270,7 @@ class BindingDetail(_Part):
 
 
 class Headroom(_Part):
-    """The traffic that the fleet bears, in as many resampled traces as the confidence asks for."""
+    """The traffic that the fleet bears, by the recorded trace and the hardest resampled ones."""
 
     meets: Annotated[Number | None, means("most traffic that meets the target, times the trace's")] = None
     misses: Annotated[Number | None, means("least traffic that misses it, times the trace's")] = None
