@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from controlplane.placement.policies import MIGRATE
 from controlplane.workload import Workload
-from dataplane.simulated.simulate import prepare
+from dataplane.simulated.simulate import is_still, prepare
 from tokenfleet.planning.estimate import Estimate, Trial, look, verdict_on
 from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.search import Search, missed
@@ -99,13 +99,14 @@ def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *,
     if fleet.workers == 1:
         why_not = "One worker carries this traffic, so moves save no worker"
         return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
-    if all(group.workers == 1 for group in fleet.groups):
-        why_not = "Each worker is alone of its type, so no request can move"
-        return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
     if not is_judged:
         why_not = "Not judged: the fleet holds without moves, and a plan of its own judges it with them"
         return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
     moving = search.on(policy=search.terms.policy + MIGRATE)
+    one = prepare(search.workload.take(slice(0, 1)), fleet.specs(), search.terms.slos, moving.terms.policy)
+    if is_still(one, fleet.specs()):
+        why_not = "Requests move between workers of one type, and here each type has one"
+        return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
     trial = Trial(moving, fleet)
     holds = moving.meets(moving.replay(fleet)) and trial.holds()
     off = _replayed(search, fleet, estimate)

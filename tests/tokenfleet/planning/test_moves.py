@@ -12,14 +12,17 @@ from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode, Slo
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
-from dataplane.simulated.simulate import simulate
+from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.moves import MovesWorth, settled
+from tokenfleet.planning.moves import Settled, settled
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.sizing import Sizing
+from tokenfleet.planning.threads import open_threads
 from tokenfleet.report.plan_json import plan_json
+
+HOLDS = Estimate(1.0, 1.0, 1.0, 0.9, 19)
 
 
 def memory_bound(rate_rps: float, output: int, requests: int = 400) -> Workload:
@@ -147,17 +150,40 @@ def test_a_fleet_of_one_worker_keeps_the_policy_and_saves_nothing() -> None:
     assert said_of(plan)["Moves"] == "One worker carries this traffic, so moves save no worker."
 
 
-def test_a_fleet_with_each_worker_alone_of_its_type_is_not_judged_with_moves() -> None:
+def settled_on_one_each(policy: str) -> tuple[Settled, int]:
+    """The answer for a fleet of one worker of each type, and the replays that it took."""
     kinds = [worker_type(worker("one")), worker_type(worker("other"))]
     fleet = Fleet(tuple(WorkerGroup(kind, 1) for kind in kinds))
-    search = search_of(memory_bound(8.0, output=300), PlanRequest(slo=Slo(1.0, 0.05)))
-    holds = Estimate(1.0, 1.0, 1.0, 0.9, 19)
-    answer = settled(search, Sizing(kinds[0], mix=fleet), fleet, holds, is_judged=True)
-    assert (answer.search, answer.fleet, answer.estimate) == (search, fleet, holds)
-    assert search.replayer.simulated == 0
-    assert answer.worth == MovesWorth(
-        True, fleet, why_not="Each worker is alone of its type, so no request can move"
+    search = search_of(memory_bound(2.0, output=100), PlanRequest(slo=Slo(1.0, 0.05)), policy=policy)
+    with open_threads(1) as threads:
+        search = replace(search, threads=threads)
+        answer = settled(search, Sizing(kinds[0], mix=fleet), fleet, HOLDS, is_judged=True)
+    return answer, search.replayer.simulated
+
+
+def test_a_fleet_with_each_worker_alone_of_its_type_is_not_judged_with_moves() -> None:
+    answer, replays = settled_on_one_each("spread")
+    assert (answer.estimate, replays) == (HOLDS, 0)
+    assert answer.worth is not None
+    assert answer.worth.why_not == "Requests move between workers of one type, and here each type has one"
+
+
+def test_it_is_judged_under_a_policy_that_hands_waiting_requests_to_other_types() -> None:
+    answer, replays = settled_on_one_each("jsq")
+    assert replays > 0
+    assert answer.worth is not None
+    assert answer.worth.on is not None
+
+
+def test_a_fleet_with_each_worker_alone_of_its_type_serves_alike_with_moves() -> None:
+    """Also where memory binds, and requests wait."""
+    load, workers = (
+        memory_bound(16.0, output=300),
+        [WorkerSpec(worker(name, kv=2500)) for name in ("one", "other")],
     )
+    plain, moving = (simulate(load, workers, Slo(1.0, 0.05), f"spread{moves}") for moves in ("", "+migrate"))
+    assert plain.preemptions.sum() > 0
+    assert plain.finish_s.tolist() == moving.finish_s.tolist()
 
 
 def test_what_ifs_have_moves_and_the_fleet_that_holds_without_them() -> None:
