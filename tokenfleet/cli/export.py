@@ -82,12 +82,10 @@ def export_command(flags: ExportFlags) -> None:
     kinds = known_kinds(flags.kind)
     named = [text.rpartition("=") for text in flags.target or ()]
     targets = {name: scale_target(target, "--target") for name, _, target in named}
-    settings = ExportSettings(flags.name, flags.image, flags.prometheus, flags.scaler, targets.get(""))
+    settings = ExportSettings(flags.name, flags.image, flags.prometheus, flags.scaler, targets)
     if flags.plan is not None and flags.advice is not None:
         raise BadInput("--advice: contradicts --plan; give one of them")
     if flags.plan is not None:
-        if any(targets):
-            raise BadInput("--target: expected deployment/NAME or statefulset/NAME; a plan has one type")
         if flags.home_claim != dns_name(flags.home_claim, 253):
             raise BadInput(f"--home-claim: expected a PersistentVolumeClaim's name, got {flags.home_claim!r}")
         made = deployment(read_plan(flags.plan), flags.weights, flags.gpu_product or ())

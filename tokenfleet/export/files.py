@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,15 @@ class ExportSettings:
     """Settings that a plan does not have.
 
     `prometheus`: the server that KEDA asks for the advice; `scaler`: HOST:PORT of `advise --scaler`, asked
-    instead. `target`: what KEDA scales, in place of a Deployment of production-stack.
+    instead. `targets`: what KEDA scales, by the worker type ("" where there is one), in place of Deployments
+    of production-stack.
     """
 
     name: str = "tokenfleet"
     image: str = "tokenfleet:latest"
     prometheus: str = "http://prometheus-operated:9090"
     scaler: str | None = None
-    target: ScaleTarget | None = None
+    targets: Mapping[str, ScaleTarget] = field(default_factory=dict)
 
 
 def _kuberay(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
@@ -56,18 +57,18 @@ def _production_stack(fleet: Deployment, settings: ExportSettings) -> dict[str, 
 
 
 def _keda(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
-    followed = followed_plan(fleet, settings.name, settings.target)
+    followed = followed_plan(fleet, settings.name, settings.targets)
     asks = "Prometheus has to scrape" if settings.scaler is None else f"KEDA asks at {settings.scaler}"
     heading = (
         f"{_heading(fleet)}\n# It follows this command, which {asks}:\n"
         f"#   {shlex.join(advise_words(fleet, settings.scaler is not None))}"
     )
-    if settings.target is None:
+    if not settings.targets:
         heading += (
-            f"\n# scaleTargetRef is the Deployment of production-stack release {settings.name};"
+            f"\n# scaleTargetRef is a Deployment of production-stack release {settings.name};"
             " --target names another."
         )
-    return {"keda.yaml": _documents(heading, [keda(followed, settings.prometheus, settings.scaler)])}
+    return {"keda.yaml": _documents(heading, _scaled(followed, settings))}
 
 
 def advice_files(followed: Sequence[Followed], settings: ExportSettings, folder: Path) -> dict[Path, str]:
@@ -77,9 +78,12 @@ def advice_files(followed: Sequence[Followed], settings: ExportSettings, folder:
         f"# From an advice of tokenfleet: {one.low} to {one.high} replicas of {one.model} at {one.target}.\n"
         for one in followed
     )
-    scaled = [keda(one, settings.prometheus, settings.scaler) for one in followed]
     heading += f"# Run the same `tokenfleet advise` with {flags}."
-    return {folder / "keda" / "keda.yaml": _documents(heading, scaled)}
+    return {folder / "keda" / "keda.yaml": _documents(heading, _scaled(followed, settings))}
+
+
+def _scaled(followed: Sequence[Followed], settings: ExportSettings) -> list[dict[str, Any]]:
+    return [keda(one, settings.prometheus, settings.scaler) for one in followed]
 
 
 def _prometheus(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:

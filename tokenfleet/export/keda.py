@@ -1,4 +1,4 @@
-"""A ScaledObject of KEDA that follows `tokenfleet advise`, for a plan's workers or a fleet that is watched.
+"""A ScaledObject of KEDA for each worker type, which follows `tokenfleet advise`: of a plan, or of an advice.
 
 The trigger asks for the advice: by Prometheus, or by gRPC as KEDA's external scaler. Its metric is the wanted
 number of replicas at a target of 1 by AverageValue, so the HorizontalPodAutoscaler wants that number. Two of
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from tokenfleet.advise.target import ScaleTarget, host_port
 from tokenfleet.advise.view import SCHEMA
 from tokenfleet.export.deployment import Deployment
 from tokenfleet.export.production_stack import spec_name
+from tokenfleet.planning.fleet import Fleet, apportioned
 
 ADVISE_PORT, SCALER_PORT = 9105, 6000
 POLL_S = 15
@@ -47,15 +48,33 @@ class Followed:
     worker_type: str = ""
 
 
-def followed_plan(fleet: Deployment, release: str, target: ScaleTarget | None = None) -> Followed:
-    """The plan's workers: `target`, or the Deployment of the production-stack release `release`.
+def followed_plan(
+    fleet: Deployment, release: str, targets: Mapping[str, ScaleTarget] | None = None
+) -> list[Followed]:
+    """The plan's workers, each type by itself: `targets`, or Deployments of production-stack's `release`.
 
-    Raises BadInput for several types of worker, which an advice does not tell apart.
+    `targets`: by the name of the type; "" where there is one. Raises BadInput.
     """
-    _one_type(fleet)
-    low, high = bounds(fleet)
-    named = target or ScaleTarget("Deployment", f"{release}-{spec_name(fleet, 0)}-deployment-vllm")
-    return Followed(named, fleet.weights, low, high, high)
+    stack = {
+        name: ScaleTarget("Deployment", f"{release}-{spec_name(fleet, number)}-deployment-vllm")
+        for number, name in enumerate(_types(fleet))
+    }
+    named = _of_each(targets or stack, stack)
+    return [
+        Followed(named[name], fleet.weights, low, group.workers, group.workers, name)
+        for name, low, group in zip(stack, _floors(fleet), fleet.groups, strict=True)
+    ]
+
+
+def _of_each(targets: Mapping[str, ScaleTarget], types: Collection[str]) -> Mapping[str, ScaleTarget]:
+    """The targets. Raises BadInput where they are not those of these types."""
+    if targets.keys() != set(types):
+        each = [f"{name}=deployment/NAME".lstrip("=") for name in types]
+        asked = " ".join(f"--target {shlex.quote(one)}" for one in each)
+        raise BadInput(f"--target: expected {asked}")
+    if len({target.name for target in targets.values()}) < len(targets):
+        raise BadInput("--target: one object cannot have workers of two types; name one for each type")
+    return targets
 
 
 class _OfType(pydantic.BaseModel):
@@ -94,11 +113,8 @@ def followed_advice(text: str, where: str, targets: Mapping[str, ScaleTarget]) -
         field = ".".join(map(str, first["loc"])) or "advice"
         raise BadInput(f"{where}: {field}: {first['msg']}; expected a document of {SCHEMA}") from None
     of_types = {one.worker_type or "": one for one in advice.worker_types or ()} or {"": advice}
-    if targets.keys() != of_types.keys():
-        each = [f"{name}=deployment/NAME".lstrip("=") for name in of_types]
-        asked = " ".join(f"--target {shlex.quote(one)}" for one in each)
-        raise BadInput(f"--target: expected {asked}")
-    return [_followed(advice.model, one, where, targets[name]) for name, one in of_types.items()]
+    named = _of_each(targets, of_types)
+    return [_followed(advice.model, one, where, named[name]) for name, one in of_types.items()]
 
 
 def _followed(model: str, one: _OfType, where: str, target: ScaleTarget) -> Followed:
@@ -108,19 +124,33 @@ def _followed(model: str, one: _OfType, where: str, target: ScaleTarget) -> Foll
     return Followed(target, model, one.floor, one.ceiling, fallback, one.worker_type or "")
 
 
-def bounds(fleet: Deployment) -> tuple[int, int]:
-    """The fewest replicas that the plan's schedule has, and the plan's own."""
-    return max(min((s.workers for s in fleet.schedule), default=fleet.workers), 1), fleet.workers
+def _floors(fleet: Deployment) -> list[int]:
+    """The fewest workers of each type that the plan's schedule has; of one type, one at least."""
+    if len(fleet.groups) == 1:
+        return [_floor(fleet)]
+    mix = Fleet(fleet.groups)
+    stretches = [apportioned(mix, stretch.workers).groups for stretch in fleet.schedule] or [fleet.groups]
+    counts = [{group.worker_type: group.workers for group in groups} for groups in stretches]
+    return [min(of.get(group.worker_type, 0) for of in counts) for group in fleet.groups]
+
+
+def _floor(fleet: Deployment) -> int:
+    """The fewest workers that the plan's schedule has, one at least."""
+    return max(min((s.workers for s in fleet.schedule), default=fleet.workers), 1)
 
 
 def advise_words(fleet: Deployment, by_scaler: bool = False) -> list[str]:
-    """The `tokenfleet advise` that the ScaledObject follows. Raises BadInput as `followed_plan` does."""
-    worker_type = _one_type(fleet)
-    low, high = bounds(fleet)
-    words = ["tokenfleet", "advise", "dns:SERVICE:8000", "--model", fleet.model]
-    words += ["--gpu", str(worker_type.gpu), "--tp", str(worker_type.tp_degree), "--slo", fleet.slo_text]
-    words += ["--attainment", f"{fleet.attainment:g}", "--replicas", f"{low}..{high}"]
-    words += ["--cold-start", f"{fleet.cold_start_s:g}s"]
+    """The `tokenfleet advise` that the ScaledObjects follow. Raises BadInput as `followed_plan` does."""
+    types, words = _types(fleet), ["tokenfleet", "advise"]
+    for number, (group, low) in enumerate(zip(fleet.groups, _floors(fleet), strict=True)):
+        gpu, tp = str(group.worker_type.gpu), str(group.worker_type.tp_degree)
+        if len(types) == 1:
+            words += ["dns:SERVICE:8000", "--gpu", gpu, "--tp", tp]
+        else:
+            servers = f"servers=dns:SERVICE-{spec_name(fleet, number)}:8000"
+            words += ["--kind", f"gpu={gpu},tp={tp},min={low},max={group.workers},{servers}"]
+    words += ["--model", fleet.model, "--slo", fleet.slo_text, "--attainment", f"{fleet.attainment:g}"]
+    words += ["--replicas", f"{_floor(fleet)}..{fleet.workers}", "--cold-start", f"{fleet.cold_start_s:g}s"]
     return [*words, *asked_at(by_scaler)]
 
 
@@ -184,10 +214,13 @@ def _by_scaler(followed: Followed, scaler: str) -> dict[str, Any]:
     return {"type": "external-push", "metricType": "AverageValue", "metadata": metadata}
 
 
-def _one_type(fleet: Deployment) -> Any:
-    """The one type of worker that the fleet has."""
+def _types(fleet: Deployment) -> list[str]:
+    """The names by which an advice tells the fleet's worker types apart; "" of the only one. BadInput."""
     if fleet.unserved is not None:
         raise BadInput(f"keda: {fleet.unserved}")
-    if len(fleet.groups) > 1 or any(group.role != "any" for group in fleet.groups):
-        raise BadInput("keda: the advice is for one type of worker; plan with one --gpu and one --tp")
-    return fleet.groups[0].worker_type
+    if any(group.role != "any" for group in fleet.groups):
+        raise BadInput("keda: no advice is for prefill and decode workers; plan with --engine chunked")
+    names = [group.worker_type.name for group in fleet.groups]
+    if len(set(names)) < len(names):
+        raise BadInput(f"keda: fleet: expected each worker type once, got {', '.join(names)}")
+    return names if len(names) > 1 else [""]

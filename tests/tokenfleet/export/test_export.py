@@ -141,7 +141,7 @@ def hpa(current: int, scaled: dict[str, Any], wanted: int) -> int:
 
 def test_keda_follows_the_advice_to_the_replica_within_the_plans_bounds() -> None:
     many = fleet(fleet=[{"gpu": "h100-sxm", "tp_degree": 2, "workers": 24}])
-    scaled = keda(followed_plan(many, "stack"), "http://prometheus:9090")
+    scaled = keda(*followed_plan(many, "stack"), "http://prometheus:9090")
     assert [hpa(at, scaled, wanted) for at, wanted in ((11, 12), (20, 21), (21, 20), (5, 40), (5, 1))] == [
         12, 21, 20, 24, 3,
     ]  # fmt: skip
@@ -151,7 +151,7 @@ def test_keda_follows_the_advice_to_the_replica_within_the_plans_bounds() -> Non
 
 
 def test_keda_asks_for_the_gauge_that_advise_serves_of_the_model_that_is_served() -> None:
-    scaled = keda(followed_plan(fleet(), "stack"), "http://prometheus:9090")
+    scaled = keda(*followed_plan(fleet(), "stack"), "http://prometheus:9090")
     (trigger,) = scaled["spec"]["triggers"]
     query = f'max({WANTED}{{model="meta-llama/Llama-3.1-8B-Instruct"}})'
     assert trigger["metadata"]["query"] == query
@@ -198,6 +198,54 @@ def test_an_advice_becomes_a_scaledobject_of_the_operator_s_own_workload(
         query = f'max({WANTED}{{model="llama",worker_type="h100-sxm TP1"}})'
         assert trigger["metadata"]["query"] == query
         assert "--listen 0.0.0.0:9105" in text
+
+
+@pytest.mark.parametrize("scaler", [None, "advise:6000"])
+def test_a_plan_of_two_worker_types_becomes_a_scaledobject_of_each(
+    scaler: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [{"gpu": gpu, "tp_degree": 2, "workers": n} for gpu, n in (("h100-sxm", 4), ("a100-sxm", 1))]
+    (text,) = export_files(fleet(fleet=parts), ["keda"], ExportSettings(scaler=scaler), Path("o")).values()
+    objects = [checked_object(one) for one in yaml.safe_load_all(text)]
+    assert len({one["metadata"]["name"] for one in objects}) == 2
+    for one, gpu, bounds in zip(objects, ("h100", "a100"), ((2, 4, 4), (1, 1, 1)), strict=True):
+        spec, name = one["spec"], f"{gpu}-sxm TP2"
+        assert spec["scaleTargetRef"]["name"] == f"tokenfleet-{gpu}-sxm-tp2-deployment-vllm"
+        assert (spec["minReplicaCount"], spec["maxReplicaCount"], spec["fallback"]["replicas"]) == bounds
+        (trigger,) = spec["triggers"]
+        if scaler:
+            assert trigger["metadata"]["workerType"] == name
+        else:
+            labels = f'model="meta-llama/Llama-3.1-8B-Instruct",worker_type="{name}"'
+            assert trigger["metadata"]["query"] == f"max({WANTED}{{{labels}}})"
+    (line,) = [line for line in text.splitlines() if "tokenfleet advise" in line]
+    words = shlex.split(line.removeprefix("#"))
+    assert "gpu=h100-sxm,tp=2,min=2,max=4,servers=dns:SERVICE-h100-sxm-tp2:8000" in words
+    assert words[words.index("--replicas") + 1] == "3..5"
+    words[-2:] = ["--listen", "127.0.0.1:0"]  # refused last: all other flags are taken
+    assert main(words[1:]) == 2
+    assert "--listen: expected HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (["deployment/vllm"], "--target: expected --target 'h100-sxm TP2=deployment/NAME' --target 'a100"),
+        (
+            [f"{gpu}-sxm TP2=deployment/vllm" for gpu in ("h100", "a100")],
+            "--target: one object cannot have workers of two types",
+        ),
+    ],
+)
+def test_targets_that_are_not_those_of_a_plan_s_types_are_refused(
+    targets: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [{"gpu": f"{gpu}-sxm", "tp_degree": 2, "workers": 2} for gpu in ("h100", "a100")]
+    (tmp_path / "plan.json").write_text(json.dumps(plan(fleet=parts)))
+    words = ["export", "keda", "--plan", f"{tmp_path}/plan.json", "--output-dir", f"{tmp_path}/out"]
+    assert main([*words, *(f"--target={target}" for target in targets)]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 MIXED = [
@@ -269,7 +317,7 @@ def test_an_advice_that_keda_cannot_follow_is_one_line(
 
 
 def test_keda_asks_the_scaler_of_a_plan_s_own_advise() -> None:
-    settings = ExportSettings(scaler="advise:6000", target=ScaleTarget("Deployment", "vllm"))
+    settings = ExportSettings(scaler="advise:6000", targets={"": ScaleTarget("Deployment", "vllm")})
     ((_, text),) = export_files(fleet(), ["keda"], settings, Path("out")).items()
     assert "--scaler 0.0.0.0:6000" in text
     spec = checked_object(yaml.safe_load(text))["spec"]
@@ -446,9 +494,19 @@ def test_kustomize_renders_objects_that_their_apis_take() -> None:
             "production-stack: its router places requests round-robin, and the fleet was planned with spread",
         ),
         (
-            {"fleet": [{"gpu": gpu, "tp_degree": 2, "workers": 2} for gpu in ("h100-sxm", "a100-sxm")]},
+            {
+                "fleet": [
+                    {"gpu": "h100-sxm", "tp_degree": 2, "workers": 2, "role": role}
+                    for role in ("prefill", "decode")
+                ]
+            },
             "keda",
-            "keda: the advice is for one type of worker",
+            "keda: no advice is for prefill and decode workers",
+        ),
+        (
+            {"fleet": [{"gpu": "h100-sxm", "tp_degree": 2, "workers": 2}] * 2},
+            "keda",
+            "keda: fleet: expected each worker type once, got h100-sxm TP2, h100-sxm TP2",
         ),
         ({"policy": "psychic"}, "kuberay", "policy: no fleet runs 'psychic'"),
         (
