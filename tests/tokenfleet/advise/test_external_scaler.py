@@ -9,6 +9,9 @@ import pytest
 from controlplane.errors import BadInput
 from tokenfleet.advise.external_scaler import METRIC, SERVICE, TYPE, messages, scaler_at
 from tokenfleet.advise.gauges import AdviceGauges
+from tokenfleet.advise.target import ScaleTarget
+from tokenfleet.export.keda import Followed
+from tokenfleet.export.keda import keda as scaled_object
 
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("google.protobuf")
@@ -137,6 +140,36 @@ def test_of_several_worker_types_each_gets_its_own_number(tmp_path, keda, name, 
         assert said[1].startswith(answer)
     else:
         assert said.metricValues[0].metricValue == answer
+
+
+def test_the_scaledobjects_of_two_types_get_each_its_number_and_one_without_workers_is_not_active(
+    tmp_path, keda
+):
+    """The triggers that `export keda --scaler` writes, passed on as KEDA does."""
+    wanted = {"h100-sxm TP1": 4, "a100-sxm TP1": 0}
+    triggers = [
+        scaled_object(
+            Followed(ScaleTarget("Deployment", f"vllm-{n}"), "llama", 0, 8, 8, name), "", "advise:6000"
+        )["spec"]["triggers"][0]
+        for n, name in enumerate(wanted)
+    ]
+
+    async def talk(call):
+        said = []
+        for trigger in triggers:
+            entries = [keda.Entry(key=key, value=value) for key, value in trigger["metadata"].items()]
+            ref = keda.ScaledObjectRef(name="vllm", namespace="llm", scalerMetadata=entries)
+            (spec,) = (await call("GetMetricSpec", keda.GetMetricSpecResponse)(ref)).metricSpecs
+            asks = keda.GetMetricsRequest(scaledObjectRef=ref, metricName=spec.metricName)
+            (value,) = (await call("GetMetrics", keda.GetMetricsResponse)(asks)).metricValues
+            active = await call("IsActive", keda.IsActiveResponse)(ref)
+            stream = call("StreamIsActive", keda.IsActiveResponse, streams=True)(ref)
+            pushed = await stream.read()
+            stream.cancel()
+            said.append((value.metricValueFloat, active.result, pushed.result))
+        return said
+
+    assert asked(tmp_path, keda, wanted, talk) == [(4.0, True, True), (0.0, False, False)]
 
 
 def test_what_is_no_message_gets_an_error_and_the_next_one_an_answer(tmp_path, keda):
