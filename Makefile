@@ -4,9 +4,9 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # With `COVERAGE=1` the unit tests also say what they cover; they take a third more time.
 COVER := $(if $(COVERAGE),--cov=controlplane --cov=dataplane --cov=tokenfleet --cov-report=)
-# Of the long tests each commit runs a third, which its name picks: else two cores need half an hour.
-THIRD ?= $(shell echo $$(( 0x0$$(git rev-parse --short=7 HEAD 2> /dev/null) % 3 + 1 )))
-DAILY := -m 'not nightly' $(if $(filter all,$(THIRD)),,--third $(THIRD))
+# Of the long tests each commit runs a fifth, which its name picks: else two cores need more than half an hour.
+PART ?= $(shell echo $$(( 0x0$$(git rev-parse --short=7 HEAD 2> /dev/null) % 5 + 1 )))
+DAILY := -m 'not nightly' $(if $(filter all,$(PART)),,--part $(PART))
 LIVE := --dist loadscope --no-loadscope-reorder tests/live
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
 # Also where the environment tells Python to keep no compiled modules: each process of a fleet would compile
@@ -25,11 +25,11 @@ quick:  ## checks, and all tests that need no engine: no vLLM, torch or Ray is i
 	$(MAKE) --jobs 2 --output-sync=target check pure
 
 # What has one process runs beside something else, so that both cores have work: checks beside the installation.
-test:  ## set up everything, run all checks, and all tests but those of `nightly`; THIRD=all: every long one
+test:  ## set up everything, run all checks, and all tests but those of `nightly`; PART=all: every long one
 	$(MAKE) --jobs 2 --output-sync=line .venv/all kernels check
 	$(MAKE) unit
 	$(MAKE) live
-	@echo "Of the long tests, third $(THIRD) ran. THIRD=1, 2, 3 or all picks another."
+	@echo "Of the long tests, part $(PART) of 5 ran. PART=1 to 5 or all picks another."
 
 check: .venv/dev  ## ruff, mypy, import-linter, the bars of benchmarks/structure.py
 	$(BIN)/ruff check .

@@ -1,8 +1,10 @@
 """Fixtures shared by all tests."""
 
+from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
 
+import parts
 import pytest
 from checkout import BENCH_DATA
 from hypothesis import settings
@@ -24,23 +26,28 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--third", type=int, choices=(1, 2, 3), help="of tests marked `third`, run this one's")
+    numbers = range(1, parts.PARTS + 1)
+    parser.addoption("--part", type=int, choices=numbers, help="of the long tests, run this part's")
+    parser.addoption("--keep-seconds", action="store_true", help="write down what tests take")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests of the other two thirds."""
-    asked = config.getoption("third")
-    left_out = [item for item in items if asked and _third(item) not in (None, asked)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    """Leave out long tests of the other parts."""
+    if part := config.getoption("part"):
+        dealt = (item.nodeid for item in items if not item.get_closest_marker("always"))
+        others = parts.others(dealt, part)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
+        items[:] = [item for item in items if item.nodeid not in others]
 
 
-def _third(item: pytest.Item) -> int | None:
-    """A test's third. One without runs always."""
-    mark = item.get_closest_marker("third")
-    if mark is not None and mark.args not in ((1,), (2,), (3,)):
-        raise pytest.UsageError(f"{item.nodeid}: third: expected 1, 2 or 3, got {mark.args}")
-    return mark.args[0] if mark else None
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("keep_seconds"):
+        took_s: defaultdict[str, float] = defaultdict(float)
+        for reports in terminalreporter.stats.values():
+            for one in reports:
+                if isinstance(one, pytest.TestReport):
+                    took_s[one.nodeid] += one.duration
+        parts.keep(took_s)
 
 
 @pytest.fixture(scope="session")

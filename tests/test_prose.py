@@ -152,6 +152,7 @@ def docstrings(path: Path) -> Iterator[str]:
             yield from "\n".join(prose).split("\n\n")
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("room", [*ROOMS, *TESTS])
 def test_public_docstrings_are_short_sentences_in_the_fields_words(room: str) -> None:
     prose = prose_of(p for path in (ROOT / room).rglob("*.py") for p in docstrings(path))

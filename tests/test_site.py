@@ -16,6 +16,7 @@ def test_the_list_for_programs_has_every_page_with_a_sentence() -> None:
     assert all(line.partition("): ")[2] for line in lines)
 
 
+@pytest.mark.always
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed")
 def test_the_site_is_built_without_a_warning_and_a_dead_link_ends_the_build(tmp_path: Path) -> None:
     shutil.copyfile(ROOT / "mkdocs.yml", tmp_path / "mkdocs.yml")

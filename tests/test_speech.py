@@ -15,6 +15,7 @@ def test_names_that_stay_are_no_such_terms(said: str) -> None:
     assert not TERMS.search(said)
 
 
+@pytest.mark.always
 def test_no_term_outside_the_glossary_is_read() -> None:
     assert spoken(pages()).matches(TERMS) == []
 

@@ -187,7 +187,6 @@ async def gateway_story():
     return await Gateway().play()
 
 
-@pytest.mark.third(2)
 def test_both_planes_place_and_turn_away_the_same_requests_in_the_same_order():
     placed, away = simulated_story()
     live_placed, live_away = asyncio.run(gateway_story())

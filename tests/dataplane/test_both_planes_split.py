@@ -192,7 +192,6 @@ def simulated(load, classes, profile, roles):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("fleet", FLEETS)
-@pytest.mark.third(1)
 def test_both_planes_count_what_is_left_of_a_prompt_in_progress_and_place_alike(fleet, seed):
     load, classes = a_load(seed)
     placed, looks = simulated(load, classes, *FLEETS[fleet])

@@ -113,7 +113,6 @@ print(sum(decode_base_s._cache_misses.values()), sum(decode_base_s._cache_hits.v
 """
 
 
-@pytest.mark.third(1)
 def test_kernels_that_a_wheel_brings_for_every_cpu_are_loaded_not_compiled(tmp_path):
     built, bought = tmp_path / "built", tmp_path / "bought"
     assert python(CALL, built, NUMBA_CPU_NAME="generic").stdout == "ready\n1 0\n"

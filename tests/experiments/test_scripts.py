@@ -53,7 +53,6 @@ def test_there_are_experiments_in_every_folder() -> None:
     assert {Path(script).parent.name for script in EXPERIMENTS} == set(FOLDERS)
 
 
-@pytest.mark.third(1)
 def test_held_out_errors_are_as_the_readme_says_and_the_command_is_that_of_the_shell(
     bench_data: Path,
 ) -> None:

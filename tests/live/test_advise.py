@@ -14,8 +14,6 @@ from checkout import ROOT
 
 from harness.served import free_port, plain_server, session, stream
 
-pytestmark = pytest.mark.third(3)
-
 REQUESTS = 40
 LOOKS = 40  # in which a condition has to come
 

@@ -8,12 +8,9 @@ import sys
 import threading
 from contextlib import contextmanager
 
-import pytest
 from checkout import ROOT
 from counted_servers import busy
 from fake_kubernetes import FakeKubernetes, kubeconfig, serving
-
-pytestmark = pytest.mark.third(3)
 
 COMMAND = [
     *(sys.executable, "-m", "tokenfleet", "advise", "--selector", "app=vllm", "--gpu", "h100"),

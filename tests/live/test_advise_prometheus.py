@@ -19,7 +19,7 @@ from harness.served import free_port
 PROGRAM = shutil.which("prometheus")
 LOOKS = 60  # in which a condition has to come
 START_S = 60.0
-pytestmark = [pytest.mark.third(3), pytest.mark.skipif(PROGRAM is None, reason="prometheus is not installed")]
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="prometheus is not installed")
 
 
 class Page:

@@ -18,8 +18,6 @@ from tokenfleet.cli.main import main
 from tokenfleet.service.data_folder import VERSIONS, Database
 from tokenfleet.service.jobs import Jobs
 
-pytestmark = pytest.mark.third(1)
-
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):

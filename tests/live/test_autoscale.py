@@ -8,8 +8,6 @@ from checkout import ROOT
 from raw_stream import session, stream
 from served_fleet import serve
 
-pytestmark = pytest.mark.third(3)
-
 HOLD = "3s"
 
 

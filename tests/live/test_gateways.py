@@ -12,8 +12,6 @@ from raw_stream import session, stream
 from served_fleet import serve
 from span_collector import Collector, facts
 
-pytestmark = pytest.mark.third(3)
-
 BODY = {"model": "tiny-llama", "prompt": "def main(", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
 LONG = 300  # tokens: seconds on these engines
 

@@ -11,7 +11,7 @@ from conftest import pair_of_workers
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.kv_messages import KvLoad, Transfer
 
-pytestmark = [pytest.mark.live, pytest.mark.third(2)]
+pytestmark = pytest.mark.live
 A, B = WorkerId("a"), WorkerId("b")
 KV, BLOCK = 2048, 32  # tokens
 TURNS = 6

@@ -9,8 +9,6 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.third(1)
-
 PROMPTS = [f"Host {n}, tell a long story." for n in range(4)]
 TOKENS = 600
 

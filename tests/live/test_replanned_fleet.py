@@ -13,8 +13,6 @@ from made_plans import document_of, plan_json
 from raw_stream import session, stream
 from served_fleet import serve
 
-pytestmark = pytest.mark.third(3)
-
 MODEL, STREAMS, TOKENS = "llama-3.1-8b", 24, 400
 TPOT_S = 0.0067  # which an H100 misses alone, and two meet
 WEIGHT = {"h100-sxm TP1": 1.0, "h100-sxm TP2": 2.0}

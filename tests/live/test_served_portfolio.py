@@ -15,8 +15,6 @@ from test_autoscale import check_whole, four_seats
 from controlplane.types import Slo
 from tokenfleet.cli.main import main
 
-pytestmark = pytest.mark.third(2)
-
 GPUS = 4
 MODELS, ADAPTER = ("chat", "code", "mail"), "support"  # of chat
 

@@ -55,7 +55,6 @@ def test_without_a_profile_it_was_measured_before_it_served_and_places_by_target
     assert times["step"]["per_prefill_token_s"] > 0
 
 
-@pytest.mark.third(1)
 def test_its_metrics_calibrate_a_profile_of_another_machine(vllm_fleet, tmp_path, capsys):
     async def traffic():
         calibrate = [
@@ -114,7 +113,6 @@ UNEVEN = (400, 1400, 600, 1200, 800, 1000) * 2
 MOST_ROUNDS = 200  # of streams, until something holds
 
 
-@pytest.mark.third(1)
 def test_a_restart_under_streams_loses_and_repeats_nothing(vllm_fleet):
     leaves = ""
 
@@ -154,7 +152,6 @@ def test_a_restart_under_streams_loses_and_repeats_nothing(vllm_fleet):
     assert ("migrate", f"{leaves} is being replaced; done") in told, told
 
 
-@pytest.mark.third(2)
 def test_what_workers_have_cached_is_known_before_they_are_asked(vllm_fleet):
     def prefix_tokens():
         told = [w["prefix_tokens"] for w in workers(vllm_fleet)]
@@ -187,6 +184,7 @@ def test_what_workers_have_cached_is_known_before_they_are_asked(vllm_fleet):
 
 # `test_worker_actor` holds that a worker ends an engine that hangs; it is then lost as a killed one is.
 # `test_model_families` kills the worker's own process.
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("ends", "why"),
     [
@@ -218,7 +216,6 @@ def test_streams_go_on_when_a_worker_dies_or_hangs_and_another_takes_its_place(
     assert not select.select([vllm_fleet.process.stdout], [], [], 0)[0]  # which has had its one line
 
 
-@pytest.mark.third(1)
 def test_streams_go_on_when_the_core_is_killed_and_its_successor_adopts_the_engines(vllm_fleet, undisturbed):
     def kill():
         os.kill(vllm_fleet.ask("GET", "/v1/fleet")["core"]["pid"], signal.SIGKILL)
@@ -232,6 +229,7 @@ def test_streams_go_on_when_the_core_is_killed_and_its_successor_adopts_the_engi
     assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
 
 
+@pytest.mark.always
 def test_a_drain_under_load_loses_and_repeats_nothing_and_takes_what_is_cached_along(vllm_fleet, undisturbed):
     def told(worker):
         return next(w["prefix_tokens"] for w in workers(vllm_fleet) if w["worker"] == worker)
@@ -288,7 +286,6 @@ def is_whole(got, tokens):
 
 
 # It is the last test: one worker is left, and no test needs two.
-@pytest.mark.third(3)
 def test_a_burst_asks_for_another_worker_and_every_stream_ends_whole(vllm_fleet):
     vllm_fleet.until(lambda: not any(used_blocks(vllm_fleet)))
     vllm_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})

@@ -13,8 +13,6 @@ from tokenfleet.whatifs import run
 from tokenfleet.whatifs.axes import grid
 from tokenfleet.whatifs.view import whatif_json
 
-pytestmark = pytest.mark.third(3)
-
 pytest.importorskip("ray")
 
 

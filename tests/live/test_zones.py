@@ -19,8 +19,6 @@ from controlplane.perfmodel.profile import KvModel
 from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.profiles.form import profile_document
 
-pytestmark = pytest.mark.third(1)
-
 ZONE, MARKET = "ray.io/availability-zone", "ray.io/market-type"
 ENGINE_FLAGS = ("--dtype", "float32", "--max-model-len", "4096")
 CPU = replace(worker("cpu"), model="tiny-llama", kv=KvModel(8192, 16, bytes_per_token=2048))

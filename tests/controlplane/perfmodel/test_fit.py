@@ -42,7 +42,6 @@ positive = st.floats(0.1, 10.0)
 
 
 @given(st.tuples(positive, positive, positive, positive))
-@pytest.mark.third(2)
 def test_a_made_model_is_recovered(scale: tuple[float, ...]) -> None:
     made = StepModel(0.01 * scale[0], 4e-5 * scale[1], 3e-5 * scale[2], 8e-8 * scale[3])
     fit = fit_step(grid(made))
@@ -91,7 +90,6 @@ def test_what_prefilling_at_all_costs_is_found_among_steps_that_mostly_decode() 
 
 @given(st.integers(0, 2**31), st.floats(0.0, 0.5))
 @settings(max_examples=30)
-@pytest.mark.third(1)
 def test_coefficients_are_never_negative_and_predictions_grow(seed: int, noise: float) -> None:
     model = fit_step(grid(PLAIN, noise, seed)).model
     values = [model.base_s, model.per_prefill_token_s, model.per_sequence_s, model.per_context_token_s]
@@ -155,7 +153,6 @@ def test_steps_told_of_as_far_too_short_or_long_do_not_lead_the_robust_fit(
 
 @given(st.integers(0, 30), st.sampled_from([0.01, 0.05, 0.1]), st.sampled_from([0, 1, 2, 6]))
 @settings(max_examples=20, deadline=None)
-@pytest.mark.third(1)
 def test_steps_that_something_else_held_up_are_told_from_noise(seed: int, noise: float, stops: int) -> None:
     samples = grid(PLAIN, noise, seed)
     far = np.random.default_rng(seed).choice(len(samples), stops, replace=False)

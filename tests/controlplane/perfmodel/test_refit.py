@@ -174,7 +174,6 @@ def hostile(n: int, rng: np.random.Generator, tail: float, slow: float) -> np.nd
 
 @given(st.floats(2.0, 6.0), st.floats(0.0, 0.3), st.integers(0, 99))
 @settings(max_examples=8, deadline=None)
-@pytest.mark.third(3)
 def test_heavy_tailed_noise_does_not_make_it_worse_than_a_profile_that_is_right(
     tail: float, slow: float, seed: int
 ) -> None:
@@ -193,7 +192,6 @@ def test_heavy_tailed_noise_does_not_make_it_worse_than_a_profile_that_is_right(
 
 @given(st.sampled_from([1 / 1.3, 1.3]), st.integers(0, 99))
 @settings(max_examples=8, deadline=None)
-@pytest.mark.third(1)
 def test_a_change_is_in_force_from_its_alarm_on_and_what_was_before_when_it_is_over(
     change: float, seed: int
 ) -> None:

@@ -126,7 +126,6 @@ def expected_by_hand(state, w: int, r: int, in_use: bool) -> int:
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**40), st.sampled_from(BY_CACHE))
-@pytest.mark.third(1)
 def test_what_is_expected_of_a_worker_is_what_it_has_and_what_those_at_it_will_store(seed, policy):
     rng = np.random.default_rng(seed)
     load = random_load(rng, 60, 3, 60.0)
@@ -281,7 +280,6 @@ def counted_by_hand(state, w: int, r: int) -> tuple[int, int]:
 
 @settings(max_examples=90)
 @given(st.integers(0, 2**40), st.sampled_from([None, host_of(200), host_of(2000)]))
-@pytest.mark.third(1)
 def test_spread_takes_the_worker_with_least_added_work_among_those_that_may(seed, host):
     rng = np.random.default_rng(seed)
     load = random_load(rng, 90, 3, 60.0)

@@ -94,7 +94,6 @@ def stories(count, minutes=60, **more):
 
 
 @pytest.mark.parametrize("many", [80, pytest.param(200, marks=pytest.mark.nightly)])
-@pytest.mark.third(1)
 def test_a_right_line_is_left_alone_in_19_stories_of_20(many):
     told = stories(many)
     changed = [s for s in told if s.notes]

@@ -138,7 +138,6 @@ spells = st.tuples(
 @settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(st.integers(1, 3), st.integers(1, 2), st.lists(spells, min_size=2, max_size=6))
 @example(2, 1, [(8, 3.0, (200, 100), True), (40, 0.4, (30, 300), True), (60, 0.1, (1000, 20), True)])
-@pytest.mark.third(3)
 def test_nothing_scales_in_while_requests_wait_without_news_or_within_the_window(kinds, each, load):
     types = TYPES[:kinds]
     fleet = FluidFleet(types, {t.name: each for t in types})

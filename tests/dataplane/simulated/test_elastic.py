@@ -60,7 +60,6 @@ def most(record):
     return max(wanted for _, wanted, _ in record.changes)
 
 
-@pytest.mark.third(3)
 def test_the_fleet_follows_a_burst_up_and_down_and_everyone_is_served():
     workload = traffic()
     outcome, record = run(workload, ElasticSettings(1, cold_start_s=10.0))
@@ -152,7 +151,6 @@ def test_the_emptiest_worker_is_drained_or_the_last_one_where_a_system_does_that
     assert drained == slot
 
 
-@pytest.mark.third(2)
 def test_the_same_inputs_give_the_same_fleet():
     first, second = (run(traffic(1), ElasticSettings(1, cold_start_s=10.0))[1] for _ in range(2))
     assert first == second
@@ -188,7 +186,6 @@ def run_mixed(*profiles, start, decide=None):
     )
 
 
-@pytest.mark.third(3)
 def test_a_mix_shifts_with_demand_loses_nothing_and_costs_less_than_either_kind_alone(monkeypatch):
     check_every_round(monkeypatch)
     outcome, record = run_mixed(SMALL, BIG, start={"made TP1": 1})

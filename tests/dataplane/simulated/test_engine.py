@@ -12,6 +12,7 @@ from dataplane.simulated.simulate import WorkerSpec, simulate
 CASES = 500  # of each mode
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("mode", [EngineMode.PREFILL_FIRST, EngineMode.CHUNKED])
 def test_every_time_is_that_of_going_step_by_step(mode):
     preempted = 0
@@ -31,7 +32,6 @@ def test_every_time_is_that_of_going_step_by_step(mode):
     assert preempted > CASES  # or the cases would not test preemption
 
 
-@pytest.mark.third(1)
 def test_an_engine_that_plans_ahead_gives_first_tokens_a_step_later():
     late = waited = 0
     for case in range(CASES):
@@ -53,7 +53,6 @@ def test_an_engine_that_plans_ahead_gives_first_tokens_a_step_later():
     assert waited > CASES  # on idle engines, and behind a spent budget
 
 
-@pytest.mark.third(3)
 def test_split_phases_hand_over_as_the_reference_does():
     for case in range(CASES):
         rng = np.random.default_rng([case, 8])

@@ -71,7 +71,6 @@ def attainment(ttft_s, tpot_s):
 
 
 @pytest.mark.parametrize("name", SERVED)
-@pytest.mark.third(1)
 def test_the_day_before_predicts_time_per_token_and_attainment(profile, replays, name):
     ran = live(replays[name])
     said = simulated(profile, replays[name], *SERVED[name])

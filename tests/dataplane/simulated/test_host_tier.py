@@ -59,7 +59,6 @@ def to_the_end(state) -> None:
     advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
 
 
-@pytest.mark.third(2)
 def test_loads_stores_evictions_and_times_are_those_of_going_block_by_block():
     seen_at_all = {"loaded": 0, "evicted": 0, "preempted": 0, "both": 0}
 

@@ -317,7 +317,6 @@ def test_a_tick_that_moves_nothing_changes_nothing():
         np.testing.assert_allclose(ticked.finish_s, plain.finish_s, rtol=0, atol=1e-9)
 
 
-@pytest.mark.third(3)
 def test_heartbeats_passed_in_compiled_code_change_nothing():
     """`drive` with its own tick passes them, with one that it is given it runs each."""
     moved = waited = 0

@@ -75,7 +75,6 @@ def to_the_end(state) -> None:
     advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
 
 
-@pytest.mark.third(2)
 def test_hits_times_preemptions_and_evictions_are_those_of_going_block_by_block():
     seen_at_all = {"preempted": 0, "evicted": 0, "cached": 0}
 

@@ -32,7 +32,6 @@ def ranked(rng, of):
 
 
 @pytest.mark.parametrize("of", ["data", "pipeline"])
-@pytest.mark.third(1)
 def test_every_time_is_that_of_ranks_that_take_each_step_together(of):
     preempted = together = 0
     for case in range(CASES):

@@ -16,7 +16,6 @@ CPU = Bench(torch.device("cpu"), is_quick=True)
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
-@pytest.mark.third(3)
 def test_every_part_of_a_call_runs_on_a_cpu(call, tmp_path):
     answer = run_call(CPU, call, tmp_path / "call.json")
     assert json.loads((tmp_path / "call.json").read_text()) == answer

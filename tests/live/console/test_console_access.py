@@ -4,8 +4,6 @@ import pytest
 
 from console.browser import told
 
-pytestmark = pytest.mark.third(2)
-
 PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True}
 DARK = {"color_scheme": "dark"}
 LOOKS = pytest.mark.parametrize("settings", [{}, PHONE | DARK], ids=["light desktop", "dark phone"])

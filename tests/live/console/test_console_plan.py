@@ -13,8 +13,6 @@ from checkout import ROOT
 
 from console.browser import HOSTILE, QUICK, submitted
 
-pytestmark = pytest.mark.third(2)
-
 
 def test_pages_may_run_nothing_but_their_own_files(api):
     for path in ("/", "/plan", "/portfolio", "/live", "/console/console.css", "/console/plan_page.js"):

@@ -10,8 +10,6 @@ from checkout import ROOT
 from console.browser import HOSTILE
 from console.test_console_access import LOOKS, overflow, violations
 
-pytestmark = pytest.mark.third(3)
-
 # Planned in seconds; one H100 more than the two models need has no price.
 TEXT = """schema: tokenfleet.portfolio/1
 limits: {gpus: {h100: 9}, spot-share: 0.6}

@@ -47,7 +47,6 @@ def rows():
     return list(day().rows((BASELINES[0], RAY_SERVE)))
 
 
-@pytest.mark.third(2)
 def test_every_rule_serves_the_day_and_the_optimum_meets_the_target_for_least(rows):
     chosen = [best(tried, 0.99) for tried in rows]
     assert [row.rule for row in chosen[:4]] == [HINDSIGHT, ADVICE, TOLERANT, PLACED]
@@ -75,7 +74,6 @@ def test_of_a_baselines_targets_the_cheapest_that_meets_is_shown_else_the_best(r
     assert best(tried, 1.1).attainment == max(row.attainment for row in tried)
 
 
-@pytest.mark.third(3)
 def test_a_replay_gives_the_same_numbers_again():
     load = day(9)
     assert list(load.rows(())) == list(load.rows(()))
@@ -172,7 +170,6 @@ def mixed_day():
     return replace(alone, settings=replace(alone.settings, scaling=Autoscale(1, 100).settings((h100, a100))))
 
 
-@pytest.mark.third(2)
 def test_a_mix_is_replayed_within_the_bounds_of_each_type_beside_an_hpa_for_each():
     asked = mixed_day()
     chosen = [best(tried, 0.99) for tried in asked.rows(BASELINES[:1])]

@@ -140,7 +140,6 @@ def test_no_name_and_no_server_are_refused(tmp_path):
     assert pages(file=tmp_path / "servers.txt") == [{}]
 
 
-@pytest.mark.third(1)
 def test_a_watch_ends_in_a_plan_for_the_traffic_seen(tmp_path, capsys):
     words = ["--gpu", "h100", "--every", "1s", "--plan", "10s", "--output-dir", str(tmp_path / "out")]
     with busy() as address:

@@ -176,7 +176,6 @@ def test_kinds_are_read_with_their_servers_last():
     assert (other.low, other.high, other.servers, other.is_listed) == (1, None, "a-0:8000,dns:a:8000", True)
 
 
-@pytest.mark.third(2)
 def test_the_command_advises_and_applies_for_each_type(tmp_path, capsys):
     """Two servers over HTTP, under traffic; the first advice, in JSON, and what it would set."""
     script = tmp_path / "scale.sh"

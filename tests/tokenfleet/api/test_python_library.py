@@ -175,7 +175,6 @@ def test_examples_in_docstrings_run() -> None:
     assert doctest.testmod(inputs).failed == 0
 
 
-@pytest.mark.third(1)
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(NOTEBOOK.parent)
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))

@@ -63,7 +63,6 @@ def test_the_way_that_kv_took_is_named_with_its_pace():
     assert _way({"ways": {}, "bytes_per_s": 2.4e9}).says == "by nothing yet: 2.40 GB/s"
 
 
-@pytest.mark.third(2)
 def test_engines_that_do_not_start_are_one_line_with_serve_s_reason(tmp_path):
     pytest.importorskip("vllm", reason="vLLM is not installed (requirements/live-cpu.txt)")
     with pytest.raises(BadInput, match=r"^--engine: --model: /no/such: no such folder$"):

@@ -41,6 +41,7 @@ def test_the_commands_of_the_page_print_what_it_says(
     assert Path("first-plan/report.html").is_file()
 
 
+@pytest.mark.always
 def test_the_demo_prints_the_answer_that_the_readme_explains(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

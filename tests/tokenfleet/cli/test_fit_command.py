@@ -263,7 +263,6 @@ def made_log(requests: int = 60, made_by: Profile = TRUE_ENGINE) -> RequestLog:
 @pytest.mark.parametrize(
     ("sum_sq_s", "request_s"), [pytest.param(0.0, 0.0, marks=pytest.mark.nightly), (2e-8, 0.04)]
 )
-@pytest.mark.third(3)
 def test_a_log_made_by_the_simulator_gives_its_latencies_back(sum_sq_s: float, request_s: float) -> None:
     made_by = engine(replace(TRUTH, per_prefill_sum_sq_s=sum_sq_s))
     log = made_log(made_by=replace(made_by, frontend=Frontend(request_s)))
@@ -308,7 +307,6 @@ def test_the_real_log_is_read_whole(bench_data: Path) -> None:
     assert abs(errors.ttft_p99) < 0.02
 
 
-@pytest.mark.third(1)
 def test_two_steps_in_a_hundred_that_were_stopped_do_not_shift_a_fit_and_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

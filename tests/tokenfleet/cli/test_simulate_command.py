@@ -297,7 +297,6 @@ def test_agents_without_sessions_to_run_are_said(talks: Path, capsys: pytest.Cap
     assert "warning: --agents: 2,000; 10 at most run at once" in capsys.readouterr().err
 
 
-@pytest.mark.third(2)
 def test_the_most_agents_hold_the_target_with_confidence_and_are_no_more_than_on_the_trace(
     talks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,7 +47,6 @@ def test_bad_input_is_one_line_and_code_two(flags, line, capsys):
     assert line in told[0]
 
 
-@pytest.mark.third(3)
 def test_a_picker_serves_health_over_tls_to_clients_of_its_authority_and_ends_on_a_signal(tmp_path):
     """gRPC's own client asks, once with a certificate and once without."""
     grpc = pytest.importorskip("grpc")

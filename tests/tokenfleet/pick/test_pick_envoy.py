@@ -86,7 +86,6 @@ def test_streams_reach_the_servers_that_were_chosen_and_the_ledger_is_empty_afte
     assert rows["queued_s"].is_null().sum() == 0
 
 
-@pytest.mark.third(1)
 def test_large_bodies_pass_whole_and_larger_ones_get_413(tmp_path):
     async def story():
         async with fronted(tmp_path) as front:

@@ -139,7 +139,6 @@ def test_after_any_order_of_events_the_ledger_holds_what_runs_and_then_nothing(s
 
 
 @given(st.lists(st.binary(max_size=80), max_size=6))
-@pytest.mark.third(2)
 def test_any_bytes_are_messages_or_refused(some):
     async def story(fleet):
         gateway = Gateway(fleet)

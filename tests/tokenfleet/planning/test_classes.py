@@ -61,7 +61,6 @@ def planned(
         return make_plan(numbered, kinds, request, inputs, threads, explained=explained)
 
 
-@pytest.mark.third(2)
 def test_one_named_class_is_the_plain_plan_exactly() -> None:
     workload = poisson(10.0, 700)
     plain = plan_json(planned(workload, asked("ttft=500ms,tpot=30ms", attainment=0.95), explained=True))
@@ -86,7 +85,6 @@ def two() -> Plan:
     return planned(mixed(24.0, 1800), asked(CHAT, BATCH), explained=True)
 
 
-@pytest.mark.third(1)
 def test_each_class_has_its_own_target_at_once_in_as_many_worlds_as_the_confidence_asks(two: Plan) -> None:
     assert two.best is not None
     assert two.best.estimate is not None
@@ -151,7 +149,6 @@ def pooled() -> Plan:
     return planned(mixed(16.0, 800), asked(CHAT, BATCH), explained=True, types=(2.0, 0.3), slower=2.5)
 
 
-@pytest.mark.third(2)
 def test_a_pool_of_the_kinds_that_classes_would_have_for_themselves_is_cheaper_than_one_kind(
     pooled: Plan,
 ) -> None:
@@ -191,7 +188,6 @@ def test_a_budget_below_any_one_kind_is_kept_by_a_pool(pooled: Plan) -> None:
 @pytest.mark.parametrize(
     ("rate_rps", "slower", "usd", "seed"), [(16.0, 2.5, 0.3, 0), (18.0, 2.5, 0.2, 1), (14.0, 4.0, 0.15, 2)]
 )
-@pytest.mark.third(3)
 def test_no_cheaper_pool_holds_by_trying_every_count(
     rate_rps: float, slower: float, usd: float, seed: int
 ) -> None:
@@ -434,7 +430,6 @@ def test_draws_of_few_requests_whose_times_differ_leave_the_deadline_as_it_is() 
         assert (outcome.ttft_target_s[outcome.workload.slo_class == 1] == 1500.0).all()
 
 
-@pytest.mark.third(1)
 def test_a_schedule_holds_work_that_can_wait_back_for_the_valley_and_every_class_holds_under_it() -> None:
     """Ten minutes of rush, then calm; what arrives in the rush is due when it is calm."""
     rng = np.random.default_rng(5)

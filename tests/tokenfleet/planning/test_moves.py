@@ -56,7 +56,6 @@ def few_replicates() -> None:
     """As many as plans have: what moves save depends on the draws."""
 
 
-@pytest.mark.third(3)
 def test_a_plan_moves_requests_by_default_and_says_how_many_fewer_are_late() -> None:
     load = memory_bound(8.0, output=300)
     plan = with_moves(load, 2500, Slo(2.0, 0.04), 0.95)
@@ -78,7 +77,6 @@ def test_a_plan_moves_requests_by_default_and_says_how_many_fewer_are_late() -> 
     )
 
 
-@pytest.mark.third(2)
 def test_a_worker_that_moves_save_is_not_planned() -> None:
     load, slo = memory_bound(8.0, output=300), Slo(1.0, 0.05)
     still = with_moves(load, 3000, slo, 0.94, policy="spread", explained=False)

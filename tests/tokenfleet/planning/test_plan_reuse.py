@@ -54,7 +54,6 @@ def test_a_plan_with_caches_needs_fewer_workers_than_one_without(shared: Plan) -
     assert alone.best.hit_rate is None
 
 
-@pytest.mark.third(3)
 def test_what_a_plan_has_replayed_is_remembered_and_changes_nothing(shared: Plan) -> None:
     memory = Replayer(draws=False)
     plain, remembering = (
@@ -291,7 +290,6 @@ def test_a_fleet_is_judged_by_its_hardest_replicates_as_by_all() -> None:
     assert verdicts == {True, False}, "a load on which all are alike shows nothing"
 
 
-@pytest.mark.third(3)
 def test_a_plan_holds_the_time_of_sessions_too() -> None:
     workload, easy = crowd(120), Slo(20.0, 0.5)
     types = [worker_type(worker(kv=KV))]

@@ -148,7 +148,6 @@ def test_a_tpot_below_the_step_s_base_is_loosened_alone() -> None:
     assert plan.nearest.slo.tpot_s > 0.010
 
 
-@pytest.mark.third(3)
 def test_limits_bind_and_the_nearest_target_stays_within_them() -> None:
     workload = poisson(rate_rps=20.0, requests=1500)
     plan = planned(workload, max_gpus=2)

@@ -175,7 +175,6 @@ def test_the_command_line_says_the_schedule_s_price_and_refuses_reclaims_without
     assert "--output-scale: must be above 0" in capsys.readouterr().err
 
 
-@pytest.mark.third(3)
 def test_a_plan_shows_the_phases_of_its_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(two_rates((2.0, 8.0), 300.0), tmp_path / "trace.csv")
     write_profile(worker(), tmp_path / "worker.yaml")

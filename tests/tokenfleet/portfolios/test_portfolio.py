@@ -95,7 +95,6 @@ def peaks(plan, gpu):
     return [window[gpu] for window in plan["gpus"]]
 
 
-@pytest.mark.third(2)
 def test_without_limits_each_model_has_the_gpus_it_would_have_alone(planned):
     plan = planned("{}")
     assert [model["gpu"] for model in plan["models"]] == ["made-gpu", "made-gpu"]
@@ -130,7 +129,6 @@ def test_the_library_says_what_limits_allow_no_fleet_and_names_a_faulty_file(ask
         tf.portfolio(tmp_path / "none.yaml")
 
 
-@pytest.mark.third(3)
 def test_one_models_night_is_anothers_day(planned):
     alone = planned("{}")
     whole = sum(model["plan"]["gpus"] for model in alone["models"])
@@ -166,7 +164,6 @@ models: [{{name: one, trace: {one}}}, {{name: two, trace: {two}}}]
 
 
 @pytest.mark.parametrize("most", [2, 3])
-@pytest.mark.third(2)
 def test_no_other_choice_of_mixes_within_the_limits_is_cheaper(folder, tmp_path, most):
     rng = np.random.default_rng(7)
     for name, rate in (("one", 10.0), ("two", 14.0)):
@@ -245,7 +242,6 @@ def test_zones_too_small_for_a_model_say_what_to_raise(asked):
 SPOT = "prices: prices.yaml, spot: [no, yes], reclaims-per-h: 0.01, cold-start: 1s"
 
 
-@pytest.mark.third(3)
 def test_the_share_on_spot_is_held_at_every_time(planned):
     plans = {share: planned(f"{{spot-share: {share}}}", defaults=SPOT) for share in (0, 0.5, 1)}
     assert [sum(model["spot"] for model in plan["models"]) for plan in plans.values()] == [0, 2, 2]
@@ -262,7 +258,6 @@ def test_the_share_on_spot_is_held_at_every_time(planned):
 
 
 @pytest.mark.parametrize(("reclaims", "spares"), [(0.01, 0), (1, 1)])
-@pytest.mark.third(2)
 def test_a_model_alone_is_on_demand_as_far_as_its_share_on_spot_asks_at_every_time(
     asked, planned, folder, reclaims, spares
 ):
@@ -450,7 +445,6 @@ def test_a_models_classes_are_those_of_plan(folder):
         assert [one.name for one in model.asked[0].slo_classes] == ["chat", "batch"]
 
 
-@pytest.mark.third(2)
 def test_an_adapters_requests_are_its_models_and_what_they_add_is_told(asked, folder):
     save(busy(early=True), folder / "support.csv")
     adapter = "models:\n- {{name: support, adapter-of: early, trace: [support.csv]}}\n"

@@ -47,7 +47,6 @@ def test_what_is_composed_is_asked_of_no_engine(
 
 
 @needs_tables
-@pytest.mark.third(3)
 def test_a_composed_profile_says_what_it_is_made_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,7 +226,6 @@ def test_windows_are_counted_from_attention_to_all_tokens() -> None:
 
 
 @needs_tables
-@pytest.mark.third(3)
 def test_windows_without_tables_are_counted_and_said(tmp_path: Path) -> None:
     from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
@@ -247,7 +245,6 @@ def test_windows_without_tables_are_counted_and_said(tmp_path: Path) -> None:
 
 
 @needs_tables
-@pytest.mark.third(2)
 def test_a_mixture_is_fitted_with_the_experts_it_touches() -> None:
     from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 

@@ -136,7 +136,6 @@ def test_the_fewest_workers_are_those_of_brute_force_in_every_window(tmp_path):
     check_adds_up(one)
 
 
-@pytest.mark.third(2)
 def test_every_part_says_what_was_done_wrong(tmp_path):
     rate = 12.0
     rows, right = requests([rate] * 4), asked(RULE, RULE.slope, rate)
@@ -177,7 +176,6 @@ RULE_LINE = (RULE.slope, RULE.intercept, RULE.given_slope, RULE.low, RULE.high)
 
 
 @given(st.data())
-@pytest.mark.third(1)
 def test_the_parts_of_any_log_add_up(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("any")
     states = st.integers(0, 3)

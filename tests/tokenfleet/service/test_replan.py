@@ -226,7 +226,6 @@ def due_service(due_folder, tmp_path):
         yield made
 
 
-@pytest.mark.third(3)
 def test_a_due_plan_is_made_of_the_fleets_own_history_and_kept(due_folder, due_service):
     view = due_folder[1]
     assert view["state"] == "ready", view["line"]
@@ -297,7 +296,6 @@ def test_a_cores_successor_serves_by_the_plan_that_was_applied_and_hears_of_one_
     assert (third.name, third.plan.workers, third.view()["state"]) == (name, 1, "applied")
 
 
-@pytest.mark.third(2)
 def test_auto_apply_leaves_to_an_operator_what_is_beyond_its_limits(service, tmp_path):
     running, options = Running(), {"auto": AutoApply(max_workers=8), "to_serve": lambda name, plan: name}
     view = proposed(service, tmp_path, running, **options).view()

@@ -328,7 +328,6 @@ def conversations(draw: st.DrawFn) -> Trace:
 
 
 @given(conversations(), st.sampled_from(["csv", "jsonl", "parquet"]))
-@pytest.mark.third(3)
 def test_a_plain_trace_keeps_what_its_requests_share_and_wait_for(
     tmp_path_factory: pytest.TempPathFactory, trace: Trace, suffix: str
 ) -> None:
@@ -413,7 +412,6 @@ def test_the_public_mooncake_trace_can_hit_what_its_ids_allow(bench_data: Path) 
     assert found / tokens == pytest.approx(hits / tokens, abs=0.001)  # answers add a little
 
 
-@pytest.mark.third(1)
 def test_the_public_weka_sessions_read_as_published(bench_data: Path) -> None:
     trace = read_trace(bench_data / "weka" / "requests.parquet")
     load = trace.workload

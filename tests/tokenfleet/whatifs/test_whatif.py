@@ -163,7 +163,6 @@ def test_a_class_s_share_of_the_requests_is_an_axis(folder: Path, capsys: pytest
     assert "chat: 0.9 of the requests, as asked, not the trace's" in told["inputs"]["warnings"]
 
 
-@pytest.mark.third(1)
 def test_a_class_s_targets_are_planned_and_priced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of the requests are chat's, whose target decides the number of workers; batch's does not."""
     words = classed(folder, "slo.chat.ttft=150ms,2s", "slo.batch.attainment=0.5,0.9")
@@ -178,7 +177,6 @@ def test_a_class_s_targets_are_planned_and_priced(folder: Path, capsys: pytest.C
         assert json.loads(capsys.readouterr().out)["usd_per_hour"] == one["plan"]["usd_per_hour"]
 
 
-@pytest.mark.third(3)
 def test_one_process_two_processes_and_the_cache_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     varies = ("rate=1,2", "slo.tpot=20ms,30ms", "price=1,2")
     one = json.dumps(whatif_json(whatif(folder, *varies)))
@@ -367,7 +365,6 @@ def test_rates_and_targets_are_planned_and_priced(folder: Path, capsys: pytest.C
     assert "What steps cost" in page
 
 
-@pytest.mark.third(2)
 def test_the_first_line_is_the_verdict_and_steps_of_no_cost_need_the_same_fleet(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,7 +128,6 @@ def control_api():
     server.server_close()
 
 
-@pytest.mark.third(1)
 def test_a_controller_that_was_killed_forecasts_by_the_days_before_when_it_is_back(tmp_path, control_api):
     url, orders = control_api
     path = tmp_path / "demand.json"

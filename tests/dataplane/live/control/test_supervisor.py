@@ -129,7 +129,6 @@ def said(process):
         raise
 
 
-@pytest.mark.third(3)
 def test_a_core_that_dies_or_hangs_gets_a_successor_that_finds_its_record_and_one_that_ends_gets_none():
     process = play("dies", "hangs", "ends")
     assert said(process) == ["1 dies None", "2 hangs dies", "3 ends hangs"]

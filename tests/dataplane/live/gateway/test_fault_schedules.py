@@ -24,6 +24,7 @@ def histories(seeds: range) -> list[History]:
     return asyncio.run(all_of_them())
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("first", [0, 30, *(pytest.param(n, marks=pytest.mark.nightly) for n in (60, 90))])
 def test_no_client_sees_a_wrong_stream_whatever_happens(first: int) -> None:
     seeds = range(first, first + 30)

@@ -113,7 +113,6 @@ def test_a_client_that_does_not_sample_gets_no_spans(collector):
     assert collector.spans == []
 
 
-@pytest.mark.third(1)
 def test_a_collector_that_is_gone_costs_no_request(collector):
     collector.stop()
 

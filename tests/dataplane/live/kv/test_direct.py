@@ -190,7 +190,6 @@ def hold(pipe):
     pipe.recv()
 
 
-@pytest.mark.third(2)
 def test_the_memory_of_another_process_is_read_while_it_lives_and_not_after():
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -10,7 +10,6 @@ from dataplane.live.kv import nixl
 
 
 @pytest.mark.skipif(not nixl.installed(), reason="NIXL is not installed (pip install nixl-cu12)")
-@pytest.mark.third(2)
 def test_kv_moves_by_nixl_between_processes_exactly_or_with_an_error():
     cases = Path(__file__).with_name("nixl_cases.py")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(cases)]

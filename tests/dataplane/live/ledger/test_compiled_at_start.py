@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from dataplane.startup import child_environment
 
 # The process is new: here other tests have used the kernels already.
@@ -44,7 +42,6 @@ print(" ".join(sorted(set(late))) or "none")
 """
 
 
-@pytest.mark.third(1)
 def test_a_serving_fleet_compiles_no_kernel() -> None:
     """Requests wait, move, lose their workers and end in these schedules."""
     done = subprocess.run(

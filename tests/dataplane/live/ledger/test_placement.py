@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 from made_types import profile_of
 from numba.core.dispatcher import Dispatcher
 
@@ -141,7 +140,6 @@ def story():
     print(*sorted(name for name, forms in after.items() if forms > before.get(name, 0)))
 
 
-@pytest.mark.third(2)
 def test_a_fleet_of_a_thousand_workers_takes_what_has_a_seat():
     placement = placement_of(1000, 8)
     tracked = [request(i) for i in range(8 * ROWS - 192)]

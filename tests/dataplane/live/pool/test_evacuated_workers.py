@@ -69,7 +69,6 @@ def test_an_evacuated_workers_streams_go_on_whole_and_another_takes_its_place(pl
     play(story)
 
 
-@pytest.mark.third(1)
 def test_what_there_is_no_time_to_move_is_computed_anew_in_time(play):
     async def story(front, fleet):
         prompts = await streams(front, 9, 7500, prompt_tokens=600)

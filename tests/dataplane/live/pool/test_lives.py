@@ -86,7 +86,6 @@ def orders(pool, front, host, rng):
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.third(2)
 def test_a_pool_comes_to_the_wanted_number_whatever_befalls_it(monkeypatch, seed):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType

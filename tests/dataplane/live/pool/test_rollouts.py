@@ -409,7 +409,6 @@ def reigns(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("most", [2, 4])
 @pytest.mark.parametrize("what", ["update", "cancelled", "restart"])
-@pytest.mark.third(3)
 def test_a_rollout_goes_on_to_its_end_wherever_its_core_dies(reigns, what, most):
     for note in itertools.count(1):
         has_died, left, standing, number = reigns(what, most, note)

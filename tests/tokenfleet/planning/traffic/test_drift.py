@@ -158,7 +158,6 @@ def test_a_plan_of_steady_traffic_hedges_nothing() -> None:
     assert said_of(plan)["Traffic"].endswith(", steady")
 
 
-@pytest.mark.third(2)
 def test_a_plan_of_traffic_that_changes_doubts_more_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     hedged = planned(changing(30.0), explained=True)
     monkeypatch.setattr(drift, "shown", lambda _: "steady")

@@ -134,7 +134,6 @@ def test_the_full_replay_of_a_long_trace_is_that_of_a_run_of_all_its_requests() 
     assert np.allclose(np.sort(found.ttft_s), np.sort(known.ttft_s), rtol=1e-5)
 
 
-@pytest.mark.third(3)
 def test_a_trial_by_samples_stops_once_lost_and_comes_to_the_verdict_of_one_that_goes_on() -> None:
     workload, request = days(), PlanRequest(SLO, attainment=0.95, confidence=0.9)
     verdicts = {}
@@ -157,7 +156,6 @@ def test_a_trial_by_samples_stops_once_lost_and_comes_to_the_verdict_of_one_that
 
 
 @pytest.mark.usefixtures("short_is_long")
-@pytest.mark.third(3)
 def test_a_long_trace_is_planned_by_samples_and_replayed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = days(40_000)
     monkeypatch.setattr(schedule, "OF_WINDOW", 500)
@@ -185,7 +183,6 @@ def test_a_long_trace_is_planned_by_samples_and_replayed_whole(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("short_is_long")
-@pytest.mark.third(2)
 def test_where_samples_say_too_much_the_full_replay_adds_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     workload, honest = days(), Sampler.sample
 

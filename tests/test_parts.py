@@ -1,0 +1,51 @@
+"""Long tests are dealt into parts: none is left out by all, and none runs twice."""
+
+import json
+from pathlib import Path
+
+import parts
+import pytest
+
+
+@pytest.fixture
+def seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "seconds.json"
+    monkeypatch.setattr(parts, "SECONDS", file)
+    return file
+
+
+def run_by(tests: list[str], part: int) -> set[str]:
+    return set(tests) - parts.others(tests, part)
+
+
+def test_each_long_test_is_in_one_part_and_the_rest_in_all(seconds: Path) -> None:
+    took_s = {
+        f"tests/test_{file}.py::test_{i}": 1.0 + (7 * i + file) % 5 for file in range(9) for i in range(12)
+    }
+    seconds.write_text(json.dumps(took_s))
+    short = [f"tests/test_{file}.py::test_short" for file in range(9)]
+    tests = [*short, *took_s]
+    runs = [run_by(tests, part) for part in range(1, parts.PARTS + 1)]
+    assert all(set(short) <= one for one in runs)
+    assert sorted(name for one in runs for name in one if name in took_s) == sorted(took_s)
+    times = [sum(took_s.get(name, 0.0) for name in one) for one in runs]
+    assert max(times) - min(times) <= 2 * max(took_s.values())
+
+
+def test_short_tests_of_a_fleet_go_with_those_that_start_it(seconds: Path) -> None:
+    files = [f"tests/live/test_{name}.py" for name in "abcdefghij"]
+    seconds.write_text(json.dumps({f"{file}::test_start": 30.0 for file in files}))
+    tests = [f"{file}::test_{name}" for file in files for name in ("start", "another")]
+    for part in range(1, parts.PARTS + 1):
+        assert {name.partition("::")[0] for name in run_by(tests, part)} == {files[part - 1], files[part + 4]}
+
+
+def test_what_did_not_run_keeps_its_seconds_and_what_is_gone_or_short_loses_them(seconds: Path) -> None:
+    here = "tests/test_parts.py::test_"
+    seconds.write_text(json.dumps({f"{here}a": 9.0, f"{here}b": 9.0, "tests/test_gone.py::test_a": 9.0}))
+    parts.keep({f"{here}b": 0.2, f"{here}c": 2.04, f"{here}d": 0.9, "tests/live/test_x.py::test_a": 0.31})
+    assert json.loads(seconds.read_text()) == {
+        f"{here}a": 9.0,
+        f"{here}c": 2.0,
+        "tests/live/test_x.py::test_a": 0.3,
+    }
