@@ -18,8 +18,8 @@ FLEETS = "tests/live/"
 def others(tests: Iterable[str], part: int) -> set[str]:
     """Long tests that other parts run.
 
-    Tests stand in the order of their files, cut into twice as many pieces as there are parts: what
-    shares fixtures stays together, and each part has a piece for each of two processes.
+    Tests in the order of their files are cut into pieces, so that what shares fixtures stays together.
+    A part has two pieces, one for each of two processes.
     """
     took_s = json.loads(SECONDS.read_text())
     long = {name: took_s.get(name, 0.1) for name in tests if name in took_s or name.startswith(FLEETS)}
