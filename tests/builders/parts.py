@@ -1,4 +1,4 @@
-"""Long tests in parts of equal time, of which a run takes one: `pytest --part 2`.
+"""Long tests in parts of equal time. A run takes one part: `pytest --part 2`.
 
 `tests/seconds.json` holds how long tests took when all of them last ran. `pytest --keep-seconds` writes it.
 """
@@ -11,7 +11,7 @@ PARTS = 5
 LONG_S = 1.0
 ROOT = Path(__file__).parents[2]
 SECONDS = ROOT / "tests" / "seconds.json"
-# One start of a fleet serves a file of them, so also a short one goes with its file.
+# One start of a fleet serves a file of them, so a short one goes with its file.
 FLEETS = "tests/live/"
 
 
@@ -35,7 +35,7 @@ def others(tests: Iterable[str], part: int) -> set[str]:
 
 
 def keep(took_s: dict[str, float]) -> None:
-    """Write down what took long, beside what is known of tests that did not run."""
+    """Write down what took long. What is known of tests that did not run stays."""
     known = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
     long = {name: round(s, 1) for name, s in took_s.items() if s >= LONG_S or name.startswith(FLEETS)}
     rest = {
