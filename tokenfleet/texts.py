@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.types import Slo, SloClass
 
 if TYPE_CHECKING:
@@ -142,19 +143,6 @@ def parse_window_s(text: str) -> tuple[float, float]:
     if end_s <= start_s:
         raise BadInput(f"--window: the end must come after the start, got {text!r}")
     return start_s, end_s
-
-
-def duration_text(seconds: float) -> str:
-    """`seconds` as a person would write it, three figures: 75 ms, 1.6 s, 12 min."""
-    if not math.isfinite(seconds):
-        return "never"
-    if seconds < 1.0:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120.0:
-        return f"{seconds:.3g} s"
-    if seconds < 7200.0:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds / 3600:.3g} h"
 
 
 HOST_KV = re.compile(r"(\d+(?:\.\d+)?)(MiB|GiB|TiB)(?:@(\d+(?:\.\d+)?)GB/s)?")

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.types import Slo
-from tokenfleet.texts import duration_text, parse_duration_s, parse_slo, parse_slo_class, parse_window_s
+from tokenfleet.texts import parse_duration_s, parse_slo, parse_slo_class, parse_window_s
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from datetime import datetime
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from tokenfleet.advise.look import Buckets, FleetTraffic
 from tokenfleet.profiles.engine_metrics import LENGTHS
-from tokenfleet.texts import duration_text
 from tokenfleet.traces.from_metrics import CountedTraffic, LengthHistogram
 
 ENOUGH = 500.0  # requests that ended while watched; with fewer, the servers' whole lives give the lengths

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+from controlplane.figures import duration_text
 from controlplane.types import Slo
 from tokenfleet.advise.advice import Advice, AdviceSettings, Spent, TypeAdvice
 from tokenfleet.advise.bottleneck import bottleneck, hopeless
 from tokenfleet.advise.decide import doubt_of
 from tokenfleet.report.tables import asked_text, share_text, usd_text
-from tokenfleet.texts import duration_text
 
 SCHEMA = "tokenfleet.advice/1"
 SHORTEST_H = 0.05  # of a watch whose cost is worth a line

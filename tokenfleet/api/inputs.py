@@ -13,6 +13,7 @@ import polars as pl
 from numpy.typing import ArrayLike
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.perfmodel.profile import Profile
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
@@ -20,7 +21,6 @@ from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.inputs import chosen_profiles, priced
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.profiles.library import find_profiles, read_profile, write_profile
-from tokenfleet.texts import duration_text
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.traces.check import Checkup, check, verdict
 from tokenfleet.traces.prometheus import SINCE, MetricsRange

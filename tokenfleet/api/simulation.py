@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import MIGRATE
 from controlplane.types import SloClass
@@ -36,7 +37,6 @@ from tokenfleet.planning.result import latency
 from tokenfleet.planning.reuse import sessions_per_h
 from tokenfleet.report.plan_json import latency_json
 from tokenfleet.report.tables import share_text
-from tokenfleet.texts import duration_text
 from tokenfleet.traces import Trace
 from tokenfleet.traces.check import doctor_warnings
 

@@ -13,13 +13,14 @@ import numpy as np
 import typer
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Frontend
 from dataplane.http.tls import client_context
 from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes
 from tokenfleet.cli.terminal import counted_bar, show, warn
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.tables import share_text, table, workers_text
-from tokenfleet.texts import Parsed, duration_text, parse_duration_s, parse_slo, parse_window_s
+from tokenfleet.texts import Parsed, parse_duration_s, parse_slo, parse_window_s
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

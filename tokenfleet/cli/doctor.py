@@ -27,6 +27,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from controlplane.errors import BadInput
+from controlplane.figures import counted, duration_text
 from dataplane.live.worker.host_checks import (
     HostFinding,
     compare_ways,
@@ -35,9 +36,8 @@ from dataplane.live.worker.host_checks import (
     look_at_host,
 )
 from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes
-from tokenfleet.cli.fleet import ControlClient, counted
+from tokenfleet.cli.fleet import ControlClient
 from tokenfleet.cli.terminal import answer
-from tokenfleet.texts import duration_text
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama.py"
 TINY_FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))

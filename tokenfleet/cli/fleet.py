@@ -10,7 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from itertools import groupby, starmap
+from itertools import groupby
 from typing import Annotated, Any
 
 import typer
@@ -18,10 +18,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from controlplane.errors import BadInput
+from controlplane.figures import counted, duration_text
 from dataplane.http.tls import client_context, distrust
 from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, Verbose
 from tokenfleet.cli.terminal import answer
-from tokenfleet.texts import duration_text
 
 fleet_app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Operate a running fleet."
@@ -30,6 +30,7 @@ fleet_app = typer.Typer(
 TIMEOUT_S = 10.0
 SHOWN_DECISIONS = 15  # lines
 SHOWN_PAIRS = 3
+LOADS = ("tokens", "prefix_hits", "step", "preempted")  # of a worker, with --verbose
 NO_ADDRESS = ("Not Found", "HTTP 404")  # of servers that do not know what was asked
 
 
@@ -239,26 +240,15 @@ def _allocations(view: dict[str, Any], models: dict[str, Any]) -> Table:
 
 
 def _workers_table(view: dict[str, Any], verbose: bool) -> Table:
-    hosts = {w["host"] for w in view["workers"] if w.get("host")}
-    named = [("kind", len(view["wanted_kinds"]) > 1), ("host", len(hosts) > 1)]
-    told = [name for name, differs in named if differs]
-    details = ("tokens", "prefix hits", "step", "preempted") if verbose else ()
-    columns = ["type" if name == "kind" else name for name in told]
-    workers = _bare_table(("worker", *columns, "state"), ("for", "requests", "KV used", *details))
-    for w in view["workers"]:
-        load = w.get("telemetry") or {}
-        kv = f"{100 * load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0f} %" if load else "–"
-        cells = [duration_text(w["for_s"]), str(w["requests"]), kv]
-        cells += _worker_details(w, load) if verbose else []
-        state = "unresponsive" if w.get("silent") else w["state"]
-        workers.add_row(w["worker"], *(w.get(name) or "–" for name in told), state, *cells)
-    return workers
-
-
-def _worker_details(worker: dict[str, Any], load: dict[str, Any]) -> list[str]:
-    step = duration_text(load["step_s"]) if load else "–"
-    cached = _cached_text(worker.get("prefix_tokens"))
-    return [f"{worker['tokens']:,}", cached, step, str(load.get("preemptions", "–"))]
+    """The fleet's own table; its types and hosts where they differ."""
+    names, rows = view["says"]["columns"], view["says"]["workers"]
+    differ = [("kind", len(view["wanted_kinds"]) > 1), ("host", len({row.get("host") for row in rows}) > 1)]
+    left = ["worker", *(name for name, differs in differ if differs), "state"]
+    right = ["for_s", "running", "waiting", "kv", *(LOADS if verbose else ())]
+    table = _bare_table([names[name] for name in left], [names[name] for name in right])
+    for row in rows:
+        table.add_row(*(row.get(name, "–") for name in (*left, *right)))
+    return table
 
 
 def status_lines(view: dict[str, Any], verbose: bool) -> Iterator[RenderableType]:
@@ -377,23 +367,13 @@ def _details(view: dict[str, Any]) -> Iterator[RenderableType]:
     if hits := view["says"]["prefix_hits"]:
         yield hits
     yield from _transfers(view)
-    if view["moving"]:
-        yield f"Migrations under way: {len(view['moving'])}"
+    for move in view["says"]["moving"]:
+        yield f"Moving: {move}"
     if gateways := view.get("gateways"):
         loads = (f"{g['gateway']} {g['state']}, {counted(g['requests'], 'request')}" for g in gateways)
         yield f"Gateways: {'; '.join(loads)}"
     if view["decisions"]:
         yield _decisions_table(view["decisions"])
-
-
-def _cached_text(tokens: dict[str, int] | None) -> str:
-    """A worker's prefix hit rate, the part from host memory, and the predicted rate if it differs."""
-    if not tokens or not tokens["queried"]:
-        return "–"
-    names = ("hit", "loaded", "expected")
-    shares = {name: f"{100 * tokens[name] / tokens['queried']:.0f} %" for name in names}
-    host = f", {shares['loaded']} host" if tokens["loaded"] else ""
-    return shares["hit"] + host + (f" ({shares['expected']})" if shares["hit"] != shares["expected"] else "")
 
 
 def _transfers(view: dict[str, Any]) -> Iterator[str]:
@@ -418,11 +398,6 @@ def _transfers(view: dict[str, Any]) -> Iterator[str]:
 
 def _pace(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2g} MB/s"
-
-
-def counted(count: int, thing: str) -> str:
-    """`1 worker`, `2 workers`."""
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _wanted(view: dict[str, Any]) -> str:
@@ -467,32 +442,11 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
     if not decisions:
         return ["The desired number of workers has not changed."]
     table = Table(title="Scaling decisions", title_justify="left")
-    for name in ("decision", "workers", "reason", "observed, workers, cost"):
+    for name in ("decision", "reason", "figures"):
         table.add_column(name, overflow="fold")
     for decision in decisions:
-        before = f"{decision['before']} → " if "before" in decision else ""
-        workers = f"{before}{decision['workers']}" if "workers" in decision else "unchanged"
-        table.add_row(
-            decision["kind"],
-            "\n".join([workers, *starmap(_fact, (decision.get("kinds") or {}).items())]),
-            decision["reason"],
-            "\n".join(
-                f"{name}: {', '.join(starmap(_fact, figures.items()))}"
-                for part, name in (("seen", "observed"), ("compared", "workers by"), ("cost", "cost"))
-                if (figures := decision.get(part))
-            ),
-        )
+        table.add_row(decision["kind"], decision["reason"], "\n".join(decision["says"]))
     return [table]
-
-
-def _fact(name: str, value: float) -> str:
-    """A figure of a decision by its JSON name, which ends in its unit: `rate 7.7 req/s`."""
-    words = (
-        name.replace("per_rps", "per_req/s").replace("regime", "traffic phase").replace("d_s_ago", "_ago_s")
-    )
-    told = {"_rps": f" {value:.4g} req/s", "_s": f" {duration_text(value)}", "usd_per_h": f"${value:.2f}/h"}
-    unit = next((unit for unit in told if words.endswith(unit)), "")
-    return words.removesuffix(unit).replace("_", " ") + told.get(unit, f" {value:.4g}")
 
 
 def _request_tables(reply: dict[str, Any]) -> list[Any]:

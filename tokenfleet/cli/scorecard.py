@@ -12,7 +12,6 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.terminal import answer, console
-from tokenfleet.texts import duration_text
 
 
 def scorecard_command(
@@ -39,35 +38,12 @@ def scorecard_command(
 
 def scorecard_tables(card: dict[str, Any]) -> list[Any]:
     """The scorecard for people."""
-    from tokenfleet.planning.plan_file import FleetPart
-    from tokenfleet.report.tables import fleet_text, share_text, table
+    from tokenfleet.planning.plan_file import Shown
+    from tokenfleet.report.tables import plan_table
 
-    fleet = fleet_text(FleetPart.model_validate(part) for part in card["fleet"]) or "no fleet"
-    head, *rest = card["says"]
-    parts: list[Any] = [
-        f"{head[0].upper()}{head[1:]}",
-        f"Plan {card['plan']}: {fleet}; requests finished: {card['requests']:,}",
-    ]
-    if card["attainment"] is not None:
-        ways = ("planned", "predicted", "observed")
-        rows = [
-            (
-                f"{what[:4].upper()} {name}",
-                *(_or_dash(row[k], duration_text) for k in ways),
-                _or_dash(row["ratio"], "{:.3f}".format),
-            )
-            for what in ("ttft_s", "tpot_s")
-            for name, row in card[what].items()
-        ]
-        shares, rates, most = card["attainment"], card["rate_rps"], card["capacity"]
-        rows.append(("SLO attainment", *(_or_dash(shares[k], share_text) for k in ways), "–"))
-        rows.append(("req/s", f"{rates['planned']:.3g}", "–", f"{rates['observed']:.3g}", "–"))
-        columns = ("", "planned", "predicted on this traffic", "observed", "observed / predicted")
-        parts.append(table(columns, rows, left=("",)))
-        told = ("none" if most[k] is None else f"{most[k]:.3g} req/s" for k in ("carried_rps", "failed_rps"))
-        parts.append("Busiest minute that met the target: {}. Quietest that missed it: {}.".format(*told))
-    parts += (f"{said[0].upper()}{said[1:]}." for said in rest)
-    return [*parts, *gap_tables(card["gap"])] if card["gap"] else parts
+    verdict, of, *rest = card["says"]
+    shown = [plan_table(Shown.model_validate(one)) for one in card["tables"]]
+    return [verdict, of, *shown, *rest, *(gap_tables(card["gap"]) if card["gap"] else ())]
 
 
 def gap_command(

@@ -17,10 +17,10 @@ import numpy as np
 import typer
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.types import Slo, SloClass
 from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes_request
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.texts import duration_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.types import Slo
 from tokenfleet.export.prometheus import BURNS, WINDOWS, error_ratio, threshold
 from tokenfleet.report.tables import share_text
-from tokenfleet.texts import duration_text
 
 # The panels that need no target; those with one are changed, and a row about the budget is put in.
 PLAIN = Path(__file__).with_name("dashboard.json")

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.types import Slo
 from tokenfleet.report.tables import share_text
-from tokenfleet.texts import duration_text
 
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 _RECORD = "tokenfleet:slo_errors:ratio_rate{window}"

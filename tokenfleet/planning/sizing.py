@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import Infeasible
+from controlplane.figures import duration_text
 from controlplane.perfmodel.capacity import (
     answered_s,
     decode_throughput,
@@ -30,7 +31,6 @@ from tokenfleet.planning.estimate import Estimate, Trial, look, may_fail, replic
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
 from tokenfleet.planning.reuse import by_memory
 from tokenfleet.planning.search import Search
-from tokenfleet.texts import duration_text
 
 HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
 MORE_FOR_DOUBT = 1.1  # and the uncertainty usually costs about a tenth more workers,

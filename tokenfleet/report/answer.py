@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import date
 
+from controlplane.figures import duration_text
 from controlplane.perfmodel.uncertainty import calibrating_narrows
 from tokenfleet.planning.plan_file import (
     Affinity,
@@ -41,7 +42,6 @@ from tokenfleet.report.tables import (
     usd_text,
     workers_text,
 )
-from tokenfleet.texts import duration_text
 from tokenfleet.traces.phases import COLUMNS, phase_row
 
 GUIDE = "docs/read-your-plan.md"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from controlplane.figures import duration_text
 from tokenfleet.planning.plan_file import PlanFile, PlannedProfile, Shown, kind_of_worker
 from tokenfleet.profiles.prices import OWN
 from tokenfleet.report.tables import gpu_text, kind_text
-from tokenfleet.texts import duration_text
 
 COLUMNS = ["Where numbers come from", "value", "origin", "from", "narrowed by"]
 OF_PROFILE = {"measured": "measured", "composed": "predicted", "published": "published"}

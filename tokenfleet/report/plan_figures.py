@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from controlplane.figures import duration_text
 from tokenfleet.planning.plan_file import Costed, Counted, PlanFile, ScalingRule, Stretch
 from tokenfleet.report.answer import cliff_text, scaling_text
 from tokenfleet.report.figures import Axis, Figure, Mark, Series
 from tokenfleet.report.tables import asked_text, share_text, usd_text, workers_text
-from tokenfleet.texts import duration_text
 
 LEAST_LATE = 1e-4  # the smallest share of requests that is drawn
 

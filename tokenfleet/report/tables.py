@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tokenfleet.planning.plan_file import FleetPart, PassedOver, PlannedProfile, Shown
 
-_FIGURE = re.compile(r"[-?$]|\d[^x]*$")  # of a table: a number, or a dash where there is none
+_FIGURE = re.compile(r"[-–?$]|\d[^x]*$")  # of a table: a number, or a dash where there is none
 # `h100-sxm`, `l40s`, `gb200`: a name of letters and digits, and how the board is built.
 _GPU = re.compile(r"([a-z]{1,3}\d+[a-z]?)(?:-(sxm|pcie|nvl|80gb|40gb))?")
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import polars as pl
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from dataplane.history.files import read_history
 from tokenfleet.files import keep_newest
 from tokenfleet.service.data_folder import default_data_folder
-from tokenfleet.texts import duration_text, parse_duration_s
+from tokenfleet.texts import parse_duration_s
 
 FEWEST_REQUESTS = 100
 SHORTEST_S = 60.0

@@ -26,6 +26,7 @@ from typing import TypedDict
 import msgspec
 import polars as pl
 
+from controlplane.figures import duration_text
 from controlplane.worker_type import WorkerType
 from dataplane.history.files import read_history
 from dataplane.history.fleet_log import (
@@ -41,7 +42,6 @@ from dataplane.history.fleet_log import (
 )
 from tokenfleet.files import write_files
 from tokenfleet.service.hindsight_fleet import LEAD_S, MOST_REQUESTS, HindsightFleet, Requests, cheapest
-from tokenfleet.texts import duration_text
 
 SCHEMA = "tokenfleet.gap/1"
 # The parts of an excess cost by their names in JSON, and what people call them.

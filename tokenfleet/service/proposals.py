@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from dataplane.history.files import history_span, read_history
 from dataplane.http.rules import Conflict, TooBusy
 from tokenfleet.files import write_files
@@ -36,7 +37,7 @@ from tokenfleet.service.replan import (
     too_short,
     why_never,
 )
-from tokenfleet.texts import duration_text, parse_duration_s
+from tokenfleet.texts import parse_duration_s
 
 log = logging.getLogger(__name__)
 

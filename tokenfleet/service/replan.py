@@ -19,12 +19,12 @@ from typing import Any
 import polars as pl
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.types import PLAIN_CLASS
 from tokenfleet.planning.plan_file import FleetPart, PlanFile
 from tokenfleet.report.tables import fleet_text
 from tokenfleet.service.forks import FEWEST_REQUESTS
 from tokenfleet.service.forms import HistoryTrace, PlanOrder, Targets
-from tokenfleet.texts import duration_text
 
 DAY_S = 86_400.0
 SHORTEST_S = 3600.0  # of history that a plan is made of

@@ -9,7 +9,7 @@ profile: it is time outside the engines, or another batch than the replay's.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.perfmodel.profile import Profile, with_times
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings
@@ -33,7 +34,7 @@ from tokenfleet.planning.inputs import Bias
 from tokenfleet.planning.plan_file import PlanFile, Quantiles
 from tokenfleet.profiles.form import parse_profile
 from tokenfleet.profiles.library import find_profiles
-from tokenfleet.report.tables import asked_text, share_text
+from tokenfleet.report.tables import asked_text, fleet_text, share_text
 from tokenfleet.service.data_folder import Database, default_data_folder
 from tokenfleet.service.gap import gaps
 from tokenfleet.service.jobs import Jobs, Plans, Serving
@@ -279,18 +280,41 @@ def scorecard(
         "not_served": len(over) - len(finished),
         "workers": {"planned": plan.workers, "seen": finished["worker"].drop_nulls().n_unique()},
         **dict.fromkeys(("rate_rps", "ttft_s", "tpot_s", "attainment", "classes", "capacity", "bias")),
-        "says": [],
+        "says": ["this plan found no fleet"],
+        "tables": [],
     }
-    if not plan.feasible:
-        facts["says"] = ["this plan found no fleet"]
-    elif len(finished) < FEWEST_REQUESTS:
+    if plan.feasible and len(finished) < FEWEST_REQUESTS:
         facts["says"] = [
             f"requests finished under this plan: {len(finished)}; {FEWEST_REQUESTS} are needed to compare"
         ]
-    else:
+    elif plan.feasible:
         facts |= _compared(plan, finished.sort("arrival_s"), len(over), steps, own)
         facts["says"] = [*_sentences(facts), *facts["says"]]
+        facts["tables"] = [_table(facts)]
+    of = f"plan {name}: {fleet_text(plan.fleet) or 'no fleet'}; requests finished: {len(finished):,}"
+    facts["says"] = [f"{said[0].upper()}{said[1:]}." for said in (facts["says"][0], of, *facts["says"][1:])]
     return facts
+
+
+def _table(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures as terminal and live page show them."""
+    ways = ("planned", "predicted", "observed")
+
+    def row(name: str, of: Mapping[str, Any], text: Callable[[float], str]) -> list[str]:
+        values = [None if of.get(way) is None else text(of[way]) for way in ways]
+        ratio = None if of.get("ratio") is None else f"{of['ratio']:.3f}"
+        return [name, *(value or "–" for value in (*values, ratio))]
+
+    rows = [
+        row(f"{what[:4].upper()} {quantile}", of, duration_text)
+        for what in ("ttft_s", "tpot_s")
+        for quantile, of in facts[what].items()
+    ]
+    rows.append(row("SLO attainment", facts["attainment"], share_text))
+    rows += [row(f"SLO attainment, class {one['name']}", one, share_text) for one in facts["classes"]]
+    rows.append(row("req/s", facts["rate_rps"], "{:.3g}".format))
+    columns = ["", "planned", "predicted on this traffic", "observed", "observed / predicted"]
+    return {"title": "Planned, predicted and observed", "columns": columns, "rows": rows}
 
 
 def _compared(
@@ -337,7 +361,7 @@ def kept_bias(data: Path | None, plan: str) -> Bias:
 def bias_of(card: Mapping[str, Any]) -> Bias:
     """The bias that a scorecard found, for the next plan. Raises BadInput where it found none."""
     if card["bias"] is None:
-        raise BadInput(f"--bias-from: plan {card['plan']}: {'; '.join(card['says'])}")
+        raise BadInput(f"--bias-from: plan {card['plan']}: {' '.join(card['says'])}")
     source = f"seen over {card['requests']:,} requests under plan {card['plan']}"
     return Bias(card["bias"]["decode"], card["bias"]["prefill"], source)
 
@@ -446,6 +470,11 @@ def _sentences(facts: Mapping[str, Any]) -> list[str]:
         sentences.append(f"requests rejected or failed: {facts['not_served']}; they count as missed")
     if workers["seen"] > workers["planned"]:
         sentences.append(f"{workers['seen']} workers served; the plan has {workers['planned']}")
+    minutes = [
+        "none" if facts["capacity"][of] is None else f"{facts['capacity'][of]:.3g} req/s"
+        for of in ("carried_rps", "failed_rps")
+    ]
+    sentences.append("busiest minute that met the target: {}; quietest that missed it: {}".format(*minutes))
     return sentences
 
 

@@ -17,7 +17,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tokenfleet.texts import duration_text
+from controlplane.figures import duration_text
 from tokenfleet.traces.phases import Phase, phases_json, phases_of, phases_table
 from tokenfleet.traces.reuse import KEEPS, TraceReuse, reuse_of
 from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, Tail, half_width, shape_of

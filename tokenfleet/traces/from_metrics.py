@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.workload import Workload
-from tokenfleet.texts import duration_text
 from tokenfleet.traces.synth import MOST_REQUESTS
 from tokenfleet.traces.trace import Assumed, Trace
 

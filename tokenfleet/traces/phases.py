@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 from rich.table import Table
 
+from controlplane.figures import duration_text
 from controlplane.scaler.traffic import change_points
 from controlplane.workload import INSTANT_S, Workload
-from tokenfleet.texts import duration_text
 
 BIN_S = 10.0
 LEAST_S = 150.0

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from controlplane.errors import BadInput
-from tokenfleet.texts import duration_text, parse_duration_s
+from controlplane.figures import duration_text
+from tokenfleet.texts import parse_duration_s
 from tokenfleet.traces.from_metrics import CountedTraffic, LengthHistogram, trace_of_metrics
 from tokenfleet.traces.trace import Trace
 

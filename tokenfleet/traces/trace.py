@@ -15,9 +15,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.figures import duration_text
 from controlplane.prefixes import Prefixes, Sessions
 from controlplane.workload import Workload
-from tokenfleet.texts import duration_text
 from tokenfleet.traces.identity import SystemPrompts
 
 SEAM_S = 60.0  # that files on one clock may overlap, or lie apart

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.figures import duration_text
 from controlplane.workload import Workload
 from tokenfleet.field_errors import nearest
-from tokenfleet.texts import duration_text
 from tokenfleet.traces.distributions import AZURE_CONV, SHAREGPT, LengthMix, Lognormal
 from tokenfleet.traces.synth import SessionLaws, synthesise_sessions
 from tokenfleet.traces.trace import Assumed, Trace

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
+from controlplane.figures import duration_text
 from tokenfleet.planning.plan_file import PlanFile, kind_of_worker
-from tokenfleet.texts import duration_text
 from tokenfleet.whatifs.axes import Scenario, axis_of, checked, is_numeric
 
 # Axes that change what the schedule costs, not the fleet; only the schedule's price tells.

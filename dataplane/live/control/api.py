@@ -159,7 +159,7 @@ def _fleet_routes(app: FastAPI, operations: Operations, added: Mapping[str, Call
     @app.get("/v1/fleet", response_model=dict[str, Any])
     async def fleet() -> Any:
         """Workers, their load, what is moving, the last decisions with their reasons, and the last finished
-        day's cost over the cheapest (`gap`). `says`: sentences on its scaling and prefix hits."""
+        day's cost over the cheapest (`gap`). `says`: the words of `fleet status` and the live page."""
         shown = operations.fleet()
         shown["says"] = fleet_words(shown)
         return _json(shown | {name: view() for name, view in added.items()})

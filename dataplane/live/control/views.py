@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+from controlplane.figures import bytes_text, duration_text
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Order
 from controlplane.scaler.clock import ClockFloor
 from controlplane.snapshot import Pace
@@ -20,6 +21,21 @@ from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.move import MoveRecord
 from dataplane.live.pool.member import Member
 
+# The columns of the fleet's table of workers.
+COLUMNS = {
+    "worker": "worker",
+    "kind": "type",
+    "host": "host",
+    "state": "state",
+    "for_s": "for",
+    "running": "running",
+    "waiting": "waiting",
+    "kv": "KV in use",
+    "tokens": "tokens",
+    "prefix_hits": "prefix hits",
+    "step": "step",
+    "preempted": "preempted",
+}
 NO_BOUNDS = "Autoscaling is not available. Start the fleet with --autoscale MIN..MAX to allow it."
 
 
@@ -134,8 +150,8 @@ def move_view(move: MoveRecord) -> dict[str, Any]:
     }
 
 
-def fleet_words(view: dict[str, Any]) -> dict[str, str]:
-    """Scaling and prefix hits in words; empty where neither has happened."""
+def fleet_words(view: dict[str, Any]) -> dict[str, Any]:
+    """Scaling, prefix hits, workers and moves in words; empty where there is none."""
     scale = view["autoscale"]
     floor = scale["floor"] if scale is not None and view["auto"] else None
     return {
@@ -143,7 +159,51 @@ def fleet_words(view: dict[str, Any]) -> dict[str, str]:
         "bounds": NO_BOUNDS if scale is None else _bounds(scale, view["auto"]),
         "floor": "" if floor is None else _floor(floor),
         "prefix_hits": _prefix_hits(view["workers"]),
+        "columns": COLUMNS,
+        "workers": [_worker_words(worker) for worker in view["workers"]],
+        "moving": [_move_words(move) for move in view["moving"]],
     }
+
+
+def _worker_words(worker: dict[str, Any]) -> dict[str, str]:
+    """The texts of a worker below COLUMNS, and `…_note`: more on one of them, where there is room."""
+    load = worker.get("telemetry")
+    words = {
+        "worker": worker["worker"],
+        "state": "unresponsive" if worker.get("silent") else worker["state"],
+        "state_note": f"{duration_text(worker['for_s'])}: {worker['reason']}",
+        "for_s": duration_text(worker["for_s"]),
+        "running": f"{worker['requests'] if load is None else load['running']:,}",
+        "tokens": f"{worker['tokens']:,}",
+        "kv_note": "no step yet",
+    } | {name: worker[name] for name in ("kind", "host") if worker.get(name)}
+    if load is not None:
+        used, blocks = load["kv_used_blocks"], max(1, load["kv_total_blocks"])
+        words["kv"] = f"{100 * used / blocks:.0f} %"
+        words["kv_note"] = f"{words['kv']} of {blocks * (worker.get('block_tokens') or 1):,} tokens"
+        words["waiting"], words["preempted"] = f"{load['waiting']:,}", f"{load['preemptions']:,}"
+        words["step"] = duration_text(load["step_s"])
+    told = worker.get("prefix_tokens") or {}
+    if queried := told.get("queried"):
+        names = ("hit", "loaded", "expected", "ideal")
+        hit, loaded, expected, ideal = (f"{100 * told[name] / queried:.0f} %" for name in names)
+        host = f", {loaded} from host" if told["loaded"] else ""
+        words["prefix_hits"] = hit + host + (f", predicted {expected}" if expected != hit else "")
+        words["prefix_hits_note"] = (
+            f"of {queried:,} prompt tokens; an unlimited cache shared by all workers would reach {ideal}"
+        )
+    return words
+
+
+def _move_words(move: dict[str, Any]) -> str:
+    """A move, how far it is and why it is made."""
+    parts = [f"request {move['request_id']}", move["mode"], move["outcome"]]
+    if copied := sum(move["stages_tokens"]):
+        parts.append(f"{copied - move['cached_tokens']:,} tokens copied so far")
+    if move["bytes"]:
+        parts.append(bytes_text(move["bytes"]))
+    why = f"; {move['why']}" if move["why"] else ""
+    return f"{move['source'] or 'the queue'} → {move['target']}: {', '.join(parts)}{why}"
 
 
 def _scaling(view: dict[str, Any], scale: dict[str, Any]) -> str:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from controlplane.figures import fact_lines
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -21,7 +23,9 @@ class Event:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        return {"id": self.id, "at_s": self.at_s, "kind": self.kind, "reason": self.reason, **self.facts}
+        """The event and its facts; `says`: the facts in words."""
+        told = {"id": self.id, "at_s": self.at_s, "kind": self.kind, "reason": self.reason, **self.facts}
+        return told | {"says": fact_lines(self.facts)}
 
 
 class EventLog:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from controlplane.figures import fact_lines
 from dataplane.live.control.views import fleet_words
-from tokenfleet.cli.fleet import _cached_text
 from tokenfleet.cli.main import main
 
 REPLAYED = {"at_s": 1e9, "kind": "replay", "worker": None, "reason": "w0 is gone"}
@@ -23,11 +23,12 @@ DECIDED = [
     {"at_s": 1e9 + 61, "kind": "migrate", "request_id": "r4", "worker": "w1", "reason": "w2 is drained"},
     {"at_s": 1e9 + 62, "kind": "migrate", "request_id": "r5", "worker": "w3", "reason": "w2 is drained"},
 ]  # fmt: skip
-SCALED = {
+SCALED: dict[str, Any] = {
     "kind": "scale", "before": 1, "workers": 3, "reason": "7.5 requests/s: 3 workers",
     "seen": {"waiting_requests": 1, "workers_per_rps": 0.16}, "compared": {"backlog": 1.704},
     "cost": {"workers": 2, "ready_after_s": 60},
 }  # fmt: skip
+SCALED["says"] = fact_lines({name: SCALED[name] for name in SCALED if name not in ("kind", "reason")})
 BOUNDS: dict[str, Any] = {"min_workers": 1, "max_workers": 8, "floor": None}
 FLEET: dict[str, Any] = {
     "transport": {"moves": 0, "bytes_per_s": 2e9, "pause_s": 0.01, "ways": {}, "pairs": []},
@@ -127,7 +128,8 @@ def test_what_a_decision_saw_is_told_whole_in_eighty_columns(
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["fleet", "--control", control, "explain"]) == 0
     out = capsys.readouterr().out
-    assert "workers per req/s" in out
+    assert "observed: waiting requests 1" in out
+    assert "cost: workers 2, ready after 60 s" in out
     assert "…" not in out
 
 
@@ -208,7 +210,9 @@ def test_status_says_to_how_many_workers_an_operator_scaled(
     assert re.search(r"scale +│ 2 → 0 +│ an operator asked", capsys.readouterr().out)
 
 
-WORKER = {"worker": "w0", "state": "serving", "for_s": 60.0, "requests": 3, "tokens": 900, "telemetry": None}
+WORKER: dict[str, Any] = {
+    "worker": "w0", "state": "serving", "for_s": 60.0, "requests": 3, "tokens": 900, "telemetry": None,
+    "reason": "it is ready"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -358,11 +362,59 @@ def test_what_is_no_control_api_is_told_in_one_line(said: bytes, capsys: pytest.
     assert main(["fleet", "--control", "http://[::1", "status"]) == 2
 
 
+LOAD = {
+    "running": 2, "waiting": 1, "kv_used_blocks": 30, "kv_total_blocks": 100, "step_s": 0.02, "preemptions": 0
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("hit", "loaded", "expected", "says"),
-    [(50, 0, 50, "50 %"), (50, 0, 40, "50 % (40 %)"), (50, 30, 50, "50 %, 30 % host"), (0, 0, 0, "0 %")],
+    [
+        (50, 0, 50, "50 %"),
+        (50, 0, 40, "50 %, predicted 40 %"),
+        (50, 30, 50, "50 %, 30 % from host"),
+        (0, 0, 0, "0 %"),
+        (None, 0, 0, "–"),
+    ],
 )
-def test_what_a_worker_had_of_prompts_is_told_with_what_came_from_host_memory(hit, loaded, expected, says):
-    tokens = {"queried": 100, "hit": hit, "loaded": loaded, "expected": expected, "off": 0}
-    assert _cached_text(tokens) == says
-    assert _cached_text(None) == _cached_text(tokens | {"queried": 0}) == "–"
+def test_the_table_of_workers_has_what_each_had_of_prompts_and_its_load(
+    control: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    hit: int | None,
+    loaded: int,
+    expected: int,
+    says: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    tokens = {"queried": 0 if hit is None else 100, "hit": hit or 0, "loaded": loaded, "expected": expected}
+    told = WORKER | {"prefix_tokens": tokens | {"ideal": 60}, "telemetry": LOAD, "block_tokens": 16}
+    monkeypatch.setitem(FLEET, "workers", [told, WORKER | {"worker": "w1"}])
+    assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
+    head, busy, new = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith(("worker ", "w0 ", "w1 "))
+    )
+    named = "worker state for running waiting KV in use tokens prefix hits step preempted"
+    assert head.split() == named.split()
+    assert busy.split()[:9] == ["w0", "serving", "60", "s", "2", "1", "30", "%", "900"]
+    assert says in busy
+    assert new.split()[4:] == ["3", "–", "–", "900", "–", "–", "–"]
+
+
+def test_a_worker_and_a_move_are_told_in_the_same_words_to_every_reader() -> None:
+    load = {"running": 2, "waiting": 1, "kv_used_blocks": 30, "kv_total_blocks": 100, "step_s": 0.02}
+    worker = WORKER | {"telemetry": load | {"preemptions": 0}, "block_tokens": 16, "silent": True}
+    move = {
+        "request_id": "r1",
+        "mode": "live",
+        "outcome": "copying",
+        "stages_tokens": [512, 80],
+        "bytes": 30300,
+    }
+    move |= {"source": None, "target": "w1", "cached_tokens": 92, "why": "w0 is full"}
+    says = fleet_words(FLEET | {"workers": [worker], "moving": [move]})
+    assert says["workers"][0]["state"] == "unresponsive"
+    assert says["workers"][0]["kv_note"] == "30 % of 1,600 tokens"
+    assert says["moving"] == [
+        "the queue → w1: request r1, live, copying, 500 tokens copied so far, 29.6 KiB; w0 is full"
+    ]

@@ -31,7 +31,7 @@ def texts(path: Path) -> list[str]:
 def test_texts_are_found_where_there_are_some() -> None:
     told = {path.name: texts(path) for path in FILES}
     assert "Autoscaling stops." in " ".join(told["live.html"])
-    assert "5 left out: they came too fast for this page." in told["live_decisions.js"]
+    assert "5 is more than this API takes, 5; cut it, or plan on a terminal" in " ".join(told["plan_form.js"])
     assert any("Choose the traffic and the targets" in text for text in told["plan.html"])
 
 

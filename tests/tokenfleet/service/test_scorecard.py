@@ -123,7 +123,9 @@ def test_each_class_is_judged_by_its_own_targets(tmp_path):
     plain = round(float(outcome.met[2::3].mean()), 6)
     assert found == {"loose": (500, 1.0), "hasty": (500, 0.0), "default": (500, plain)}
     assert [one["planned"] for one in card["classes"]] == [0.95, 0.95, None]
-    assert "class hasty: 0 % of requests in SLO (target 90 %)" in card["says"]
+    assert "Class hasty: 0 % of requests in SLO (target 90 %)." in card["says"]
+    (table,) = card["tables"]
+    assert ["SLO attainment, class hasty", "95.00 %", "0 %", "0 %", "–"] in table["rows"]
 
 
 @pytest.mark.parametrize(("decode", "prefill"), [(1.3, 1.3), (0.7, 0.8), (1.5, 1.0), (1.0, 1.8)])
@@ -187,7 +189,7 @@ def test_a_fleet_that_recorded_no_steps_is_compared_by_latencies(tmp_path):
     card = scorecard_of(tmp_path, name)
     assert (card["bias"], card["attainment"]["observed"] > 0.9) == (None, True)
     assert card["ttft_s"]["p50"]["predicted"] > 0
-    assert "step times are not compared: the fleet has recorded 0 steps of decode" in card["says"][-1]
+    assert "Step times are not compared: the fleet has recorded 0 steps of decode" in card["says"][-1]
     with pytest.raises(BadInput, match=r"--bias-from: .* 100 are needed"):
         bias_of(card)
 
@@ -208,7 +210,7 @@ def test_capacity_is_shown_only_where_the_fleet_was_pressed(tmp_path):
     name, _ = served(tmp_path / "two", decode=4.0, prefill=4.0)
     pressed = scorecard_of(tmp_path / "two", name)
     assert pressed["capacity"]["failed_rps"] > 0
-    assert pressed["says"][0].startswith("target missed")
+    assert pressed["says"][0].startswith("Target missed")
 
 
 def test_too_little_served_compares_nothing(tmp_path):
@@ -235,7 +237,7 @@ def test_the_verbs_show_the_scorecard_and_feed_its_bias_to_the_next_plan(tmp_pat
     assert main(["scorecard", "--data", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     head, plan, *_ = shown.splitlines()
-    assert re.match(r"Target (met|missed): [\d.]+ % of requests in SLO \(target [\d.]+ %\)$", head)
+    assert re.match(r"Target (met|missed): [\d.]+ % of requests in SLO \(target [\d.]+ %\)\.$", head)
     assert plan.startswith(f"Plan {name}: ")
     assert "observed / predicted" in shown
     asked = [

@@ -170,9 +170,9 @@ def _lines(name: str, load: Workload, settings: AdviceSettings, rows: Sequence[R
     """The verdict, a row for each rule, and what the figures mean."""
     from rich.text import Text
 
+    from controlplane.figures import duration_text
     from tokenfleet.advise.replay import ADVICE, HINDSIGHT
     from tokenfleet.report.tables import asked_text, share_text, table
-    from tokenfleet.texts import duration_text
 
     slo, optimum = settings.slo, rows[0].rule.replace(HINDSIGHT, HINDSIGHT.lower())
     advice = next(row for row in rows if row.rule == ADVICE)

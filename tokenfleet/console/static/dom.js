@@ -99,7 +99,7 @@ export function saidLines(lines) {
 
 /** The columns of a table; those of figures are flush right. */
 export function figureColumns(columns, rows) {
-  const isFigure = (i) => rows.every((row) => /^([-?$]|\d[^x]*$)/.test(row[i]));
+  const isFigure = (i) => rows.every((row) => /^([-–?$]|\d[^x]*$)/.test(row[i]));
   return columns.map((name, i) => ({ name, number: i > 0 && isFigure(i) }));
 }
 

@@ -1,21 +1,11 @@
 /* Decisions as a stream, newest first, each with its reason and its facts. */
 
-import { byId, make, say } from "./dom.js";
-import { bytes, clock, counted, duration, stamp } from "./format.js";
+import { byId, make, say, words } from "./dom.js";
+import { clock, count, stamp } from "./format.js";
 
 const SHOWN = 300;
 const GATHER_MS = 200;
 const SPEAK_EVERY_MS = 4000;
-// What stands before and after a fact, where its name in the API is no word.
-const WORDS = {
-  source: ["from ", ""],
-  worker_kind: ["type ", ""],
-  migration: ["as ", ""],
-  cost: ["", ""],
-  bytes: ["copied ", ""],
-  downtime_s: ["paused ", ""],
-};
-const HEAD = new Set(["id", "at_s", "kind", "reason"]);
 
 /** The list of decisions; bounded, filtered by kind, and paused on wish. */
 export class Decisions {
@@ -44,8 +34,8 @@ export class Decisions {
     if (this.#lastId !== null && event.id > this.#lastId + 1) {
       this.#put({
         kind: "",
-        reason: `${counted(event.id - this.#lastId - 1, "decision")} left out: they came too fast for this page.`,
-        gap: true,
+        reason: words("words", "missed", { count: count(event.id - this.#lastId - 1) }),
+        says: [],
       });
     }
     this.#lastId = event.id;
@@ -57,7 +47,7 @@ export class Decisions {
     if (this.#isPaused) {
       this.#held.push(event);
       if (this.#held.length > SHOWN) this.#held.shift();
-      say(byId("decisions-note"), `Paused; ${this.#held.length} more.`);
+      say(byId("decisions-note"), words("words", "held", { count: count(this.#held.length) }));
       return;
     }
     this.#learnKind(event.kind);
@@ -91,8 +81,8 @@ export class Decisions {
     this.#isPaused = !this.#isPaused;
     const button = byId("pause");
     button.setAttribute("aria-pressed", String(this.#isPaused));
-    say(button, this.#isPaused ? "Resume" : "Pause");
-    say(byId("decisions-note"), this.#isPaused ? "Paused." : "");
+    say(button, words("words", this.#isPaused ? "resume" : "pause"));
+    say(byId("decisions-note"), this.#isPaused ? words("words", "paused") : "");
     if (!this.#isPaused) this.#held.splice(0).forEach((event) => this.#put(event));
   }
 
@@ -104,8 +94,9 @@ export class Decisions {
 
   #speakNow() {
     const last = this.#unspoken.at(-1);
-    const many = this.#unspoken.length > 1 ? `${counted(this.#unspoken.length, "decision")}, the last: ` : "";
-    say(byId("spoken"), `${many}${last.kind} ${last.worker ?? ""}: ${last.reason}`);
+    const many = this.#unspoken.length;
+    const burst = many > 1 ? words("words", "burst", { count: count(many) }) : "";
+    say(byId("spoken"), `${burst}${last.kind} ${last.worker ?? ""}: ${last.reason}`);
     this.#unspoken = [];
     this.#speaking = setTimeout(() => {
       this.#speaking = null;
@@ -115,7 +106,6 @@ export class Decisions {
 }
 
 function lineOf(event, isNews) {
-  const facts = Object.entries(event).filter(([name, value]) => !HEAD.has(name) && value !== null);
   const time =
     event.at_s === undefined
       ? ""
@@ -125,32 +115,6 @@ function lineOf(event, isNews) {
     { class: isNews ? "new" : null, "data-kind": event.kind, "data-id": event.id },
     time,
     make("span", { class: "kind" }, event.kind),
-    make(
-      "span",
-      { class: "says" },
-      event.reason,
-      event.gap
-        ? null
-        : make(
-            "span",
-            { class: "soft" },
-            ` ${facts.map(said).join(", ")}`,
-          ),
-    ),
+    make("span", { class: "says" }, event.reason, make("span", { class: "soft" }, event.says.join("; "))),
   );
-}
-
-/** A fact with its name, in our words where the API's name is no word. */
-function said([name, value]) {
-  const [before, after] = WORDS[name] ?? [`${name} `, ""];
-  return `${before}${plain(name, value)}${after}`;
-}
-
-/** A fact's value; its name says the unit. */
-function plain(name, value) {
-  if (value === null) return "–";
-  if (typeof value === "object")
-    return Object.entries(value).map(said).join(", ");
-  if (typeof value === "number" && name.endsWith("_s")) return duration(value, 2);
-  return name === "bytes" ? bytes(value) : String(value);
 }

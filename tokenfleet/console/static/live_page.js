@@ -114,8 +114,8 @@ function show(now) {
   say(byId("gap"), words("words", "gap", now.gap));
   const { state, line } = now.proposal;
   say(byId("proposal"), state === "none" || state === "same" ? "" : words("words", "proposal", { line }));
-  workers.show(now.workers);
-  showMoving(now.moving);
+  workers.show(now.workers, now.says);
+  showMoving(now.says.moving);
   timeline.attainment(now);
   offerKinds(Object.keys(now.wanted_kinds));
   if (document.activeElement !== byId("scale-to") && byId("scale-to").dataset.typed === undefined)

@@ -1,106 +1,95 @@
 /* The workers: state and why, KV in use, what runs and waits on them, and the buttons that drain them.
 
-   A worker's row is made once and then only its texts change, so that focus stays where it is. */
+   Its words are the fleet's. A worker's row is made once and then only its texts change, so that focus stays. */
 
 import { bar } from "./chart.js";
-import { byId, make, say } from "./dom.js";
-import { count, duration, percent } from "./format.js";
+import { byId, make, say, words } from "./dom.js";
 
-const COLUMNS = ["worker", "type", "state", "KV in use", "running", "waiting", "tokens", "prefix hits", "step", "action"];
+const COLUMNS = ["worker", "kind", "state", "kv", "running", "waiting", "tokens", "prefix_hits", "step"];
+const NOTED = ["state", "kv"]; // with a note below
 const MANY = 12; // beyond them rows are a line each, and scroll
-const NUMBERS = new Set(["running", "waiting", "tokens", "prefix hits", "step"]);
+const NUMBERS = new Set(["running", "waiting", "tokens", "prefix_hits", "step"]);
+
+const side = (name) => (NUMBERS.has(name) ? "number" : null);
 
 /** The table of workers. `onDrain(worker, isDraining)` is called by a worker's button. */
 export class Workers {
   #rows = new Map();
+  #head = make("tr");
   #body = make("tbody");
+  #names = {};
   #onDrain;
   #table;
 
   constructor(onDrain) {
     this.#onDrain = onDrain;
-    const head = COLUMNS.map((name) =>
-      make("th", { scope: "col", class: NUMBERS.has(name) ? "number" : null }, name),
-    );
     this.#table = make(
       "div",
-      { class: "table", tabindex: "0", role: "region", "aria-label": "Workers, one a row" },
-      make("table", { class: "cards" }, make("thead", {}, make("tr", {}, head)), this.#body),
+      { class: "table", tabindex: "0", role: "region", "aria-labelledby": "workers-title" },
+      make("table", { class: "cards" }, make("thead", {}, this.#head), this.#body),
     );
     byId("workers").replaceChildren(this.#table);
   }
 
-  /** Show these workers, and no others. */
-  show(workers) {
-    const names = new Set(workers.map((w) => w.worker));
+  /** Show these workers, and no others, in the words that the fleet says of them. */
+  show(workers, says) {
+    if (!this.#head.children.length) {
+      this.#names = { ...says.columns, action: words("words", "action") };
+      const shown = [...COLUMNS, "action"];
+      this.#head.append(...shown.map((name) => make("th", { scope: "col", class: side(name) }, this.#names[name])));
+    }
+    const present = new Set(workers.map((w) => w.worker));
     this.#table.classList.toggle("many", workers.length > MANY);
     for (const [name, row] of this.#rows) {
-      if (names.has(name)) continue;
+      if (present.has(name)) continue;
       row.element.remove();
       this.#rows.delete(name);
     }
-    for (const worker of workers) {
+    workers.forEach((worker, i) => {
       if (!this.#rows.has(worker.worker)) {
-        const row = newRow(worker.worker, this.#onDrain);
+        const row = newRow(worker.worker, this.#names, this.#onDrain);
         this.#rows.set(worker.worker, row);
         this.#body.append(row.element);
       }
-      update(this.#rows.get(worker.worker), worker);
-    }
+      update(this.#rows.get(worker.worker), worker, says.workers[i]);
+    });
   }
 }
 
-function newRow(name, onDrain) {
+function newRow(name, names, onDrain) {
   const cells = Object.fromEntries(
-    COLUMNS.slice(1).map((column) => [
+    [...COLUMNS.slice(1), "action"].map((column) => [
       column,
-      make("td", { class: NUMBERS.has(column) ? "number" : null, "data-name": column }),
+      make("td", { class: side(column), "data-name": names[column] }),
     ]),
   );
   const state = make("span", { class: "state" });
-  const reason = make("span", { class: "soft" });
-  const full = make("span", { class: "soft" });
+  const notes = Object.fromEntries(NOTED.map((column) => [column, make("span", { class: "soft" })]));
   const fill = make("span");
-  const row = { cells, state, reason, full, fill, isDraining: false };
+  const row = { cells, state, notes, fill, isDraining: false };
   row.button = make("button", { type: "button", onclick: () => onDrain(name, row.isDraining) });
-  cells.state.append(state, make("br"), reason);
-  cells["KV in use"].classList.add("kv");
-  for (const column of ["state", "KV in use", "action"]) cells[column].classList.add("wide");
-  cells["KV in use"].append(make("span", {}, fill, full));
+  cells.state.append(state, make("br"), notes.state);
+  cells.kv.classList.add("kv");
+  for (const column of [...NOTED, "action"]) cells[column].classList.add("wide");
+  cells.kv.append(make("span", {}, fill, notes.kv));
   cells.action.append(row.button);
   row.element = make("tr", { "data-worker": name }, make("th", { scope: "row" }, name), Object.values(cells));
   return row;
 }
 
-function update(row, worker) {
+function update(row, worker, says) {
   const load = worker.telemetry ?? null;
-  say(row.cells.type, worker.kind);
-  say(row.state, worker.state);
-  row.state.className = `state ${["serving", "starting", "draining"].includes(worker.state) ? worker.state : ""}`;
-  say(row.reason, `${duration(worker.for_s, 2)}: ${worker.reason}`);
-  row.cells.state.title = row.reason.textContent;
+  for (const column of COLUMNS.slice(1)) if (!NOTED.includes(column)) say(row.cells[column], says[column] ?? "–");
+  for (const column of NOTED) say(row.notes[column], says[`${column}_note`]);
+  row.cells.prefix_hits.title = says.prefix_hits_note ?? "";
+  say(row.state, says.state);
+  row.state.className = `state ${["serving", "starting", "draining"].includes(says.state) ? says.state : ""}`;
+  row.cells.state.title = says.state_note;
   const used = load === null ? null : load.kv_used_blocks / Math.max(1, load.kv_total_blocks);
   row.fill.replaceChildren(bar(used, used > 0.95 ? "bad" : used > 0.8 ? "warn" : "good"));
-  say(
-    row.full,
-    used === null
-      ? "no step yet"
-      : `${percent(used)} of ${count(load.kv_total_blocks * (worker.block_tokens ?? 1))} tokens`,
-  );
-  // What the fleet has put on it; its engine may not have begun all of them.
-  say(row.cells.running, count(load?.running ?? worker.requests));
-  say(row.cells.waiting, count(load?.waiting ?? null));
-  say(row.cells.tokens, count(worker.tokens));
-  const told = worker.prefix_tokens;
-  say(row.cells["prefix hits"], told?.queried ? percent(told.hit / told.queried) : "–");
-  row.cells["prefix hits"].title = told?.queried
-    ? `of ${count(told.queried)} prompt tokens; predicted ${percent(told.expected / told.queried)}, ` +
-      `with an unlimited cache shared by all workers ${percent(told.ideal / told.queried)}`
-    : "";
-  say(row.cells.step, load === null ? "–" : duration(load.step_s, 2));
   row.isDraining = worker.state === "draining";
   row.button.disabled = !["serving", "draining"].includes(worker.state);
-  const verb = row.isDraining ? "Cancel drain" : "Drain";
+  const verb = words("orders", row.isDraining ? "cancel-drain-button" : "drain-button");
   say(row.button, verb);
   row.button.setAttribute("aria-label", `${verb} ${worker.worker}`);
 }
