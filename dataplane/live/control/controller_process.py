@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
-from signal import SIGTERM
+from collections.abc import Callable
+from signal import SIGKILL, SIGTERM
 
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.gateway.events import EventLog
@@ -14,6 +16,10 @@ from dataplane.processes.keeper import tell as signal_to
 
 RESTART_AFTER_S = 2.0
 END_S = 5.0
+LOOK_S = 1.0
+SILENT_S = 120.0  # its first round may compile
+
+log = logging.getLogger("tokenfleet.core")
 
 
 class ControllerProcess:
@@ -23,6 +29,7 @@ class ControllerProcess:
     def __init__(self, events: EventLog) -> None:
         self._settings: asyncio.Future[ControllerSettings] = asyncio.get_running_loop().create_future()
         self._events, self._was_lost, self._is_renewed = events, False, False
+        self._began_s = math.inf
         pauses = Pauses(RESTART_AFTER_S, RESTART_AFTER_S, math.inf)
         self._keeper = Keeper(Spec(self._begin, self._ended, self._decides, pauses=pauses))
 
@@ -42,6 +49,14 @@ class ControllerProcess:
             self._is_renewed = True
             signal_to(self._keeper.process, SIGTERM)
 
+    async def watch(self, looked_s: Callable[[], float]) -> None:
+        """Kill one that has looked at the fleet, at `looked_s`, and does not look again for SILENT_S."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._keeper.process is not None and self._began_s < looked_s() < time.monotonic() - SILENT_S:
+                log.warning("the controller has not looked at the fleet for %.0f s: it is killed", SILENT_S)
+                signal_to(self._keeper.process, SIGKILL)
+
     async def close(self) -> None:
         """End it."""
         await self._keeper.close(END_S)
@@ -54,6 +69,7 @@ class ControllerProcess:
     async def _begin(self) -> asyncio.subprocess.Process:
         if self._was_lost:
             self._events.record(time.time(), "controller-start", "replaces the one that is gone")
+        self._began_s = time.monotonic()
         return await program("dataplane.live.control.controller")
 
     async def _decides(self, process: asyncio.subprocess.Process) -> bool:

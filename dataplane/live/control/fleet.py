@@ -392,6 +392,7 @@ class _Fleet:
             self.learning.reasons,
             gateways,
         )
+        self.pool.tasks.spawn(self.controller.watch(lambda: operations.looked_s))
         operations.updates.resume()
         replanned = Replanned(operations, self._parts())
         self._register(REGISTRY if gateways is None else gateways.registry())

@@ -139,6 +139,7 @@ class Operations:
         self._began_s = time.time()
         self.updates = Updates(cluster, revised)
         self.needed: int | None = None  # of what the controller asks for
+        self.looked_s = 0.0  # when the controller last did
         self._moves = Tasks()
 
     @property
@@ -230,6 +231,7 @@ class Operations:
 
     def state(self) -> FleetState:
         """The fleet at this instant, for the controller."""
+        self.looked_s = time.monotonic()
         core, pool, moves = self.core, self.cluster, self.core.migrations
         workers, requests = core.placement.worker_rows, core.placement.request_rows
         sizes = {at.worker: at.link.info.kv_bytes_per_token for at in core.attached()}

@@ -31,6 +31,7 @@ from dataplane.live.ledger.request import Ticket
 log = logging.getLogger(__name__)
 BACK_S = 10.0  # within which an earlier core's gateways come, or are gone
 MOST_UNSENT = 64 << 20  # bytes of outputs that a gateway may leave untaken
+MOST_SILENT = 12  # pulses in a row that a gateway may leave out
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +64,7 @@ class Connected:
     tickets: dict[int, OpenTicket] = field(default_factory=dict)
     asking: Tasks = field(default_factory=Tasks)
     served: int = 0
+    silent: int = 0  # pulses that were due since its last message
 
     def say(self, kind: MessageType, *frames: Any) -> None:
         if not self.writer.is_closing():
@@ -106,6 +108,7 @@ class CoreServer:
         self._knows, self._on_gone = knows, on_gone
         self._server = await asyncio.start_unix_server(self._serve, address, limit=1 << 20)
         self.core.unread.sink = self._share_out
+        self._tasks.spawn(self._watch())
 
     def await_gateways(self, names: Sequence[str]) -> None:
         """Hold new claims until these gateways of an earlier core are here, for BACK_S at most."""
@@ -168,6 +171,7 @@ class CoreServer:
     async def _listen(self, gateway: Connected, reader: asyncio.StreamReader) -> None:
         while True:
             kind, frames = await wire.next_message(reader)
+            gateway.silent = 0
             if kind == MessageType.ADD:
                 new = msgspec.msgpack.decode(frames[0], type=NewRequest)
                 await self._add(gateway, new, self._codec.request(frames[1:]))
@@ -189,6 +193,16 @@ class CoreServer:
             elif kind == MessageType.ASK:
                 number, verb, arguments = msgspec.msgpack.decode(frames[0])
                 gateway.asking.spawn(self._answer(gateway, number, verb, arguments))
+
+    async def _watch(self) -> None:
+        """Part with gateways that hang. While this process stands still, no pulse is due."""
+        while True:
+            await asyncio.sleep(wire.PULSE_S)
+            for gateway in self._gateways.values():
+                gateway.silent += 1
+                if gateway.silent > MOST_SILENT:
+                    log.warning("gateway %s has not run for %.0f s", gateway.name, MOST_SILENT * wire.PULSE_S)
+                    gateway.writer.transport.abort()
 
     async def _part(self, gateway: Connected) -> None:
         """A gateway is gone: end what it had open, and let others answer what it was about to."""

@@ -98,6 +98,7 @@ class RemoteCore(FrontEndClient):
         self._closing = welcome.closing
         self._is_gone = self._has_left = self._is_lost = self._is_retiring = False
         self._listener = self._loop.create_task(self._listen())
+        self._pulse = self._loop.create_task(self._show())
 
     @classmethod
     async def connect(cls, address: Path, name: str, codec: Codec, door: CoreListener) -> RemoteCore:
@@ -187,6 +188,12 @@ class RemoteCore(FrontEndClient):
                 await self.unread.until_room()
             else:
                 self._take(kind, msgspec.msgpack.decode(frames[0]))
+
+    async def _show(self) -> None:
+        """Let the core see that this process runs."""
+        while not self._is_gone:
+            self._say(MessageType.PULSE)
+            await asyncio.sleep(wire.PULSE_S)
 
     async def _find_successor(self) -> bool:
         """Turn to the core's successor, with all that is open here; whether one came."""

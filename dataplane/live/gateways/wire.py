@@ -13,6 +13,7 @@ what is open there, with its tokens so far, and ask again what was not answered.
                      give up  why: all its requests end in an error that says so
                      ask      [number, verb, arguments]; an answer follows
                      claimed  {name: digest}, first of all to a core's successor: what it has claimed
+                     pulse    every PULSE_S: it runs
     core → gateway   welcome  Welcome
                      tickets  [TicketNews, …]: what the fleet has written on tickets, before the outputs
                      outputs  StepOutputs (vLLM's frames)
@@ -35,7 +36,8 @@ import msgspec
 
 from controlplane.types import SloClass
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
+PULSE_S = 5.0
 MOST_FRAME_BYTES = 1 << 30
 
 
@@ -44,7 +46,7 @@ class MessageType(IntEnum):
 
     HELLO, ADD, ABORT, ABANDON, GIVE_UP, ASK = range(1, 7)
     WELCOME, TICKETS, OUTPUTS, CLOSING, RETIRE, ANSWER = range(7, 13)
-    CLAIMED = 13
+    CLAIMED, PULSE = range(13, 15)
 
 
 class NewRequest(msgspec.Struct, array_like=True, frozen=True):

@@ -61,10 +61,15 @@ class Gateway:
     async def ended(self, *names):
         await asyncio.gather(*(self.ends[name].wait() for name in names))
 
+    def hang(self):
+        """As a stopped process does: it says and hears nothing more."""
+        self.core._pulse.cancel()
+        self.core._listener.cancel()
+
     def die(self):
         """As a killed process does: its end of the stream is gone."""
         self.pump.cancel()
-        self.core._listener.cancel()
+        self.hang()
         self.core._writer.transport.abort()
 
 
@@ -360,6 +365,21 @@ def test_what_a_dead_gateway_was_to_answer_its_clients_other_gateway_answers():
         second = asyncio.ensure_future(two.core.claim("k", b"d"))
         one.die()
         assert await second is None
+
+    play(story)
+
+
+def test_a_gateway_that_hangs_is_parted_with_and_one_without_requests_that_runs_is_not(monkeypatch):
+    monkeypatch.setattr("dataplane.live.gateways.wire.PULSE_S", 0.01)
+
+    async def story(world):
+        one, two = [await world.gateway(name) for name in ("g0", "g1")]
+        await one.send("r", tokens=100_000)
+        one.hang()
+        await world.until(lambda: world.server.connected("g0") is None)
+        assert world.outcomes("aborted") == 1
+        await two.send("s")
+        await two.ended("s")
 
     play(story)
 
