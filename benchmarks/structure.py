@@ -42,7 +42,7 @@ LONG_LINES = 300  # of a module, and of a class
 # The ratchet: the most that each figure may be. A change that needs more raises the number here, in its own
 # diff, and its message says what the lines buy. A change that needs less lowers it.
 BARS = {
-    "product lines": 78_521,
+    "product lines": 78_520,
     "product modules": 377,
     "lines of experiments and benchmarks": 12_000,
     "modules over 300 lines": 56,
@@ -51,7 +51,7 @@ BARS = {
     "folder pairs that import each other": 0,
     "modules that name a step coefficient": 4,
     "modules that declare a plan's options": 2,
-    "classes over 300 lines": 1,
+    "classes over 300 lines": 0,
     "class names taken twice": 0,
     "functions over 60 lines": 1,
     "functions over 10 parameters": 0,

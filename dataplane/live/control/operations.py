@@ -139,8 +139,7 @@ class Operations:
         self._began_s = time.time()
         self.updates = Updates(cluster, revised)
         self.needed: int | None = None  # of what the controller asks for
-        self.looked_s = 0.0  # when the controller last did
-        self._moves = Tasks()
+        self._moves, self.looked_s = Tasks(), 0.0  # when the controller last looked
 
     @property
     def is_ready(self) -> bool:
