@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class ApiFlags:
     """What `tokenfleet api` is asked."""
 
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8001
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on")] = 8001
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1"
     data: Annotated[
         Path | None, typer.Option(help="folder for jobs, plans and uploads (default: $TOKENFLEET_DATA)")

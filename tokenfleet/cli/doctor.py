@@ -54,8 +54,8 @@ class DoctorFlags:
 
     model: Annotated[str, typer.Option(help="model to serve; check that its weights are there")] = ""
     host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000
-    control_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port of the OpenAI endpoint")] = 8000
+    control_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the control API")] = 8001
     cluster: Annotated[
         str, typer.Option(envvar="RAY_ADDRESS", help="address of a Ray cluster; check each of its nodes")
     ] = ""

@@ -15,12 +15,11 @@ from controlplane.errors import BadInput
 from tokenfleet.advise.target import ScaleTarget
 from tokenfleet.export.deployment import PLAN, Deployment, serve_words
 from tokenfleet.export.grafana import dashboard_text
-from tokenfleet.export.keda import Followed, advise_words, asked_at, followed_plan, keda
+from tokenfleet.export.keda import ADVISE_PORT, Followed, advise_words, asked_at, followed_plan, keda
 from tokenfleet.export.kuberay import KEYS, kuberay
 from tokenfleet.export.production_stack import production_stack
-from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules
+from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules, target_text
 from tokenfleet.field_errors import nearest
-from tokenfleet.report.tables import asked_text
 
 SHUTDOWN_S = 60
 NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # of objects, to which KubeRay appends its own parts
@@ -58,15 +57,16 @@ def _production_stack(fleet: Deployment, settings: ExportSettings) -> dict[str, 
 
 def _keda(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
     followed = followed_plan(fleet, settings.name, settings.targets)
-    asks = "Prometheus has to scrape" if settings.scaler is None else f"KEDA asks at {settings.scaler}"
+    port = f"Let Prometheus scrape its port {ADVISE_PORT}"
+    asks = port if settings.scaler is None else f"KEDA asks it at {settings.scaler}"
     heading = (
-        f"{_heading(fleet)}\n# It follows this command, which {asks}:\n"
+        f"{_heading(fleet)}\n# KEDA sets the replicas that this command advises. {asks}:\n"
         f"#   {shlex.join(advise_words(fleet, settings.scaler is not None))}"
     )
     if not settings.targets:
         heading += (
-            f"\n# scaleTargetRef is a Deployment of production-stack release {settings.name};"
-            " --target names another."
+            f"\n# scaleTargetRef names a Deployment of the production-stack release {settings.name}."
+            " `export --target` names another."
         )
     return {"keda.yaml": _documents(heading, _scaled(followed, settings))}
 
@@ -75,7 +75,7 @@ def advice_files(followed: Sequence[Followed], settings: ExportSettings, folder:
     """The ScaledObject of each type of a fleet that is watched; nothing is written. Raises BadInput."""
     flags = shlex.join(asked_at(settings.scaler is not None))
     heading = "".join(
-        f"# From an advice of tokenfleet: {one.low} to {one.high} replicas of {one.model} at {one.target}.\n"
+        f"# From an advice of Tokenfleet: {one.low} to {one.high} replicas of {one.model} at {one.target}.\n"
         for one in followed
     )
     heading += f"# Run the same `tokenfleet advise` with {flags}."
@@ -121,7 +121,7 @@ def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfle
     return f"""\
 # {parts}: this machine needs {gpus} GPUs, and the exported plan as /etc/tokenfleet/{PLAN}.
 [Unit]
-Description=Tokenfleet: {fleet.weights} within {fleet.slo_text}
+Description=Tokenfleet: {fleet.weights}, {target_text(fleet.slo, fleet.attainment)}
 After=network-online.target nvidia-persistenced.service
 Wants=network-online.target
 StartLimitIntervalSec=600
@@ -204,9 +204,8 @@ def export_files(
 
 def _heading(fleet: Deployment) -> str:
     """The first line of every file: what the plan was."""
-    groups = " + ".join(f"{g.workers} x {g.worker_type.name}" for g in fleet.groups)
-    target = f"{asked_text(fleet.attainment)} of requests within {fleet.slo_text}"
-    return f"# Made by tokenfleet from a plan: {groups}, {target}."
+    groups = " + ".join(f"{g.workers}x {g.worker_type.name}" for g in fleet.groups)
+    return f"# From a plan of Tokenfleet: {groups}, {target_text(fleet.slo, fleet.attainment)}."
 
 
 def _documents(heading: str, objects: Sequence[dict[str, Any]]) -> str:

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import BadInput
-from controlplane.figures import duration_text
 from controlplane.types import Slo
-from tokenfleet.export.prometheus import BURNS, WINDOWS, error_ratio, threshold
-from tokenfleet.report.tables import share_text
+from tokenfleet.export.prometheus import BURNS, WINDOWS, error_ratio, target_text, threshold
 
 # The panels that need no target; those with one are changed, and a row about the budget is put in.
 PLAIN = Path(__file__).with_name("dashboard.json")
@@ -34,10 +32,7 @@ def dashboard(slo: Slo, attainment: float) -> dict[str, Any]:
     number = max(panel.get("id", 0) for panel in board["panels"])
     board["panels"] += _budget(attainment, number)
     board["panels"].sort(key=lambda panel: (panel["gridPos"]["y"], panel["gridPos"]["x"]))
-    board["description"] = (
-        f"{share_text(attainment)} of the requests within TTFT {duration_text(slo.ttft_s)}"
-        f" and TPOT {duration_text(slo.tpot_s)}"
-    )
+    board["description"] = target_text(slo, attainment)
     return board
 
 
@@ -51,8 +46,8 @@ def _budget(attainment: float, number: int) -> list[dict[str, Any]]:
     burn = {
         "id": number + 1,
         "type": "timeseries",
-        "title": "Budget burn",
-        "description": "Errors over what the target allows, by window; at 1 the budget lasts its 30 days.",
+        "title": "Error budget burn",
+        "description": "Errors over those that the target allows, by window. At 1 the budget lasts 30 days.",
         "datasource": _SOURCE,
         "gridPos": {"h": _ROW_H, "w": 16, "x": 0, "y": _ROW_Y},
         "fieldConfig": {"defaults": {"unit": "short", "min": 0, "custom": {}}, "overrides": []},
@@ -68,7 +63,7 @@ def _budget(attainment: float, number: int) -> list[dict[str, Any]]:
         "id": number + 2,
         "type": "stat",
         "title": "Error budget left",
-        "description": "What is left of the last three days' allowance; below zero it is overdrawn.",
+        "description": "What is left of the last three days' budget. Below zero it is overspent.",
         "datasource": _SOURCE,
         "gridPos": {"h": _ROW_H, "w": 8, "x": 16, "y": _ROW_Y},
         "fieldConfig": {"defaults": {"unit": "percentunit"}, "overrides": []},

@@ -1,6 +1,6 @@
 """Prometheus rules for the latency objective: the burn rates of its error budget, and alerts.
 
-A request is an *error* when it finished outside its targets, failed, or was turned away for want of room. A
+A request is an *error* when it finished outside its targets, failed, or was rejected for want of room. A
 request that its client gave up or that a rate limit refused is no error. The gateway counts errors per
 request, so no histogram bucket has to lie near a target. The windows and factors are the usual ones for a
 budget of 30 days. An alert pages when 2 % of the budget is used in an hour, or 5 % in six hours. It makes a
@@ -16,7 +16,7 @@ import yaml
 from controlplane.errors import BadInput
 from controlplane.figures import duration_text
 from controlplane.types import Slo
-from tokenfleet.report.tables import share_text
+from tokenfleet.report.tables import asked_text
 
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 _RECORD = "tokenfleet:slo_errors:ratio_rate{window}"
@@ -34,10 +34,10 @@ class Burn(NamedTuple):
 
 
 BURNS = (
-    Burn("1h", "5m", 14.4, "page", "2 % of a 30-day budget in an hour"),
-    Burn("6h", "30m", 6.0, "page", "5 % of a 30-day budget in six hours"),
-    Burn("1d", "2h", 3.0, "ticket", "10 % of a 30-day budget in a day"),
-    Burn("3d", "6h", 1.0, "ticket", "the whole of a 30-day budget, if it goes on"),
+    Burn("1h", "5m", 14.4, "page", "2 % of the 30-day error budget is spent in an hour"),
+    Burn("6h", "30m", 6.0, "page", "5 % of the 30-day error budget is spent in six hours"),
+    Burn("1d", "2h", 3.0, "ticket", "10 % of the 30-day error budget is spent in a day"),
+    Burn("3d", "6h", 1.0, "ticket", "the 30-day error budget will be spent if this goes on"),
 )
 
 
@@ -58,13 +58,18 @@ def threshold(factor: float, budget: float) -> float:
     return ratio if ratio < 0.9 else (1.0 + budget) / 2.0
 
 
+def target_text(slo: Slo, attainment: float) -> str:
+    """`99 % of requests within TTFT 400 ms and TPOT 30 ms`."""
+    targets = f"TTFT {duration_text(slo.ttft_s)} and TPOT {duration_text(slo.tpot_s)}"
+    return f"{asked_text(attainment)} of requests within {targets}"
+
+
 def rule_groups(slo: Slo, attainment: float) -> dict[str, Any]:
     """The rules for a target, as a Prometheus rule file has them. Raises BadInput for no share."""
     if not 0.0 < attainment < 1.0:
         raise BadInput(f"--attainment: must be above 0 and below 1, got {attainment:g}")
     budget = 1.0 - attainment
-    targets = f"TTFT {duration_text(slo.ttft_s)} and TPOT {duration_text(slo.tpot_s)}"
-    promise = f"{share_text(attainment)} within {targets}"
+    target = target_text(slo, attainment)
     records = [{"record": _RECORD.format(window=w), "expr": error_ratio(w)} for w in WINDOWS]
     alerts = []
     for burn in BURNS:
@@ -76,11 +81,11 @@ def rule_groups(slo: Slo, attainment: float) -> dict[str, Any]:
                 "expr": over,
                 "labels": {"severity": burn.severity},
                 "annotations": {
-                    "summary": f"The promise ({promise}) is being broken: {burn.summary}",
+                    "summary": f"SLO missed ({target}): {burn.summary}",
                     "description": (
-                        "{{ $value | humanizePercentage }} of the requests were late, failed or turned away;"
-                        f" {share_text(budget)} may be. `tokenfleet fleet status` says what the fleet does,"
-                        " `tokenfleet whatif --vary rate=1,1.5` what more traffic would need."
+                        "{{ $value | humanizePercentage }} of the requests were late, failed or rejected;"
+                        f" the target allows {asked_text(budget)}. `tokenfleet fleet status` shows the fleet."
+                        " `tokenfleet whatif --vary rate=1,1.5` shows what more traffic would need."
                     ),
                 },
             }
@@ -103,15 +108,15 @@ def _fleet_alerts() -> list[dict[str, Any]]:
             "2m",
             "page",
             "No worker serves",
-            "Requests wait and are then refused. `tokenfleet fleet status` shows the last decisions and why.",
+            "Requests wait and are then rejected. `tokenfleet fleet status --verbose` shows why.",
         ),
         _alert(
             "TokenfleetTurnsAway",
             'sum(rate(tokenfleet_requests_total{outcome="rejected"}[5m])) > 0',
             "5m",
             "ticket",
-            "Requests are turned away for want of room",
-            "The fleet is too small for what arrives: `tokenfleet fleet scale N`, or plan again.",
+            "Requests are rejected, since no worker has room",
+            "The fleet is too small for this traffic. Run `tokenfleet fleet scale N`, or plan again.",
         ),
         _alert(
             "TokenfleetLosesWorkers",
@@ -119,7 +124,7 @@ def _fleet_alerts() -> list[dict[str, Any]]:
             None,
             "ticket",
             "Several workers died within half an hour",
-            "Their requests went on elsewhere. The workers' logs say why; memory is the usual reason.",
+            "Their requests went on elsewhere. `tokenfleet fleet explain` has the causes, mostly memory.",
         ),
         _alert(
             "TokenfleetEvacuatedLate",
@@ -127,7 +132,7 @@ def _fleet_alerts() -> list[dict[str, Any]]:
             ' or increase(tokenfleet_evacuated_requests_total{how="failed"}[30m]) > 0',
             None,
             "ticket",
-            "A worker was not evacuated whole by its deadline",
+            "A worker was not empty by its deadline",
             "`tokenfleet fleet status` shows how many streams moved, were recomputed and ended in errors.",
         ),
         _alert(
@@ -144,7 +149,7 @@ def _fleet_alerts() -> list[dict[str, Any]]:
             "10m",
             "ticket",
             "A worker's KV memory has been full for ten minutes",
-            "It preempts. Longer requests than planned for? `tokenfleet whatif --vary lengths=1,1.5`.",
+            "It preempts requests. `tokenfleet whatif --vary lengths=1,1.5` shows what longer requests need.",
         ),
     ]
 
@@ -158,7 +163,7 @@ def _advice_alerts() -> list[dict[str, Any]]:
             f"{of} (tokenfleet_wanted_replicas) > {of} (tokenfleet_replicas)",
             "15m",
             "ticket",
-            "A vLLM fleet has had fewer replicas than `tokenfleet advise` asks for",
+            "A vLLM fleet has fewer replicas than `tokenfleet advise` asks for",
             "Add replicas, or raise the ceiling of what scales them. `tokenfleet advise` shows why.",
         ),
         _alert(
@@ -167,7 +172,7 @@ def _advice_alerts() -> list[dict[str, Any]]:
             "10m",
             "ticket",
             "`tokenfleet advise` has counted nothing for ten minutes",
-            "Metrics are missing, so the last advice stands, and is soon withdrawn. Its output says which.",
+            "Metrics are missing; its output names them. The last advice stands for a while.",
         ),
     ]
 

@@ -41,8 +41,8 @@ def advise_command(flags: AdviseFlags) -> int:
     tokenfleet advise dns:vllm-headless:8000 --profile mine.yaml --slo ttft=1s,tpot=50ms --listen 0.0.0.0:9105
 
     tokenfleet advise --servers servers.txt --gpu h100 --slo ttft=1s,tpot=50ms --once --format json
-    tokenfleet advise --kind gpu=h100,servers=dns:vllm-h100:8000 --kind gpu=a100,servers=dns:vllm-a100:8000 \
-      --slo ttft=1s,tpot=50ms
+    tokenfleet advise --kind gpu=h100,servers=dns:vllm-h100:8000 --kind gpu=a100,servers=dns:vllm-a100:8000
+    --slo ttft=1s,tpot=50ms
 
     tokenfleet advise vllm-0:8000 --gpu h100 --slo ttft=1s,tpot=50ms --plan 10m --output-dir out
     tokenfleet advise --replay day.csv --model llama-3.1-8b --gpu h100 --slo ttft=1s,tpot=50ms

@@ -24,7 +24,7 @@ class ServerFlags:
 
     addresses: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ADDRESS]...", help="servers: HOST:PORT, http://HOST:PORT, dns:NAME:PORT"),
+        typer.Argument(metavar="ADDRESS", help="servers: HOST:PORT, http://HOST:PORT, dns:NAME:PORT"),
     ] = None
     servers: Annotated[
         Path | None, typer.Option(help="file with an address on each line; read again at each look")
@@ -52,7 +52,7 @@ class AdviseFlags(ServerFlags):
         ),
     ] = None
     prometheus: Annotated[
-        str | None, typer.Option(help="URL of a Prometheus server that scrapes the servers, instead")
+        str | None, typer.Option(help="Prometheus server that scrapes the servers, instead of addresses")
     ] = None
     selector: Annotated[
         str | None,

@@ -36,12 +36,12 @@ class ServeFlags:
         int | None, typer.Option(min=1, help="decode-only workers, which receive KV from the prefill workers")
     ] = None
     host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port of the OpenAI endpoint")] = 8000
     gateways: Annotated[
         int, typer.Option(min=1, max=32, help="gateway processes that answer on --port and share one router")
     ] = 1
     control_host: Annotated[str, typer.Option(help="address of the control API")] = "127.0.0.1"
-    control_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001
+    control_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the control API")] = 8001
     api_key: Annotated[list[str] | None, typer.Option(help="a key clients must send; repeatable")] = None
     api_keys: Annotated[
         Path | None,
