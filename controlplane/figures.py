@@ -48,7 +48,7 @@ def counted(count: int, thing: str) -> str:
 
 def fact_lines(facts: Mapping[str, Any]) -> list[str]:
     """The facts of a decision: single ones in the first line, then each group of figures in its own."""
-    known = {name: value for name, value in facts.items() if value not in (None, "", [], {})}
+    known = _told(facts)
     if isinstance(known.get("workers"), int):
         before, after = known.pop("before", None), counted(known.pop("workers"), "worker")
         known = {"": after if before is None else f"{before} → {after}"} | known
@@ -56,10 +56,15 @@ def fact_lines(facts: Mapping[str, Any]) -> list[str]:
         way = f"{known.pop('source')} → {known.pop('target', None) or known.pop('worker', '?')}"
         known = {"": way} | known
     single = {name: value for name, value in known.items() if not isinstance(value, Mapping)}
-    groups = {name: value for name, value in known.items() if name not in single}
+    groups = {name: told for name in known if name not in single and (told := _told(known[name]))}
     return [", ".join(starmap(_fact, single.items()))] * bool(single) + [
         f"{_word(name)}: {', '.join(starmap(_fact, group.items()))}" for name, group in groups.items()
     ]
+
+
+def _told(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are empty or not known."""
+    return {name: value for name, value in facts.items() if value not in (None, "", [], {})}
 
 
 _UNITS: dict[str, Callable[[Any], str]] = {

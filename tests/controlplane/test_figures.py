@@ -41,6 +41,13 @@ def test_the_facts_of_a_move_begin_with_its_way() -> None:
     assert fact_lines(facts) == ["w1 → w2, request r1", "cost: copied 29.6 KiB, paused 3 ms"]
 
 
+def test_the_cost_that_a_failed_move_does_not_have_is_left_out() -> None:
+    facts = {"request_id": "r1", "worker": "w2", "source": "w1"}
+    cut_short = facts | {"cost": {"bytes": 30_300, "downtime_s": None}}
+    assert fact_lines(cut_short) == ["w1 → w2, request r1", "cost: copied 29.6 KiB"]
+    assert fact_lines(facts | {"cost": {"downtime_s": None}}) == ["w1 → w2, request r1"]
+
+
 def test_empty_facts_are_left_out_and_lists_are_told_whole() -> None:
     rollout = {
         "workers": {"new": 1, "old": 2},
