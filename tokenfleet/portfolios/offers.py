@@ -307,12 +307,12 @@ def _of_fewer_gpus(
 
 def _with_fewer(task: Task, gpu: str, most: int) -> Iterator[tuple[int, Task]]:
     """The task with numbers up to `most` of the GPUs of a type, or of all, that leave two types to mix."""
-    spread = np.linspace(1, most, max(0, min(most, FEWER_GPUS)))
-    for n in sorted({0, *np.rint(spread).astype(int).tolist()}) if most >= 0 else ():
+    spread = np.rint(np.linspace(1, most, max(0, min(most, FEWER_GPUS)))).astype(int).tolist()
+    for n in sorted({0, *spread} if gpu and most >= 0 else set(spread)):
         limited = (replace(t, limit=n // t.gpus) if gpu == t.gpu else t for t in task.worker_types)
         types = tuple(t for t in limited if t.limit != 0)
         request = task.request if gpu else replace(task.request, max_gpus=n)
-        if len({t.gpu for t in types}) > 1 and request.max_gpus != 0:
+        if len({t.gpu for t in types}) > 1:
             yield n, replace(task, worker_types=types, request=request)
 
 

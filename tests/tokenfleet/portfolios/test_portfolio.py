@@ -163,16 +163,25 @@ models: [{{name: one, trace: {one}}}, {{name: two, trace: {two}}}]
 """
 
 
-@pytest.mark.parametrize("most", [2, 3])
-def test_no_other_choice_of_mixes_within_the_limits_is_cheaper(folder, tmp_path, most):
+@pytest.mark.parametrize(
+    ("limits", "slow_usd", "gpu", "most"),
+    [
+        ("gpus: {made-gpu: 2}", "3.5", "made-gpu", 2),
+        ("gpus: {made-gpu: 3}", "3.5", "made-gpu", 3),
+        ("max-gpus: 9", "0.9", "", 9),  # the slow one is cheaper by what it serves, and takes more GPUs
+    ],
+)
+def test_no_other_choice_of_mixes_within_the_limits_is_cheaper(folder, tmp_path, limits, slow_usd, gpu, most):
     rng = np.random.default_rng(7)
     for name, rate in (("one", 10.0), ("two", 14.0)):
         arrival = np.sort(rng.uniform(0.0, 40.0, int(40 * rate)))
         lengths = rng.integers(200, 600, len(arrival)), rng.integers(2, 120, len(arrival))
         save(Workload(arrival, *lengths), tmp_path / f"{name}.csv")
     profiles = ", ".join(str(folder / name) for name in ("fast.yaml", "slow.yaml"))
+    prices = tmp_path / "prices.yaml"
+    prices.write_text(PRICES.replace("on_demand: 3.5", f"on_demand: {slow_usd}"))
     text = STEADY.format(
-        limits=f"{{gpus: {{made-gpu: {most}}}}}", profiles=profiles, prices=folder / "prices.yaml",
+        limits=f"{{{limits}}}", profiles=profiles, prices=prices,
         one=tmp_path / "one.csv", two=tmp_path / "two.csv",
     )  # fmt: skip
     (tmp_path / "portfolio.yaml").write_text(text)
@@ -182,7 +191,8 @@ def test_no_other_choice_of_mixes_within_the_limits_is_cheaper(folder, tmp_path,
     with open_threads(1) as threads:
         holding = [holding_below(model, usd, threads) for model in portfolio.models]
     gpus = {pair: gpus_of(pair[0]) + gpus_of(pair[1]) for pair in itertools.product(*holding)}
-    choices = [one.cost[0] + two.cost[0] for (one, two), n in gpus.items() if n["made-gpu"] <= most]
+    taken = {pair: n[gpu] if gpu else n.total() for pair, n in gpus.items()}
+    choices = [one.cost[0] + two.cost[0] for (one, two), n in taken.items() if n <= most]
     assert min(choices) == pytest.approx(usd)
 
 
