@@ -80,7 +80,7 @@ def _fact(name: str, value: Any) -> str:
     words, text = _word(name), str(value)
     if isinstance(value, list):
         text = ", ".join(map(str, value))
-    elif not isinstance(value, bool | str):
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         named = name.replace("per_rps", "per req/s").replace("d_s_ago", "_ago_s")
         unit = next((unit for unit in _UNITS if named.endswith(unit)), "")
         words = _NAMES.get(name, _word(named.removesuffix(unit)))

@@ -342,9 +342,10 @@ def _note(state: Correction, factor: float, by: str) -> Note:
     way = "more" if factor > state.factor else "fewer"
     reason = (
         f"{100 * shares['met']:.2f} % of {seen.ended:,.0f} requests{of} were in time (TTFT"
-        f" {100 * shares['ttft_met']:.2f} %, TPOT {100 * shares['tpot_met']:.2f} %) where the line promised"
-        f" {100 * promised:.2f} %: {way} workers, as if steps took {factor:.3g} times as long as is known"
-        f" ({state.factor:.3g} before; likely {sure[0]:.3g} to {sure[1]:.3g})"
+        f" {100 * shares['ttft_met']:.2f} %, TPOT {100 * shares['tpot_met']:.2f} %);"
+        f" the scaling rule expected {100 * promised:.2f} %: {way} workers,"
+        f" by step times multiplied by {factor:.3g} ({state.factor:.3g} before;"
+        f" likely {sure[0]:.3g} to {sure[1]:.3g})"
     )
     if evidence.hopeless > 0.005:
         reason += f"; {100 * evidence.hopeless:.1f} % would be late on any number of workers"

@@ -160,9 +160,7 @@ def other_rates(
         count = float(demand.open_count)
         expected = regime.upper_rps(demand.bin_s, RATE_Z) * demand.bin_s
         if count > expected + BURST_Z * math.sqrt(regime.noise * max(expected, 1.0)):
-            why = (
-                f"{demand.open_count} arrivals in a bin of {demand.bin_s:g} s, {regime.rate_rps:.3g}/s before"
-            )
+            why = f"{demand.open_count} arrivals in {demand.bin_s:g} s, {regime.rate_rps:.3g} req/s before"
             rates.append(Rate("burst", count / demand.bin_s, why))
     if regime is not None and waiting:
         why = f"{regime.rate_rps:.3g} requests/s, and {waiting} wait for a worker"

@@ -63,9 +63,9 @@ def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tu
     if (change := advice.change) is not None and change.before is not None:
         at = f"{clock(change.at_s):%H:%M:%S}"
         yield "Last change", f"{at} from {change.before} to {change.after}: {change.why}"
-    busy = f"{advice.running:.0f} requests running, {advice.waiting:.0f} waiting"
+    busy = f"requests: {advice.running:.0f} running, {advice.waiting:.0f} waiting"
     starting = f", {advice.starting} starting" if advice.starting else ""
-    yield "Replicas", f"{advice.has} answer{starting}; {busy}; {advice.arrivals:,.0f} arrivals counted"
+    yield "Replicas", f"{advice.has} answering{starting}; {busy}, {advice.arrivals:,.0f} arrivals counted"
     for one in advice.of_types:
         known = "calibrated by these servers" if one.is_calibrated else "not yet calibrated"
         yield "Step times", f"{one.profile.label}, {known}: off by up to {percent(doubt_of(one.profile))}"
@@ -85,7 +85,7 @@ def _reasons(slo: Slo, advice: Advice) -> Iterator[tuple[str, str]]:
             yield "Bottleneck", f"{binds.name}; {eased} would save {percent(binds.spares)} of the replicas"
         if why := hopeless(one.profile, slo, *advice.lengths):
             of = f" of {one.worker_type.name}" if several else ""
-            yield "Beware", f"no number of replicas{of} meets the target: {why}"
+            yield "Warning", f"no number of replicas{of} meets the target: {why}"
 
 
 def _mix_text(advice: Advice) -> str:
@@ -101,9 +101,9 @@ def _mix_text(advice: Advice) -> str:
 
 def _type_text(settings: AdviceSettings, advice: Advice, one: TypeAdvice) -> str:
     """What runs of a type, what should run, and why."""
-    text = f"{one.has} answer" + (f", {one.starting} starting" if one.starting else "")
+    text = f"{one.has} answering" + (f", {one.starting} starting" if one.starting else "")
     if one.wanted is not None:
-        text += f", {one.wanted} wanted"
+        text += f", {one.wanted} desired"
         if one.likely is not None and one.likely[0] != one.likely[1]:
             text += f" (90 % sure: {one.likely[0]} to {one.likely[1]})"
         text += {one.worker_type.low: ", the floor", one.worker_type.limit: ", the ceiling"}.get(

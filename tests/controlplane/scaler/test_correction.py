@@ -113,7 +113,7 @@ def test_a_line_of_steps_taken_for_too_short_is_mended_within_ten_minutes(steep,
     before, ended = story.met, story.ended
     story.run(30)
     assert (story.met - before) / (story.ended - ended) >= TARGET - 0.008
-    assert all("where the line promised" in note.reason for note in story.notes)
+    assert all("the scaling rule expected" in note.reason for note in story.notes)
 
 
 @pytest.mark.parametrize("power", [1.0, 3.0])

@@ -147,7 +147,7 @@ def test_each_type_has_its_gauge_its_row_and_its_share_of_the_requests(advised):
     assert [one["worker_type"] for one in told["worker_types"]] == NAMES
     says = dict(told["says"])
     assert "could take" in says[NAMES[0]]
-    assert f"{last.of_types[0].wanted} wanted" in says[NAMES[0]]
+    assert f"{last.of_types[0].wanted} desired" in says[NAMES[0]]
     assert verdict(fleet.settings, last).startswith("Remove 3 h100-sxm TP1, ")
 
 
