@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -32,8 +32,7 @@ from dataplane.live.ledger.placement import Placement
 from dataplane.live.ledger.request import Ticket
 from harness.bare_fleet import token_request
 
-What = Literal["kill", "kill both", "detach", "close", "join", "leave", "move", "slow link", "cut link"]
-WHATS: tuple[What, ...] = (
+WHATS = (
     *("kill", "kill", "kill both", "detach", "close", "join"),
     *("leave", "leave", "move", "move", "slow link", "cut link"),
 )
@@ -63,7 +62,7 @@ class Fault:
     """
 
     after: int
-    what: What
+    what: str
     stream: int
     at: Stage | None
     victim: Literal["source", "target"]
@@ -91,18 +90,20 @@ class History:
     happened: Counter[str] = field(default_factory=Counter)
     too_many: int = 0  # the most requests that the core had beyond those sent and not ended
     remains: dict[str, int] = field(default_factory=dict)
+    counted: tuple[int, int] | None = None  # requests that ended in the core, and that finished there
+    expected: list[list[int]] | None = None  # the streams undisturbed, of an engine with a model
 
 
-def schedule_of(seed: int) -> Schedule:
-    """The schedule of a seed."""
+def schedule_of(seed: int, whats: Sequence[str] = WHATS, together: int = 1) -> Schedule:
+    """The schedule of a seed, of these faults. Those within `together` tokens happen at one moment."""
     rng = np.random.default_rng(seed)
     outputs = tuple(int(n) for n in rng.integers(*OUTPUTS, STREAMS))
     total = sum(outputs)
     prompts = tuple(tuple(rng.integers(1, 2000, n).tolist()) for n in rng.integers(3, 400, STREAMS))
     faults = [
         Fault(
-            after,
-            WHATS[int(rng.integers(len(WHATS)))],
+            after // together * together,
+            whats[int(rng.integers(len(whats)))],
             int(rng.integers(STREAMS)),
             STAGES[int(rng.integers(len(STAGES)))],
             "source" if rng.random() < 0.5 else "target",
@@ -129,7 +130,8 @@ def _of_streams(history: History) -> Iterator[str]:
         got, ends = history.tokens.get(name, []), history.ends.get(name, [])
         if name not in history.sent:
             yield f"{name}: was never sent"
-        if got != Noise().continuation(prompt, wanted)[: len(got)]:
+        whole = Noise().continuation(prompt, wanted) if history.expected is None else history.expected[i]
+        if got != whole[: len(got)]:
             yield f"{name}: a token was lost, repeated or swapped"
         if len(ends) != 1:
             yield f"{name}: ended {len(ends)} times"
@@ -147,6 +149,12 @@ def _of_fleet(history: History) -> Iterator[str]:
     for what, count in history.remains.items():
         if count:
             yield f"{count} {what} were left"
+    if history.counted is not None:
+        ended, finished = history.counted
+        whole = sum(ends == ["LENGTH"] for ends in history.ends.values())
+        if not whole <= finished <= min(ended, whole + len(history.left)) <= ended <= len(history.sent):
+            of = f"of {len(history.sent)} sent, {whole} of them whole"
+            yield f"the core counted {ended} requests that ended, {finished} that finished, {of}"
 
 
 async def played(schedule: Schedule) -> History:

@@ -69,6 +69,7 @@ class Stream:
     tokens: int = 0
     is_done: bool = False
     error: str = ""
+    is_broken: bool = False  # the connection ended, and not the stream
     begun_s: float = 0.0
     chunks_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # where they were asked for,
@@ -218,10 +219,18 @@ def plain_server(
 
 
 async def stream(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    headers: Mapping[str, str] | None = None,
+    into: Stream | None = None,
 ) -> Stream:
-    """One streamed completion, of a chat where `body` has messages; what goes wrong is in its `error`."""
-    got = Stream(begun_s=time.perf_counter())
+    """One streamed completion, of a chat where `body` has messages; what goes wrong is in its `error`.
+
+    It is written `into` a stream as it comes.
+    """
+    got = Stream() if into is None else into
+    got.begun_s = time.perf_counter()
     path = "chat/completions" if "messages" in body else "completions"
     settings = {"model": MODEL, "temperature": 0, "ignore_eos": True, "stream": True} | body
     settings["stream_options"] = {"include_usage": True}
@@ -233,7 +242,7 @@ async def stream(
             async for line in reply.content:
                 _take(got, line)
     except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-        got.error = got.error or repr(error)
+        got.error, got.is_broken = got.error or repr(error), True
     return got
 
 

@@ -1,120 +1,120 @@
-"""Streams while workers and controllers are killed, links cut and clients leave, at each stage of a move.
+"""Streams while processes are killed and stopped, links cut, workers moved away, and clients leave.
 
-    python experiments/serving/fault_rounds.py [--schedules N] [--real N] [--seed FIRST]
+    python experiments/serving/fault_rounds.py [--schedules N] [--served N] [--real N] [--seed FIRST]
 
-Seeded schedules of ten faults each happen to a FleetCore over emulated engines in this process, and a judge
-reads what every client saw (harness/fault_schedules.py). It names the seed of each violation.
-
-Then a served fleet of emulated engines loses its controller under load, and (`--real N`) a fleet of two real
-vLLM workers on Ray loses an engine, an actor or its controller to `kill -9`, or has an engine stopped.
+Seeded schedules of ten faults each, and a judge that reads what every client saw. It names the seed of each
+violation, which `--seed` and a single schedule play again. `--schedules`: over a FleetCore and emulated
+engines in this process (harness/fault_schedules.py). `--served`: over the processes of `tokenfleet serve`
+with three emulated workers and two gateways (harness/served_faults.py), two fleets at a time. `--real`: the
+same with two vLLM workers, whose streams are compared with undisturbed ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import psutil
-
 from experiments.lib.results import bar, flags, show
-from harness.fault_schedules import played, schedule_of, violations
-from harness.served import ENGINE_FLAGS, Server, begun, fleet, session, stream, tiny_model
+from harness.fault_schedules import History, played, schedule_of, violations
+from harness.served import ENGINE_FLAGS, Server, fleet, tiny_model
+from harness.served_faults import REAL, SERVED, TOGETHER, played_served, undisturbed
 
-TOGETHER = 6  # schedules played at a time
-SIGNALS = {"live engine": signal.SIGSTOP}
+AT_A_TIME, FLEETS = 6, 2
+PATIENT = ("--gateways", "2", "--slo", "ttft=600s,tpot=60s", "--queue-wait", "10m")
+EMULATED = ("--engine", "emulated", "--workers", "3", *PATIENT)
+VLLM = ("--workers", "2", *PATIENT)
 
 
-async def schedules(count: int, first: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Play the schedules of `count` seeds: what happened, a row a kind of fault, and every violation."""
-    happened, ends, broken = Counter[str](), Counter[str](), list[str]()
-    for seed in range(first, first + count, TOGETHER):
-        seeds = range(seed, min(seed + TOGETHER, first + count))
-        for number, history in zip(
-            seeds, await asyncio.gather(*(played(schedule_of(s)) for s in seeds)), strict=True
+@dataclass(slots=True)
+class Judged:
+    """What happened in schedules of one kind, and what the judge found."""
+
+    of: str
+    seeds: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+
+    def add(self, seed: int, history: History) -> None:
+        """Judge a history. Each violation goes to stderr at once."""
+        self.seeds += 1
+        self.happened += history.happened
+        ends = Counter(end for each in history.ends.values() for end in each)
+        self.ends += ends
+        print(f"{self.of}: seed {seed}: {dict(history.happened | ends)}", file=sys.stderr, flush=True)
+        for what in violations(history):
+            self.broken.append(f"{self.of}: seed {seed}: {what}")
+            print(self.broken[-1], file=sys.stderr, flush=True)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each kind of fault, and one for all."""
+        faults = sum(times for fault, times in self.happened.items() if not fault.startswith("nothing"))
+        total = {"fault": f"all, {self.of}", "times": faults, "seeds": self.seeds}
+        total |= {"complete": self.ends["LENGTH"], "explicit error": self.ends["ERROR"]}
+        total |= {"left or cut": self.ends["ABORT"], "violations": len(self.broken)}
+        each = sorted(self.happened.items())
+        return [*({"fault": f"{fault}, {self.of}", "times": times} for fault, times in each), total]
+
+
+async def schedules(seeds: Sequence[int]) -> Judged:
+    """Play the schedules of seeds in this process."""
+    judged = Judged("in process")
+    for i in range(0, len(seeds), AT_A_TIME):
+        some = seeds[i : i + AT_A_TIME]
+        for seed, history in zip(
+            some, await asyncio.gather(*(played(schedule_of(s)) for s in some)), strict=True
         ):
-            happened += history.happened
-            ends += Counter(end for each in history.ends.values() for end in each)
-            broken += [f"seed {number}: {what}" for what in violations(history)]
-    rows = [{"fault": f"{fault}, in schedules", "rounds": times} for fault, times in sorted(happened.items())]
-    total = {
-        "fault": "all, in schedules",
-        "rounds": sum(times for fault, times in happened.items() if "nothing" not in fault),
-        "complete": ends["LENGTH"],
-        "explicit error": ends["ERROR"],
-        "client left": ends["ABORT"],
-        "silently wrong": len(broken),
-    }
-    return [*rows, total], broken
+            judged.add(seed, history)
+    return judged
 
 
-def victim_of(server: Server, kind: str) -> int:
-    """The process to kill: a worker's engine or actor, or the controller."""
-    if kind == "controller":
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        return next(c.pid for c in children if "dataplane.live.control.controller" in c.cmdline())
-    actor = int(server.workers()[0]["pid"])
-    if kind == "worker":
-        return actor
-    inner = psutil.Process(actor).children(recursive=True)
-    return next(c.pid for c in inner if "EngineCore" in c.name())
+async def served(servers: Sequence[Server], seeds: Sequence[int], is_real: bool) -> Judged:
+    """Play the schedules of seeds on served fleets, each fleet one after another."""
+    judged, left = Judged("real" if is_real else "served"), iter(seeds)
 
+    async def on(server: Server) -> None:
+        for seed in left:
+            schedule = schedule_of(seed, REAL if is_real else SERVED, TOGETHER)
+            expected = await undisturbed(server, schedule) if is_real else None
+            history = await played_served(server, schedule, 2 if is_real else 3, 600.0 if is_real else 120.0)
+            history.expected = expected
+            judged.add(seed, history)
 
-async def served_round(server: Server, kind: str, rng: np.random.Generator) -> dict[str, Any]:
-    """Kill -9, or SIGSTOP, under streams of a served fleet; each is compared with its undisturbed run."""
-    bodies = [
-        {"prompt": rng.integers(5, 2000, int(n)).tolist(), "max_tokens": 400}
-        for n in rng.integers(20, 200, 12)
-    ]
-    async with session() as http:
-        expected = await asyncio.gather(*(stream(http, server.gateway, body) for body in bodies))
-        running = [asyncio.create_task(stream(http, server.gateway, body)) for body in bodies]
-        await begun(server, len(bodies), running)
-        os.kill(await asyncio.to_thread(victim_of, server, kind), SIGNALS.get(kind, signal.SIGKILL))
-        got = await asyncio.gather(*running)
-    equal = [not s.error and s.content == e.content for s, e in zip(got, expected, strict=True)]
-    return {
-        "fault": f"{SIGNALS.get(kind, signal.SIGKILL).name} to the {kind}, served",
-        "rounds": 1,
-        "complete": sum(equal),
-        "explicit error": sum(bool(s.error) for s in got),
-        "client left": 0,
-        "silently wrong": sum(not same and not s.error for same, s in zip(equal, got, strict=True)),
-    }
-
-
-async def served_rounds(server: Server, kinds: list[str], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Rounds one after another, each once the fleet is whole again."""
-    rows = []
-    for kind in kinds:
-        rows.append(await served_round(server, kind, rng))
-        while len(await asyncio.to_thread(server.workers)) < 2:
-            await asyncio.sleep(0.2)
-    return rows
+    await asyncio.gather(*(on(server) for server in servers))
+    return judged
 
 
 def main() -> int:
     parser = flags(__doc__)
-    parser.add_argument("--schedules", type=int, default=1000)
-    parser.add_argument("--real", type=int, help="rounds on real vLLM workers (default: 4, quick 0)")
+    parser.add_argument("--schedules", type=int, help="in this process (default: 1000, quick 20)")
+    parser.add_argument("--served", type=int, help="over processes (default: 40, quick 4)")
+    parser.add_argument("--real", type=int, help="on real vLLM workers (default: 4, quick 0)")
     asked = parser.parse_args()
-    rng = np.random.default_rng(asked.seed)
-    rows, broken = asyncio.run(schedules(20 if asked.quick else asked.schedules, asked.seed))
-    sys.stderr.writelines(f"{what}\n" for what in broken)
-    with tiny_model() as model:
-        kinds = ["controller"] * (2 if asked.quick else 5)
-        with fleet(model, "--workers", "2", "--engine", "emulated", engine_flags=()) as server:
-            rows += asyncio.run(served_rounds(server, kinds, rng))
-        rounds = asked.real if asked.real is not None else 0 if asked.quick else 4
-        if real := (["engine", *SIGNALS, "worker", "controller"] * rounds)[:rounds]:
-            with fleet(model, "--workers", "2", engine_flags=ENGINE_FLAGS) as server:
-                rows += asyncio.run(served_rounds(server, real, rng))
-    bars = {"silently wrong streams": bar(sum(row.get("silently wrong", 0) for row in rows), 0)}
-    return show("fault_rounds", rows, bars, asked)
+
+    def seeds(count: int | None, usual: int, quick: int) -> range:
+        return range(asked.seed, asked.seed + ((quick if asked.quick else usual) if count is None else count))
+
+    found = [asyncio.run(schedules(seeds(asked.schedules, 1000, 20)))]
+    with tiny_model() as model, ExitStack() as stack:
+        if emulated := seeds(asked.served, 40, 4):
+            fleets = [
+                stack.enter_context(
+                    fleet(model, *EMULATED, "--data", str(model.parent / f"data-{i}"), engine_flags=())
+                )
+                for i in range(min(FLEETS, len(emulated)))
+            ]
+            found.append(asyncio.run(served(fleets, emulated, False)))
+            stack.pop_all().close()
+        if real := seeds(asked.real, 4, 0):
+            server = stack.enter_context(fleet(model, *VLLM, engine_flags=ENGINE_FLAGS))
+            found.append(asyncio.run(served([server], real, True)))
+    bars = {"violations": bar(sum(len(one.broken) for one in found), 0)}
+    return show("fault_rounds", [row for one in found for row in one.rows()], bars, asked)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,21 @@ def test_the_judge_finds_what_is_left_behind() -> None:
     assert "the core had 1 requests too many at an instant" in violations(replace(whole(), too_many=1))
 
 
+@pytest.mark.parametrize(
+    ("ended", "finished", "holds"), [(8, 8, True), (8, 7, False), (9, 8, False), (7, 8, False), (8, 9, False)]
+)
+def test_the_judge_compares_what_clients_saw_with_what_the_core_counted(ended, finished, holds) -> None:
+    assert (violations(replace(whole(), counted=(ended, finished))) == []) is holds
+
+
+def test_streams_of_a_model_are_compared_with_undisturbed_ones() -> None:
+    history = whole()
+    history.expected = [list(tokens) for tokens in history.tokens.values()]
+    assert violations(history) == []
+    history.expected[3][0] += 1
+    assert violations(history) == ["r3: a token was lost, repeated or swapped"]
+
+
 def test_a_planted_leak_of_kv_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that keeps the blocks of what is aborted, as a lost release would."""
     end = EmulatedBatch._end

@@ -1,0 +1,37 @@
+"""Seeded schedules of faults over the processes of a served fleet, and the judge of what its clients saw."""
+
+import asyncio
+
+import pytest
+from served_fleet import serve
+
+from harness.fault_schedules import schedule_of, violations
+from harness.served_faults import SERVED, TOGETHER, _Play, played_served
+
+WORKERS = 3
+
+
+@pytest.fixture(scope="module")
+def fleet(model_folder, scratch):
+    flags = ("--engine", "emulated", "--workers", str(WORKERS), "--gateways", "2", "--queue-wait", "10m")
+    served = serve(model_folder, *flags, "--slo", "ttft=600s,tpot=60s", folder=scratch)
+    yield served
+    served.stop()
+
+
+def history(fleet, seed, whats=SERVED):
+    return asyncio.run(played_served(fleet, schedule_of(seed, whats, TOGETHER), WORKERS))
+
+
+@pytest.mark.parametrize("seed", [1, 16])
+def test_no_client_sees_a_wrong_stream_whatever_dies_or_stops(fleet, seed):
+    played = history(fleet, seed)
+    assert violations(played) == []
+    assert sum(times for what, times in played.happened.items() if "nobody" not in what) >= 5
+
+
+def test_the_judge_finds_a_stream_that_breaks_without_a_cause(fleet, monkeypatch):
+    """A gateway is killed, and the judge is not told whose."""
+    monkeypatch.setattr(_Play, "_part_from", lambda play, gateway: None)
+    found = violations(history(fleet, 0, ("kill gateway",)))
+    assert any(what.endswith("was aborted though its client stayed") for what in found)
