@@ -212,7 +212,9 @@ def _portfolio_lines(view: dict[str, Any], verbose: bool) -> Iterator[Renderable
     names = dict.fromkeys(share["name"] for share in view["shares"])
     down = [name for name in names if name not in models]
     missing = [name for name, one in models.items() if _misses(one)]
-    taken = ", ".join(f"{one['held']:g} of {one['most']:g} {one['name']}" for one in view["limits"])
+    taken = ", ".join(
+        f"{one['held']:g} of {one['most']:g} {one['name'].removeprefix('gpus.')}" for one in view["limits"]
+    )
     health = ", ".join(
         [f"{name} does not answer" for name in down] + [f"{name} is missing its SLO" for name in missing]
     )
@@ -242,7 +244,8 @@ def _allocations(view: dict[str, Any], models: dict[str, Any]) -> Table:
 def _workers_table(view: dict[str, Any], verbose: bool) -> Table:
     """The fleet's own table; its types and hosts where they differ."""
     names, rows = view["says"]["columns"], view["says"]["workers"]
-    differ = [("kind", len(view["wanted_kinds"]) > 1), ("host", len({row.get("host") for row in rows}) > 1)]
+    hosts = {row["host"] for row in rows if "host" in row}
+    differ = [("kind", len(view["wanted_kinds"]) > 1), ("host", len(hosts) > 1)]
     left = ["worker", *(name for name, differs in differ if differs), "state"]
     right = ["for_s", "running", "waiting", "kv", *(LOADS if verbose else ())]
     table = _bare_table([names[name] for name in left], [names[name] for name in right])

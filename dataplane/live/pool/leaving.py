@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from controlplane.figures import counted
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Haven, Leaving, Order, Way, plan_evacuation
 from controlplane.migration.room import BRING_S, DRAIN_LOOK_S, Bring, pulled_along, warmed
 from controlplane.types import RequestId, WorkerId
@@ -54,7 +55,7 @@ class Evacuated:
     def __str__(self) -> str:
         late = "" if self.in_time else ", too late"
         return (
-            f"empty after {self.seconds:.1f} s{late}: {self.moved} requests moved, {self.replayed}"
+            f"empty after {self.seconds:.1f} s{late}: {counted(self.moved, 'request')} moved, {self.replayed}"
             f" recomputed, {self.ended} ended by themselves, {self.failed} could not be continued"
         )
 

@@ -267,7 +267,7 @@ class Lives:
         """Empty a worker within `seconds`, and launch another in its place."""
         member.stop_work()  # its drain
         member.until_s, deadline_s = time.time() + seconds, time.monotonic() + seconds
-        self._shut(member, LifeEvent.EVACUATE, f"must be empty within {seconds:g} s: {reason}")
+        self._shut(member, LifeEvent.EVACUATE, f"must be empty within {seconds:.3g} s: {reason}")
         member.task = self.tasks.spawn(self._evacuate(member, way_out, deadline_s, reason))
 
     async def _evacuate(self, member: Member, way_out: Exit, deadline_s: float, reason: str) -> None:

@@ -389,7 +389,7 @@ def test_the_table_of_workers_has_what_each_had_of_prompts_and_its_load(
     monkeypatch.setenv("COLUMNS", "120")
     tokens = {"queried": 0 if hit is None else 100, "hit": hit or 0, "loaded": loaded, "expected": expected}
     told = WORKER | {"prefix_tokens": tokens | {"ideal": 60}, "telemetry": LOAD, "block_tokens": 16}
-    monkeypatch.setitem(FLEET, "workers", [told, WORKER | {"worker": "w1"}])
+    monkeypatch.setitem(FLEET, "workers", [told | {"host": "::1"}, WORKER | {"worker": "w1"}])
     assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
     head, busy, new = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith(("worker ", "w0 ", "w1 "))

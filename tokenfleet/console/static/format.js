@@ -26,7 +26,7 @@ export function share(value) {
 /** A part of a whole in plain percent: `34 %`, `0.2 %`. */
 export const percent = (value) => (isNumber(value) ? `${figures(value * 100, value < 0.1 ? 1 : 2)} %` : DASH);
 
-/** `$16.14 an hour`, or that no price is known. */
+/** `$16.14/h`, or that no price is known. */
 export function dollars(usdPerHour) {
   if (!isNumber(usdPerHour)) return "no price known";
   const text = usdPerHour.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 });

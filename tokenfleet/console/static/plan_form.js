@@ -213,7 +213,7 @@ export class PlanForm {
     byId("upload-field").hidden = value !== "file";
     const known = { sample: this.#catalogue.sample, upload: this.#upload }[value];
     const facts = (t) =>
-      `${counted(t.requests, "request")} in ${duration(t.duration_s)}, ${number(t.rate_rps)} a second.`;
+      `${counted(t.requests, "request")} in ${duration(t.duration_s)}, ${number(t.rate_rps)} req/s.`;
     const { history } = this.#catalogue;
     const kept =
       `${counted(history.requests, "request")} are kept` +
@@ -229,10 +229,10 @@ export class PlanForm {
     const degrees = [...new Set(kinds.map((k) => k.tp_degree))].sort((a, b) => a - b);
     const says = (gpu) =>
       price(gpu)
-        ? `${gpu}, $${price(gpu).usd_per_gpu_h} an hour${price(gpu).is_own ? ", your price" : ""}`
+        ? `${gpu}, $${price(gpu).usd_per_gpu_h}/h${price(gpu).is_own ? ", your price" : ""}`
         : `${gpu}, no price known`;
     const dates = names.flatMap((gpu) => price(gpu)?.date ?? []).sort();
-    byId("price-hint").textContent = dates.length ? `Prices are of ${dates[0]} to ${dates.at(-1)}.` : "";
+    byId("price-hint").textContent = dates.length ? `Prices date from ${dates[0]} to ${dates.at(-1)}.` : "";
     // An address may have the short names that the command line takes: h100 for h100-sxm.
     const isAsked = (gpu) => gpus.some((asked) => gpu === asked || gpu.startsWith(`${asked}-`));
     const box = (value, label, checked) =>
