@@ -1,15 +1,17 @@
 """The picker: SLO attainment of its choices in virtual time, prefix hits, and its cost behind a real Envoy.
 
-**Choices.** The picker's fleet, round robin, least request and llm-d's default scorers choose for the same
-requests before the same emulated engines, in a loop whose clock jumps (`harness.virtual_pick`): no machine's
-speed is in it. The picker also hears of answers late.
+**Choices.** The picker's fleet, round robin, least request, llm-d's default scorers and our own gateway's
+placement with moves off choose for the same requests before the same emulated engines, in a loop whose clock
+jumps (`harness.virtual_pick`): no machine's speed is in it. The picker also hears of answers late.
 
 **Hits.** Prefix hits on real vLLM servers (`harness.picker_hits`).
 
-**Behind Envoy.** One Envoy alone (round robin, least request) and one with the picker, each after the other
-with the same arrivals. CPU of a piece: a load of answers of 8 pieces and one of long answers give two
-equations. Near the limit, engines and targets are SLOWER times as slow, so that CPU is a small part. A run in
-which a process had FULL of a core, or all had FULL of the machine, is marked, and its figures are not judged.
+**Behind Envoy.** One Envoy alone (round robin, least request), one with the picker, and one with a picker
+that decides nothing (`harness.empty_picker`), each after the other with the same arrivals. CPU of a piece: a
+load of answers of 8 pieces and one of long answers give two equations. What the picker takes without
+requests, for its looks at the servers, is taken off and stands by itself. Near the limit, engines and targets
+are SLOWER times as slow, so that CPU is a small part. A run in which a process had FULL of a core, or all had
+FULL of the machine, is marked, and its figures are not judged.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ import numpy as np
 
 from controlplane.types import Slo
 from experiments.lib.results import bar, flags, show
-from harness import envoy
+from harness import ROOT, envoy
 from harness import virtual_pick as virtual
 from harness.picker_hits import all_ways
 from harness.virtual_pick import SLO, Ask, Seen
 from tokenfleet.profiles.library import read_profile
 
-PORT, PICKER, SERVERS = 21_700, 21_702, [21_710, 21_711, 21_712, 21_713]
+PORT, SERVERS = 21_700, [21_710, 21_711, 21_712, 21_713]
+NEW, IDLE, OLD = "picker", "empty picker", "picker before"
+PICKERS = {NEW: 21_702, IDLE: 21_704, OLD: 21_706}
 TICK, CORES = os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
 SLOWER, FULL = 4.0, 0.75
 PEAKS = lambda seed: virtual.tailed(seed, *virtual.PEAK)  # noqa: E731
@@ -64,6 +68,7 @@ def choices(file: Path, seeds: range) -> tuple[list[dict[str, Any]], dict[tuple[
         "least request": lambda engines, seed: virtual.Fewest(engines, seed, True),
         "llm-d default": virtual.LlmdDefault,
         "picker": lambda engines, seed: virtual.Picked(engines, profile, SLO),
+        "our gateway": lambda engines, seed: virtual.Gateway(engines, profile, SLO),
     } | {
         name: lambda engines, seed, of=of: virtual.Picked(engines, profile, SLO, *of)
         for name, of in LATE_S.items()
@@ -140,20 +145,31 @@ class Stand:
         busiest = max(shares, key=shares.__getitem__)
         slo = Slo(SLO.ttft_s * self.slower, SLO.tpot_s * self.slower)
         row = {"way": way, "pieces": sum(n for _, n in seen), **_row([one for one, _ in seen], slo)}
-        row |= {f"CPU {name}": round(shares[name], 2) for name in ("servers", "client", "picker", "machine")}
-        row["CPU Envoy"] = round(shares[way], 2)
-        return row | {"picker s": shares["picker"] * took, "full": busiest if shares[busiest] > FULL else ""}
+        picker = way if way in PICKERS else NEW
+        named = {"servers": "servers", "client": "client", "picker": picker, "machine": "machine"}
+        row |= {f"CPU {name}": round(shares[of], 3) for name, of in named.items()}
+        row["CPU Envoy"] = round(shares[f"Envoy, {way}"], 2)
+        row |= {"seconds": took, "picker s": shares[picker] * took}
+        return row | {"full": busiest if shares[busiest] > FULL else ""}
+
+    def idle(self, seconds: float) -> dict[str, float]:
+        """What the pickers take of a core while no request comes."""
+        before = self.spent()
+        time.sleep(seconds)
+        after = self.spent()
+        return {name: (after[name] - before[name]) / seconds for name in PICKERS if name in before}
 
 
-def standing(stack: ExitStack, folder: Path, slower: float) -> Stand:
-    """Start all of it."""
+def standing(stack: ExitStack, folder: Path, slower: float, before: Path | None = None) -> Stand:
+    """Start all of it. `before`: a checkout whose picker is measured, too."""
     of = {"step-ms": virtual.STEP_S * 1e3, "request-ms": virtual.REQUEST_S * 1e3}
     of["token-us"] = virtual.TOKEN_S * 1e6
     times = [word for name, value in of.items() for word in (f"--{name}", str(value * slower))]
     processes = {"client": os.getpid()}
 
-    def start(name: str, port: int, *command: str) -> None:
-        one = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.DEVNULL)
+    def start(name: str, port: int, *command: str, tree: Path = ROOT) -> None:
+        words, found = [sys.executable, "-m", *command], os.environ | {"PYTHONPATH": str(tree)}
+        one = subprocess.Popen(words, stdout=subprocess.DEVNULL, cwd=tree, env=found)
         stack.callback(one.wait)
         stack.callback(one.terminate)
         processes[name] = one.pid
@@ -162,40 +178,55 @@ def standing(stack: ExitStack, folder: Path, slower: float) -> Stand:
     times += ["--seats", str(virtual.SEATS)]
     start("servers", SERVERS[-1], "harness.vllm_like", *map(str, SERVERS), *times)
     slo = ["--slo", f"ttft={SLO.ttft_s * slower}s,tpot={SLO.tpot_s * slower}s"]
-    known = ["--profile", str(virtual.write_profile(folder, slower)), "--listen", f"127.0.0.1:{PICKER}"]
-    start("picker", PICKER, "tokenfleet", "pick", *[f"127.0.0.1:{port}" for port in SERVERS], *slo, *known)
-    ways = {"round robin": envoy.alone, "least request": envoy.least_request, "picker": lambda document: None}
+    pick = ["tokenfleet", "pick", *[f"127.0.0.1:{port}" for port in SERVERS], *slo]
+    pick += ["--profile", str(virtual.write_profile(folder, slower))]
+    pickers = {name: port for name, port in PICKERS.items() if name != OLD or before is not None}
+    for name, port in pickers.items():
+        tree = (before or ROOT) if name == OLD else ROOT
+        words = ["harness.empty_picker", str(port)] if name == IDLE else [*pick, f"--listen=127.0.0.1:{port}"]
+        start(name, port, *words, tree=tree)
+    ways: dict[str, envoy.Change] = {"round robin": envoy.alone, "least request": envoy.least_request}
+    ways |= dict.fromkeys(pickers, lambda document: None)
     ports = {}
     for n, (name, change) in enumerate(ways.items()):
-        port = ports[name] = PORT + 20 + 2 * n
-        process = stack.enter_context(envoy.running(folder, port, port + 1, SERVERS, PICKER, change))
-        processes[name] = process.pid
+        port, picker = PORT + 20 + 2 * n, PICKERS.get(name, PICKERS[NEW])
+        process = stack.enter_context(envoy.running(folder, port, port + 1, SERVERS, picker, change))
+        ports[name], processes[f"Envoy, {name}"] = port, process.pid
     return Stand(slower, processes, ports)
 
 
 def costs(stand: Stand, seed: int, seconds: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Added first-token time and CPU of the picker, where no core was full."""
-    rows = [
+    idle = stand.idle(seconds)
+    rows: list[dict[str, Any]] = [
         {"load": f"{words} pieces", **stand.run(way, same(seed, rate, seconds, words))}
         for rate, words in ((100.0, 8), (4.0, 200))
-        for way in ("round robin", "picker")
+        for way in ("round robin", *idle)
     ]
-    alone, short, _, long = rows
-    if any(row["full"] for row in rows):
-        return rows, {}
-    counts = [[one["requests"], one["pieces"]] for one in (short, long)]
-    a_request, a_piece = np.linalg.solve(counts, [short["picker s"], long["picker s"]])
-    return rows, {
-        "added TTFT p50 ms": bar(round(short["TTFT p50 ms"] - alone["TTFT p50 ms"], 1), 4.0),
-        "added TTFT p99 ms": bar(round(short["TTFT p99 ms"] - alone["TTFT p99 ms"], 1), 20.0),
-        "picker CPU us a piece": bar(round(a_piece * 1e6), 60.0),
-        "picker CPU us a request": bar(round(a_request * 1e6), 1400.0),
+    figures, is_full = {}, any(row["full"] for row in rows)
+    for name, share in idle.items():
+        two = [row for row in rows if row["way"] == name]
+        counts = [[row["requests"], row["pieces"]] for row in two]
+        a_request, a_piece = np.linalg.solve(
+            counts, [row["picker s"] - share * row["seconds"] for row in two]
+        )
+        added = {f"added TTFT p{q} ms": two[0][f"TTFT p{q} ms"] - rows[0][f"TTFT p{q} ms"] for q in (50, 99)}
+        figures[name] = {"CPU us a piece": a_piece * 1e6, "CPU us a request": a_request * 1e6} | added
+        rows.append({"load": "cost", "way": name, "idle CPU": round(share, 4), **_rounded(figures[name])})
+    most = (60.0, 1400.0, 4.0, 20.0)
+    return rows, {} if is_full else {
+        f"picker {n}": bar(v, m) for (n, v), m in zip(_rounded(figures[NEW]).items(), most, strict=True)
     }
+
+
+def _rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(float(value), 1) for name, value in figures.items()}
 
 
 def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--part", choices=("choices", "envoy", "hits"), help="one part alone")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="measure this checkout's picker, too")
     asked_ = parser.parse_args()
     rows, bars = [], {}
     with tempfile.TemporaryDirectory() as name:
@@ -204,6 +235,7 @@ def main() -> int:
             seeds = range(asked_.seed, asked_.seed + (2 if asked_.quick else 6))
             rows, share = choices(virtual.write_profile(folder, 1.0), seeds)
             least = [("picker", "least request", -5.0), ("picker", "llm-d default", -5.0)]
+            least += [("picker", "our gateway", 1.0)]
             least += [(late, "least request", 0.0) for late in LATE_S]
             for load in LOADS:
                 for way, other, most in least:
@@ -217,11 +249,14 @@ def main() -> int:
             bars["hits over our gateway's"] = bar(round(hits["picker"] / hits["gateway"], 3), 0.95, True)
         if asked_.part in (None, "envoy"):
             with ExitStack() as stack:
-                more, costed = costs(standing(stack, folder, 1.0), asked_.seed, 6.0 if asked_.quick else 20.0)
+                more, costed = costs(
+                    standing(stack, folder, 1.0, asked_.before), asked_.seed, 6.0 if asked_.quick else 20.0
+                )
             rows, bars = rows + more, bars | costed
             with ExitStack() as stack:
                 stand = standing(stack, folder, SLOWER)
-                near = [{"load": "peak, slow", **stand.run(way, PEAKS(asked_.seed))} for way in stand.ports]
+                real = [way for way in stand.ports if way != IDLE]
+                near = [{"load": "peak, slow", **stand.run(way, PEAKS(asked_.seed))} for way in real]
             rows += near
             if not any(row["full"] for row in near):
                 behind = near[1]["in SLO"] - near[2]["in SLO"]

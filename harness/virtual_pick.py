@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ from tokenfleet.pick.tokens import PromptLengths
 from tokenfleet.pick.unseen import Unseen
 from tokenfleet.profiles.engine_metrics import EngineCounts
 
-SCRAPE_S = 0.5
+SCRAPE_S, INSTANT_S = 0.5, 1e-6
 BYTES_A_TOKEN, SESSION_IDS = 4, 100_000
 STEP_S, REQUEST_S, TOKEN_S, SEATS = 15e-3, 1e-3, 20e-6, 32
 SLO = Slo(0.5, 0.06)
@@ -249,6 +250,45 @@ class Picked:
                 for name, page in zip(self.names, pages, strict=True):
                     self.unseen.heard(name, page, asked_s, had[name])
                 await asyncio.sleep(SCRAPE_S)
+        finally:
+            self.fleet.close()
+
+
+class Gateway(Picked):
+    """Our own gateway with moves off: the same placement, told by each engine of each step as it ends."""
+
+    def __init__(self, engines: Sequence[Batch], profile: Profile, slo: Slo) -> None:
+        super().__init__(engines, profile, slo)
+        self._made: list[dict[Call, int]] = [{} for _ in engines]
+        for n, engine in enumerate(engines):
+            engine.on_step = partial(self._later, self._step, n)
+
+    def got(self, of: Any) -> None:
+        made = self._made[self.names.index(of.worker)]
+        made[of] = made.get(of, 0) + 1
+
+    def over(self, of: Any) -> None:
+        self._later(self._later, self.fleet.over, of, "finished")  # after the step that made its last token
+
+    def _later(self, act: Any, *of: Any) -> None:
+        """Once all that happens at this moment has happened."""
+        self._loop.call_later(INSTANT_S, act, *of)
+
+    def _step(self, n: int, prefilled: int) -> None:
+        """A step of an engine: who got tokens, and how many tokens of prompts it computed."""
+        made, self._made[n], now_s = self._made[n], {}, self._loop.time()
+        got = [(call.tracked, tokens) for call, tokens in made.items() if call.tracked is not None]
+        is_step = self.fleet.placement.advance(self.names[n], got, now_s, None, prefilled)
+        for tracked, tokens in got:
+            tracked.first_token_s = now_s if tracked.first_token_s is None else tracked.first_token_s
+            tracked.output_token_ids.extend([0] * tokens)
+        if is_step:
+            self.fleet.placement.begin_step(self.names[n], now_s)
+        self.fleet.admission.look()
+
+    async def run(self) -> None:
+        try:
+            await asyncio.Event().wait()
         finally:
             self.fleet.close()
 

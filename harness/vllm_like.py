@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -58,6 +59,7 @@ class Batch:
             ("gaps", "gaps_s", "first_tokens", "first_tokens_s", "prompt_tokens", "ended"), 0.0
         ) | dict.fromkeys(("ended_prompt_tokens", "ended_output_tokens"), 0.0)
         self.cached: dict[int, int] = {}  # tokens, by session
+        self.on_step: Callable[[int], None] = lambda prefilled: None  # a step is over; prompt tokens computed
         self._wake = asyncio.Event()
 
     async def steps(self) -> None:
@@ -82,6 +84,7 @@ class Batch:
                 one.out.put_nowait(one.made)
                 if one.made >= one.words:
                     self.running.remove(one)
+            self.on_step(BATCHED - budget)
 
     def begin(self, prompt: int, words: int, session: int = 0) -> Running:
         """Queue a request of `prompt` tokens that will generate `words` tokens."""

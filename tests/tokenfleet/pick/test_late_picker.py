@@ -6,6 +6,7 @@ from harness.virtual_pick import (
     PEAK,
     SLO,
     Fewest,
+    Gateway,
     LlmdDefault,
     Picked,
     in_slo,
@@ -46,3 +47,8 @@ def test_late_news_costs_no_more_than_least_requests_would(profile, fewest, lag_
 def test_the_picker_is_ahead_of_llm_ds_default_scorers_at_a_peak(profile):
     picked = attained(lambda engines: Picked(engines, profile, SLO))
     assert picked >= attained(lambda engines: LlmdDefault(engines, 0)) + 0.05
+
+
+def test_our_gateway_knows_each_step_and_is_a_little_ahead_of_the_picker_at_a_peak(profile):
+    gateway = attained(lambda engines: Gateway(engines, profile, SLO))
+    assert gateway - 0.03 <= attained(lambda engines: Picked(engines, profile, SLO)) <= gateway

@@ -1,0 +1,146 @@
+"""The advice against the scaler of `serve` on one fleet, minute by minute, and the arrivals that it counts.
+
+    python experiments/scaling/advice_minutes.py [--days 3 8 13] [--hours 24] [--resume FOLDER]
+
+Three days of ServeGen (m-mid), as in autoscaling.py: rates recorded, arrivals Poisson, lengths ShareGPT's.
+Llama-3.1 70B on 2 H100s, 1 s / 75 ms, cold starts of 60 s, each request to the replica with the fewest. The
+fleet follows `serve`'s scaler, which sees every request as it arrives. The advice looks at the same moments,
+every 5 s, at what the metrics of vLLM would show, and nothing follows it. Days chosen before the first run.
+
+A minute agrees where both want the same number at its end, or numbers one apart. A look is held where a
+replica left: what came in those 5 s is counted by no metric. Nor is what a new replica got before its first
+look. In all other looks the arrivals must be the same to the request.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from controlplane.control import Settings, State, tick
+from controlplane.placement.policies import Policy
+from controlplane.port import Decide
+from controlplane.snapshot import Action, Scale, Snapshot
+from controlplane.types import Slo
+from controlplane.worker_type import WorkerType
+from dataplane.live.control.settings import Autoscale
+from dataplane.simulated.elastic import ElasticSettings
+from dataplane.simulated.elastic_run import ElasticPlane, simulate_elastic
+from dataplane.simulated.simulate import ControlSettings, WorkerSpec
+from experiments.lib.autoscaling import COLD_S, SLOTS, TARGET, servegen
+from experiments.lib.fewest_workers import sharegpt
+from experiments.lib.public_data import SERVEGEN, SHAREGPT
+from experiments.lib.results import bar, flags, show
+from tokenfleet.advise.advice import AdviceSettings, AdviceState
+from tokenfleet.advise.decide import ORIGIN_S, advise, looked_at
+from tokenfleet.advise.followers import LOOK_S
+from tokenfleet.advise.look import Watched, look
+from tokenfleet.advise.meter import FleetMeter
+from tokenfleet.profiles.library import find_profiles
+
+NAME, START = "m-mid", 12
+LOOKS_A_MINUTE = round(60.0 / LOOK_S)
+
+
+@dataclass
+class Day:
+    """What was seen on a day: minutes in which both had a number, by how far apart; looks; arrivals."""
+
+    looks: int = 0
+    held: int = 0
+    off: int = 0
+    off_new: int = 0
+    arrived: int = 0
+    uncounted: int = 0
+    most: int = 0
+    apart: dict[int, int] | None = None
+
+    def row(self, day: int) -> dict[str, Any]:
+        apart = self.apart or {}
+        minutes = sum(apart.values())
+        shares = {f"within {n}": sum(c for k, c in apart.items() if abs(k) <= n) / minutes for n in (0, 1, 2)}
+        mean = sum(k * c for k, c in apart.items()) / minutes
+        return {
+            "day": day, "minutes": minutes, **{name: round(one, 4) for name, one in shares.items()},
+            "mean apart": round(mean, 3), "furthest": max(apart, key=abs), "most replicas": self.most,
+            "looks": self.looks, "held": self.held, "arrivals": self.arrived, "in held looks": self.uncounted,
+            "at new replicas": self.off_new, "off elsewhere": self.off,
+        }  # fmt: skip
+
+
+def both(settings: AdviceSettings, control: Settings, found: Day) -> Any:
+    """Decide as `serve` does; the advice looks on."""
+
+    def brain(plane: ElasticPlane) -> Decide:
+        meter, watched, known = FleetMeter(plane), Watched(), AdviceState()
+        apart: dict[int, int] = {}
+        found.apart = apart
+
+        def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
+            nonlocal watched, known
+            at_s, before = ORIGIN_S + seen.now_s - LOOK_S, watched.last.keys()
+            watched, traffic = look(watched, meter.pages(seen, at_s), at_s)
+            known, advice = advise(settings, known, traffic)
+            state, actions = tick(control, state, seen)
+            asked = [one.workers for one in actions if isinstance(one, Scale)]
+            wanted = asked[-1] if asked else seen.wanted
+            arrived = round(seen.arrivals or 0.0)
+            found.looks, found.arrived = found.looks + 1, found.arrived + arrived
+            found.most = max(found.most, wanted)
+            if traffic.held:
+                found.held, found.uncounted = found.held + 1, found.uncounted + arrived
+            elif traffic.arrivals is not None:
+                is_off = abs(round(traffic.arrivals) - arrived)
+                found.off_new += is_off if watched.last.keys() - before else 0
+                found.off += 0 if watched.last.keys() - before else is_off
+            if found.looks % LOOKS_A_MINUTE == 0 and advice.wanted is not None:
+                apart[advice.wanted - wanted] = apart.get(advice.wanted - wanted, 0) + 1
+            return state, actions
+
+        return decide
+
+    return brain
+
+
+def day(asked: Any, number: int) -> Day:
+    """One day of both."""
+    lengths = sharegpt(asked.data)
+    traffic = servegen(asked.data, NAME, lengths, asked.mean_rps, asked.hours, asked.seed, number, 0.0)
+    profile, slo = find_profiles("llama-3.1-70b", ["h100"], [2])[0], Slo(1.0, 0.075)
+    scaling = Autoscale(1, SLOTS).settings((WorkerType.of(profile),))
+    settings = looked_at(AdviceSettings(slo, TARGET, scaling, COLD_S), LOOK_S)
+    control, found = Settings(moves=None, shed=None, scaling=settings.scaling), Day()
+    simulate_elastic(
+        traffic.workload,
+        [WorkerSpec(profile)] * SLOTS,
+        slo,
+        ElasticSettings(START, COLD_S),
+        ControlSettings(control, beat_s=LOOK_S),
+        Policy.JSQ,
+        brain=both(settings, control, found),
+    )
+    return found
+
+
+def main() -> int:
+    parser = flags(__doc__, SHAREGPT, SERVEGEN[NAME], resumes=True)
+    parser.add_argument("--days", type=int, nargs="+", default=[3, 8, 13], help="of ServeGen's 14")
+    parser.add_argument("--hours", type=float, default=24.0, help="of each, from midnight on")
+    parser.add_argument("--mean-rps", type=float, default=12.0)
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.days, asked.hours = asked.days[:1], 1.0
+    rows, bars = [], {}
+    for number in asked.days:
+        name = f"day{number} {asked.hours:g}h {asked.mean_rps:g}rps {asked.seed}"
+        one = asked.resume.part(name, lambda number=number: asdict(day(asked, number)))
+        one["apart"] = {int(k): count for k, count in one["apart"].items()}
+        rows.append(row := Day(**one).row(number))
+        bars[f"day {number}: minutes within one replica"] = bar(row["within 1"], 0.98, at_least=True)
+        bars[f"day {number}: arrivals off, in looks that counted"] = bar(row["off elsewhere"], 0)
+    return show("advice_minutes", rows, bars, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
