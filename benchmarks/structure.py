@@ -32,7 +32,7 @@ from pathlib import Path
 
 ROOTS = ("controlplane", "dataplane", "tokenfleet")
 STUDIES = ("experiments", "benchmarks")
-COEFFICIENT = "per_prefill_step_s"
+COEFFICIENT = "per_prefill_sequence_s"
 OPTIONS = {
     *("attainment", "budget_usd_per_h", "confidence", "drop_too_long", "max_gpus"),
     *("output_scale", "price_scale", "prompt_scale", "rate_scale", "reclaims_per_h"),
@@ -42,9 +42,9 @@ LONG_LINES = 300  # of a module, and of a class
 # The ratchet: the most that each figure may be. A change that needs more raises the number here, in its own
 # diff, and its message says what the lines buy. A change that needs less lowers it.
 BARS = {
-    "product lines": 78_527,
+    "product lines": 78_582,
     "product modules": 377,
-    "lines of experiments and benchmarks": 12_344,
+    "lines of experiments and benchmarks": 12_355,
     "modules over 300 lines": 56,
     "modules in the fullest folder": 19,
     "modules in a circle of imports": 0,

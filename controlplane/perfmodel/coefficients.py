@@ -19,7 +19,7 @@ from controlplane.perfmodel.step import PREFILL_TERMS, STEP_TERMS, Hinge, coeffi
 from controlplane.types import EngineMode
 
 SEQ_HINGE = len(STEP_TERMS)  # two of (start, per unit)
-BASE, PER_PREFILL, PER_SEQUENCE, PER_CONTEXT, PER_SUM_SQ, PREFILL_STEP = range(SEQ_HINGE)
+BASE, PER_PREFILL, PER_SEQUENCE, PER_CONTEXT, PER_SUM_SQ, PREFILL_STEP, BESIDE = range(SEQ_HINGE)
 PREFILL_HINGE = SEQ_HINGE + 4  # two
 EXPERTS = PREFILL_HINGE + 4  # one
 PRE_BASE = EXPERTS + 2
@@ -101,7 +101,7 @@ def mixed_s(k: NDArray[np.float64], prefill: float, sequences: float, context: f
     t = decode_base_s(k, sequences) + k[PER_CONTEXT] * context
     t += k[PER_PREFILL] * prefill + k[PER_SUM_SQ] * sum_sq
     if prefill > 0:
-        t += k[PREFILL_STEP]
+        t += k[PREFILL_STEP] + k[BESIDE] * sequences
     return t + prefill_hinges_s(k, prefill, sequences)
 
 

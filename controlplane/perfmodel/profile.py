@@ -24,6 +24,8 @@ from controlplane.types import EngineMode
 
 ASYNCHRONOUS_SINCE = (0, 14)  # vLLM's release that made asynchronous scheduling its default
 MOST_STEPS_AHEAD = 4
+# Of a composed profile's host time, what a step of decode alone hides in an engine that plans ahead.
+HIDDEN_HOST_S = 0.0007
 GROUP_ROUNDING = 0.01  # of tokens in whole numbers
 NORMAL_MEAN_ABS = 0.7978845608  # E|z| of a standard normal
 MEAN_RANK = 0.575  # share of normal errors below their mean size
@@ -372,7 +374,11 @@ class Profile:
             steps_ahead=self.engine.steps_ahead if steps_ahead is None else steps_ahead,
             version=self.engine.version if version is None else version,
         )
-        return replace(self, engine=engine, kv=self.kv.with_limits(self.engine, engine, self._kv_gpus))
+        step = self.step
+        if self.source.kind == "composed" and self.engine.steps_ahead and not engine.steps_ahead:
+            step = hiding(step, -min(HIDDEN_HOST_S, self.source.host_s, step.per_prefill_step_s))
+        kv = self.kv.with_limits(self.engine, engine, self._kv_gpus)
+        return replace(self, step=step, engine=engine, kv=kv)
 
     def with_kv(self, gpu_memory_utilization: float | None, kv_tokens: int | None) -> Profile:
         """The same worker whose engine takes another share of its GPUs' memory, or says what its KV holds.
@@ -461,6 +467,12 @@ def relative_error(residuals: Residuals, confidence: float) -> float:
 
 def _two_sided(confidence: float) -> float:
     return NormalDist().inv_cdf(0.5 + confidence / 2)
+
+
+def hiding(step: StepModel, host_s: float) -> StepModel:
+    """Step times whose steps of decode alone hide this part of the host's time; a negative part is shown."""
+    shown_s = step.per_prefill_step_s + host_s
+    return replace(step, base_s=step.base_s - host_s, per_prefill_step_s=shown_s)
 
 
 def with_times(profile: Profile, decode: float, prefill: float) -> Profile:

@@ -1,13 +1,15 @@
 """The step-time model: one linear model of an engine step for every engine mode, and its coefficients.
 
-    t = c3 + k1·P + c2·b + k2·C + k4·S + k5·[P > 0] + Σ hinges
+    t = c3 + k1·P + c2·b + k2·C + k4·S + (k5 + k6·b)·[P > 0] + Σ hinges
 
 P prefill tokens in the step, b decoding sequences, C tokens those sequences hold at the step's start.
-Aladdin's Eq 3 (decode) is P = 0; its Eq 2 (prefill) is b = 0, kept apart as `PrefillModel` since engines
-that never mix the phases were measured that way. S = Σ (end² - start²) over the step's prefill chunks, so
-that a prompt cut into chunks adds up to its length squared (attention within the prompt). k5 is what a step
-costs more for prefilling at all: other kernels, and a batch to lay out. A hinge adds
-`per_unit_s · max(x - start, 0)`; it stays linear in the coefficients, so the fit stays linear too.
+Aladdin's Eq 3 (decode) is P = 0; its Eq 2 (prefill) is b = 0, kept apart as `PrefillModel` since engines that
+never mix the phases were measured that way. S = Σ (end² - start²) over the step's prefill chunks, so that a
+prompt cut into chunks adds up to its length squared (attention within the prompt). k5 is what a step costs
+more for prefilling at all: other kernels, and a batch to lay out. k6 is what a decoding sequence costs more
+there. Matrices that only read their weights have its row nearly for free. Next to a prompt they compute, and
+its row takes as long as a prompt's token. A hinge adds `per_unit_s · max(x - start, 0)`; it stays linear in
+the coefficients, so the fit stays linear too.
 
 A mixture of experts reads the experts that its tokens touch: of E, each token takes k, and n tokens touch
 E·(1 - (1 - k/E)^n). That is a hinge of `experts`, per_unit_s · start · (1 - exp(-n/start)), with n = P + b
@@ -114,6 +116,15 @@ class StepModel:
             "prefill",
             lambda batch: batch.prefill_tokens > 0,
             words="a constant of steps that prefill",
+            of_prefilling=True,
+        ),
+    )
+    per_prefill_sequence_s: float = field(
+        default=0.0,
+        metadata=_term(
+            "prefill",
+            lambda batch: batch.sequences * (batch.prefill_tokens > 0),
+            words="sequences next to a prompt",
             of_prefilling=True,
         ),
     )

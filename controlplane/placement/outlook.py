@@ -32,7 +32,8 @@ def prefill_lasts_s(
     """
     if k[speed.MODE] != speed.CHUNKED:
         return speed.prefill_s(k, work, last * last - cached * cached)
-    step_s = speed.decode_base_s(k, decoding) + k[speed.PREFILL_STEP] + k[speed.PER_CONTEXT] * context
+    step_s = speed.decode_base_s(k, decoding) + k[speed.PER_CONTEXT] * context
+    step_s += k[speed.PREFILL_STEP] + k[speed.BESIDE] * decoding
     steps, budget = prefill_steps(k, work, decoding), max(k[speed.MAX_BATCHED] - decoding, 1.0)
     lasts_s = steps * step_s + k[speed.PER_PREFILL] * work
     lasts_s += k[speed.PER_SUM_SQ] * (last * last - cached * cached)

@@ -27,8 +27,10 @@ Where there is no profile, one is fitted to the steps of the workers that serve.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import STEP_TERMS
 from controlplane.scaler.traffic import Traffic
 from controlplane.types import ClassArrivals, EngineMode, Role
 
@@ -110,7 +112,8 @@ def prefill_rps(profile: Profile, arrivals: ClassArrivals) -> float:
 def decode_rps(profile: Profile, arrivals: ClassArrivals) -> float:
     """Requests a second that one decode worker carries of a class within its TPOT target."""
     engine = replace(profile.engine, mode=EngineMode.CHUNKED)
-    step = replace(profile.step, per_prefill_token_s=0.0, per_prefill_step_s=0.0, per_prefill_sum_sq_s=0.0)
+    none: dict[str, Any] = {term.name: 0.0 for term in STEP_TERMS if term.phase == "prefill"}
+    step = replace(profile.step, **none)
     hinges = tuple(h for h in step.hinges if h.of != "prefill_tokens")
     return capacity_rps(replace(profile, step=replace(step, hinges=hinges), engine=engine), arrivals)
 
@@ -120,6 +123,7 @@ def _step_s(profile: Profile, batch: float, prompt: float, output: float) -> flo
     step, prefill = profile.step, profile.prefill
     if prefill is None or profile.engine.mode == EngineMode.CHUNKED:
         prompts = batch / output
-        rare_s = step.per_prefill_step_s * max(1.0 - prompts, 0.0)  # not every step prefills
+        at_all_s = step.per_prefill_step_s + step.per_prefill_sequence_s * batch
+        rare_s = at_all_s * max(1.0 - prompts, 0.0)  # not every step prefills
         return float(step.step_s(prompts * prompt, batch, context)) - rare_s
     return float(step.step_s(0.0, batch, context)) + batch / output * float(prefill.prefill_s(prompt))

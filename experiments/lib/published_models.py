@@ -15,6 +15,7 @@ import numpy as np
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import StepSamples
+from tokenfleet.profiles.kernels import amid_tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def grid_samples(
     for row in table_rows(data / "aic_grid" / f"{stem}_prefill.csv"):
         n, length = int(row["n_seqs"]), int(row["seq_len"])
         if int(row["tp"]) == tp_degree and length <= limit:
-            rows.append((n * length, 0, 0, float(row["latency_ms"]), n * length**2))
+            rows.append((amid_tile(n * length), 0, 0, float(row["latency_ms"]), n * length**2))
     for row in table_rows(data / "aic_grid" / f"{stem}_decode.csv"):
         batch, total = int(row["batch"]), int(row["total_context"])
         if int(row["tp"]) == tp_degree and total <= capacity_tokens and int(row["context"]) <= limit:

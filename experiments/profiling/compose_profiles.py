@@ -25,7 +25,16 @@ from typing import Any
 
 from controlplane.errors import ControlPlaneError
 from controlplane.perfmodel.fit import fit_prefill, fit_step
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source, steps_ahead_of
+from controlplane.perfmodel.profile import (
+    HIDDEN_HOST_S,
+    EngineLimits,
+    KvModel,
+    Profile,
+    Residuals,
+    Source,
+    hiding,
+    steps_ahead_of,
+)
 from controlplane.perfmodel.step import PrefillModel
 from controlplane.types import EngineMode
 from experiments.lib.measured_profiles import (
@@ -52,6 +61,7 @@ from experiments.lib.published_models import (
     grid_samples,
 )
 from experiments.lib.results import Flags
+from tokenfleet.profiles.kernels import beside_prompts
 from tokenfleet.profiles.library import FRONTEND, canonical_model, write_profile
 from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
@@ -146,7 +156,7 @@ def composed_profile(data: Path, model: str, gpu: str, tp_degree: int) -> Profil
         model=model,
         gpu=gpu,
         tp_degree=tp_degree,
-        step=step.model,
+        step=hiding(beside_prompts(step.model), min(HIDDEN_HOST_S, HOST_S[gpu])),
         kv=KvModel(
             capacity, 16, shape.kv_bytes_per_token(tp_degree), int(GPU_BYTES[gpu]), MEMORY_UTILIZATION
         ),

@@ -31,6 +31,7 @@ def random_profile(rng: np.random.Generator, mode: EngineMode) -> Profile:
                 *([Hinge("experts", 2.0 * seqs, 1e-3)] if block == 4 else []),
             ),
             per_prefill_step_s=float(rng.choice([0.0, rng.uniform(0, 0.01)])),
+            per_prefill_sequence_s=float(rng.choice([0.0, rng.uniform(0, 1e-3)])),
         ),
         prefill=PrefillModel(
             rng.uniform(0, 0.02), rng.uniform(1e-6, 2e-4), 1e-8, (Hinge("prefill_tokens", 30, 1e-5),)

@@ -1,5 +1,6 @@
 """Prefill on top of cached context, on A100s: lone requests of LMBench's ShareGPT runs and the library."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,19 +32,41 @@ def are_alone(run: Run) -> np.ndarray:
     return alone
 
 
-@pytest.mark.parametrize("name", ["apr29-root-sharegpt", "apr29-vllm-sharegpt"])
-def test_a_lone_prompt_takes_longer_by_its_own_tokens_not_by_cached_ones(bench_data: Path, name: str) -> None:
+def lone(bench_data: Path, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of lone requests: tokens computed and cached, the step as measured and as the library has it."""
     runs = ladder(bench_data, name)
-    step, front, rows = runs.worker().step, runs.worker().frontend, []
+    worker, rows = runs.worker(), []
     for run in runs.runs:
         new, cached = computed_and_cached(run)
-        step_s = step.step_s(new, 0, 0, new**2 + 2 * new * cached)
-        ratio = (run.log.ttft_s - front.seconds(new + cached)) / step_s
-        rows += [*zip(new[are_alone(run)], cached[are_alone(run)], ratio[are_alone(run)], strict=True)]
-    new, cached, ratio = np.array(rows).T
+        said_s = worker.step.step_s(new, 0, 0, new**2 + 2 * new * cached)
+        took_s = run.log.ttft_s - worker.frontend.seconds(new + cached)
+        alone = are_alone(run)
+        rows += [*zip(new[alone], cached[alone], took_s[alone], said_s[alone], strict=True)]
+    new, cached, took_s, said_s = np.array(rows).T
+    return new, cached, took_s, said_s
+
+
+SWEEPS = pytest.mark.parametrize("name", ["apr29-root-sharegpt", "apr29-vllm-sharegpt"])
+
+
+@SWEEPS
+def test_a_lone_prompt_takes_as_long_as_the_tiles_that_it_fills(bench_data: Path, name: str) -> None:
+    """A staircase: 4 ms and more from one tile of 128 tokens to the next, little within one."""
+    new, _, took_s, _ = lone(bench_data, name)
+    edges = (128, 192, 256, 320, 384, 448, 512)
+    halves = [np.median(took_s[(new > low) & (new <= high)]) for low, high in pairwise(edges)]
+    steps = np.diff(halves)
+    assert min(steps[1], steps[3]) > 0.004
+    assert max(steps[0], steps[2], steps[4]) < 0.0025
+
+
+@SWEEPS
+def test_the_library_is_amid_the_tiles(bench_data: Path, name: str) -> None:
+    new, cached, took_s, said_s = lone(bench_data, name)
     inner = (new >= 128) & (new < 512)
+    ratio = (took_s / said_s)[inner]
     assert inner.sum() > 100
-    assert 1.18 < np.median(ratio[inner]) < 1.26
+    assert 1.0 < np.median(ratio) < 1.08
     third = np.quantile(cached[inner], (1 / 3, 2 / 3))
-    little, much = ratio[inner & (cached <= third[0])], ratio[inner & (cached >= third[1])]
-    assert np.median(much) < np.median(little) + 0.01  # attention to what is cached is not what is short
+    little, much = ratio[cached[inner] <= third[0]], ratio[cached[inner] >= third[1]]
+    assert abs(np.median(much) - np.median(little)) < 0.04  # attention to what is cached is not what is short

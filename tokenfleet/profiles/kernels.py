@@ -2,13 +2,16 @@
 
 In tables of attention in data parallel, all ranks do the same. Decode is taken to be so, as padding makes it.
 A rank's own part of prefill is the time outside experts and the way to them, and its share of the rest.
+
+Kernels of matrices compute whole tiles of TILE rows, and tables are measured where a tile ends. So a step of
+T - TILE + 1 tokens takes as long as one of T, and the tables' time stands for the middle (`amid_tile`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +24,8 @@ from controlplane.perfmodel.step import StepModel
 # Standard deviations: drift between releases, graphs, clocks, what a host adds; of dense models, and of
 # mixtures of experts, as measured runs show them.
 UNSEEN, UNSEEN_MIXTURE = 0.10, 0.25
+TILE = 128
+ROWS = 512  # from which matrices compute longer than they read weights
 
 
 class Windows(NamedTuple):
@@ -112,13 +117,24 @@ def grid_samples(
     for length in _up_to(min(budget, longest), start=16):
         for n in (1, 2, 4, 8, 16):
             if n * length <= budget:
-                rows.append((n * length, 0, 0, kernels.prefill_s(n, length), n * length**2))
+                rows.append((amid_tile(n * length), 0, 0, kernels.prefill_s(n, length), n * length**2))
     for batch in _up_to(max_seqs, start=1):
         for context in _up_to(min(longest - 2, 32768), start=128):
             if batch * context <= capacity:
                 rows.append((0, batch, batch * context, kernels.decode_s(batch, context), 0))
     table = np.array(rows, float)
     return StepSamples(table[:, 0], table[:, 1], table[:, 2], table[:, 3] + host_s, table[:, 4])
+
+
+def amid_tile(tokens: int) -> float:
+    """The prefill tokens in the middle of the tile that ends with these; as they are where no tile ends."""
+    return tokens if tokens % TILE else max(tokens - TILE / 2, 0.0)
+
+
+def beside_prompts(step: StepModel) -> StepModel:
+    """The step model in which a sequence next to a prompt costs as much as a prefilled token."""
+    row_s = float(step.step_s(2 * ROWS, 0, 0) - step.step_s(ROWS, 0, 0)) / ROWS
+    return replace(step, per_prefill_sequence_s=row_s)
 
 
 def mixed_error(
@@ -143,7 +159,8 @@ def mixed_error(
             prefill = prompts * length
             if batch * context + prefill <= capacity:
                 seen_s = kernels.mixed_s(prompts, batch, length) + host_s
-                fitted_s = float(step.step_s(prefill, batch, batch * context, prompts * length**2))
+                sum_sq, of_tile = prompts * length**2, amid_tile(prefill)
+                fitted_s = float(step.step_s(of_tile, batch, batch * context, sum_sq))
                 errors.append(abs((fitted_s + others * prefill) / seen_s - 1))
     return float(np.mean(errors)) if errors else UNSEEN
 

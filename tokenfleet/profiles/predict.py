@@ -3,8 +3,9 @@
 The package (optional: `pip install 'tokenfleet[predict]'`) adds up the kernels of a model's layers on a GPU
 from tables of single operations. Its step times are fitted like any measurement. Two things that tables
 cannot show are added and stated. One is the host's time a step (`Source.host_s`), which a running fleet's
-refit corrects. The other is an error next to the fit's own: UNSEEN, or UNSEEN_MIXTURE, joined with how far
-the tables' mixed steps are from the fitted ones.
+refit corrects. Engines that plan a step ahead hide most of it in steps of decode alone. The other is an error
+next to the fit's own: UNSEEN, or UNSEEN_MIXTURE, joined with how far the tables' mixed steps are from the
+fitted ones.
 
 The package predicts any batch, also far beyond its tables. So it is asked only for batches that the model's
 context and the worker's KV allow, and a model or GPU without tables is refused.
@@ -37,7 +38,14 @@ from typing import Any
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.fit import fit_prefill, fit_step
-from controlplane.perfmodel.profile import EngineLimits, Profile, Source, steps_ahead_of
+from controlplane.perfmodel.profile import (
+    HIDDEN_HOST_S,
+    EngineLimits,
+    Profile,
+    Source,
+    hiding,
+    steps_ahead_of,
+)
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode
 from tokenfleet.field_errors import nearest
@@ -47,6 +55,7 @@ from tokenfleet.profiles.kernels import (
     Kernels,
     SplitHeads,
     Windows,
+    beside_prompts,
     grid_samples,
     mixed_error,
     uneven_stages,
@@ -127,7 +136,8 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         samples = replace(samples, experts=experts / data)
         step, prefill = fit_step(samples), fit_prefill(samples)
         ranks = _ranks(target, kernels, min(budget, longest))
-        fitted, batch = (step.model, ranks), (budget, target.max_seqs)
+        times = beside_prompts(step.model)
+        fitted, batch = (times, ranks), (budget, target.max_seqs)
         mixed = mixed_error(kernels, fitted, batch, longest, capacity, target.host_s)
     name = canonical_model(Path(model).name if Path(model).is_dir() else model)
     if target.precision and not name.endswith(f"-{target.precision}"):
@@ -145,7 +155,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         model=name,
         gpu=canonical_gpus(system)[0],
         tp_degree=target.tp_degree,
-        step=step.model,
+        step=hiding(times, min(HIDDEN_HOST_S * bool(limits.steps_ahead), target.host_s)),
         kv=kv,
         engine=limits,
         residuals=replace(step.residuals, unseen_relative=math.hypot(*doubts)),

@@ -31,7 +31,7 @@ from controlplane.perfmodel.step import (
 )
 from tokenfleet.profiles.form import parse_profile, profile_text
 
-SIZES = dict(zip((t.name for t in STEP_TERMS), (0.01, 4e-5, 3e-5, 8e-8, 4e-9, 0.006), strict=False))
+SIZES = dict(zip((t.name for t in STEP_TERMS), (0.01, 4e-5, 3e-5, 8e-8, 4e-9, 0.006, 2e-4), strict=False))
 PLAIN = StepModel(**{t.name: SIZES[t.name] for t in STEP_TERMS if not t.words})
 each_term = pytest.mark.parametrize("term", STEP_TERMS, ids=lambda term: term.name)
 
@@ -136,7 +136,7 @@ EDITS = [
     )
 """,
     ),
-    ("coefficients.py", "PREFILL_STEP = range(", "SEQUENCE_SQ, PREFILL_STEP = range("),
+    ("coefficients.py", "PREFILL_STEP, BESIDE = range(", "SEQUENCE_SQ, PREFILL_STEP, BESIDE = range("),
     (
         "coefficients.py",
         "    t = k[BASE] + k[PER_SEQUENCE] * sequences\n",

@@ -88,6 +88,20 @@ def test_what_prefilling_at_all_costs_is_found_among_steps_that_mostly_decode() 
     assert none.model.per_prefill_step_s == 0.0
 
 
+def test_what_sequences_beside_a_prompt_cost_is_found_where_some_steps_have_both() -> None:
+    made = replace(PLAIN, per_prefill_sequence_s=2e-4)
+    rng = np.random.default_rng(4)
+    decoding = rng.integers(1, 64, 600).astype(float)
+    prompts = np.where(rng.random(600) < 0.4, rng.integers(16, 400, 600), 0).astype(float)
+    context = rng.uniform(100, 500, 600) * decoding
+    batch = (prompts, decoding, context)
+    noise = np.exp(0.05 * rng.standard_normal(600))
+    fit = fit_step(StepSamples(*batch, made.step_s(*batch) * noise), quick=True)
+    assert fit.model.per_prefill_sequence_s == pytest.approx(2e-4, rel=0.25)
+    none = fit_step(StepSamples(*batch, PLAIN.step_s(*batch) * noise), quick=True)
+    assert none.model.per_prefill_sequence_s == 0.0
+
+
 @given(st.integers(0, 2**31), st.floats(0.0, 0.5))
 @settings(max_examples=30)
 def test_coefficients_are_never_negative_and_predictions_grow(seed: int, noise: float) -> None:

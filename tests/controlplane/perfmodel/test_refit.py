@@ -27,6 +27,7 @@ def scaled(step: StepModel, factor: float) -> StepModel:
         step.per_prefill_sum_sq_s * factor,
         tuple(replace(h, per_unit_s=h.per_unit_s * factor) for h in step.hinges),
         step.per_prefill_step_s * factor,
+        step.per_prefill_sequence_s * factor,
     )
 
 

@@ -265,6 +265,7 @@ def work_by_hand(state, w: int, r: int, counted: tuple[int, int], now_s: float) 
     steps = np.ceil(work / max(k[MAX_BATCHED] - worker["decoding"], 1))
     step_s = profile.step.base_s + profile.step.per_sequence_s * worker["decoding"]
     step_s += profile.step.per_prefill_step_s + profile.step.per_context_token_s * worker["context"]
+    step_s += profile.step.per_prefill_sequence_s * worker["decoding"]
     work_s = steps * step_s + profile.step.per_prefill_token_s * work
     work_s += profile.step.per_prefill_sum_sq_s * (tokens**2 - cached**2)
     if copies:
