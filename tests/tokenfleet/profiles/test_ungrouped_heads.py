@@ -35,7 +35,7 @@ def test_llama_2_decodes_alone_as_a_measured_engine_does() -> None:
     prompt, output, seconds = np.array(ALONE).T
     step_s = engine.step.step_s(0, 1, prompt + output / 2)
     error = step_s * (output - 1) / seconds - 1
-    assert 0.0 < error.mean() < 0.07  # 0.196 with heads counted in proportion
+    assert 0.0 < error.mean() < 0.08  # 0.196 with heads counted in proportion
     assert error.max() < 0.1
     assert engine.kv.capacity_tokens == pytest.approx(KV_LOGGED, rel=0.005)
 
