@@ -9,7 +9,7 @@ ControlPlaneError
 
 
 class ControlPlaneError(Exception):
-    """Anything the core refuses to do; never raised itself."""
+    """The base of all errors; it is never raised itself."""
 
 
 class Infeasible(ControlPlaneError):

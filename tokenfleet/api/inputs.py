@@ -32,7 +32,8 @@ from tokenfleet.traces.writers import write_trace
 class RequestTrace:
     """Requests with their arrival times (seconds) and lengths (tokens), as read from files or arrays.
 
-    >>> trace = RequestTrace.of([0.0, 0.5, 2.0], [900, 40, 300], [20, 80, 10])
+    >>> import tokenfleet as tf
+    >>> trace = tf.Trace.of([0.0, 0.5, 2.0], [900, 40, 300], [20, 80, 10])
     >>> trace.requests, trace.rate_rps
     (3, 1.0)
     >>> trace.to_polars().columns
@@ -82,7 +83,8 @@ class RequestTrace:
         `shape`: `chat`, `long-chat`, `code`, `rag`, `agents`. `requests_per_day` replaces `users`. `growth`:
         0.3 adds 30 %. `peak`: requests of the busiest hour over the day's mean. Raises BadInput.
 
-        >>> RequestTrace.from_users(2_000).name
+        >>> import tokenfleet as tf
+        >>> tf.Trace.from_users(2_000).name
         'chat, 2,000 users'
         """
         return cls(trace_of_usage(Usage(users, requests_per_day, shape, growth, peak), seed))
@@ -105,10 +107,12 @@ class RequestTrace:
 
     @property
     def name(self) -> str:
+        """Its file, or what it was drawn from."""
         return self.recorded.name
 
     @property
     def requests(self) -> int:
+        """How many there are."""
         return len(self.recorded)
 
     @property
@@ -154,6 +158,7 @@ class TraceCheck:
 
     @property
     def ok(self) -> bool:
+        """Whether no finding warns."""
         return self.checkup.warnings == 0
 
     @property
@@ -174,7 +179,8 @@ class TraceCheck:
 class StepProfile:
     """Step times, KV memory and engine limits of one worker type.
 
-    >>> profile = StepProfile.find("llama-3.1-8b", "h100", 1)
+    >>> import tokenfleet as tf
+    >>> profile = tf.Profile.find("llama-3.1-8b", "h100", 1)
     >>> profile.gpu, profile.tp, profile.kind
     ('h100-sxm', 1, 'composed')
     """
@@ -194,10 +200,12 @@ class StepProfile:
 
     @property
     def model(self) -> str:
+        """The model in the library."""
         return self.fitted.model
 
     @property
     def gpu(self) -> str:
+        """Such as `h100-sxm`."""
         return self.fitted.gpu
 
     @property
@@ -228,7 +236,8 @@ class StepProfile:
 class NamedFleet:
     """Workers that serve one stream of requests together, with their GPUs and price.
 
-    >>> fleet = NamedFleet.parse("2x h100 TP1 + 1x h200 TP1", model="llama-3.1-8b")
+    >>> import tokenfleet as tf
+    >>> fleet = tf.Fleet.parse("2x h100 TP1 + 1x h200 TP1", model="llama-3.1-8b")
     >>> fleet.workers, fleet.gpus
     (3, 3)
     """
@@ -248,10 +257,12 @@ class NamedFleet:
 
     @property
     def workers(self) -> int:
+        """Workers of all types."""
         return self.groups.workers
 
     @property
     def gpus(self) -> int:
+        """GPUs of all workers."""
         return self.groups.gpus
 
     @property

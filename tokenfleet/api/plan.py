@@ -70,6 +70,7 @@ class PlanAnswer:
 
     @property
     def feasible(self) -> bool:
+        """Whether a fleet meets the targets."""
         return self.file.feasible
 
     @property
@@ -84,10 +85,12 @@ class PlanAnswer:
 
     @property
     def workers(self) -> int:
+        """Workers of the fleet."""
         return self.file.workers
 
     @property
     def gpus(self) -> int:
+        """GPUs of the fleet."""
         return self.file.gpus
 
     @property
@@ -97,11 +100,13 @@ class PlanAnswer:
 
     @property
     def attainment(self) -> Reached:
+        """Shares of requests in SLO: target, expected, bounds, on the recorded trace."""
         of = self.file.attainment
         return Reached(of.target, of.expected, of.low, of.high, of.on_trace, of.confidence)
 
     @property
     def warnings(self) -> tuple[str, ...]:
+        """What could mislead the plan."""
         return tuple(self.file.inputs.warnings)
 
     @property

@@ -47,7 +47,7 @@ class PortfolioAnswer:
         return portfolio_json(self.chosen)
 
     def save(self, folder: str | Path) -> Path:
-        """Write portfolio.json, portfolio.html and a NAME.plan.json each into a folder. Raises BadInput."""
+        """Write portfolio.json, portfolio.html and each NAME.plan.json into a folder. Raises BadInput."""
         write_files({Path(folder, name): text for name, text in portfolio_texts(self.chosen).items()})
         return Path(folder)
 
