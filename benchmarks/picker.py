@@ -17,6 +17,7 @@ FULL of the machine, is marked, and its figures are not judged.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def choices(file: Path, seeds: range) -> tuple[list[dict[str, Any]], dict[tuple[
 
 
 def _row(seen: Sequence[Seen], slo: Slo) -> dict[str, Any]:
-    first = np.array([one.ttft_s for one in seen]) * 1e3
+    first = np.array([one.ttft_s for one in seen if math.isfinite(one.ttft_s)]) * 1e3
     quantiles = {f"TTFT p{q} ms": round(float(np.quantile(first, q / 100)), 1) for q in (50, 99)}
     return {"requests": len(seen), **quantiles, "in SLO": round(virtual.in_slo(seen, slo), 4)}
 
@@ -101,6 +102,8 @@ async def asked(session: aiohttp.ClientSession, port: int, ask: Ask) -> tuple[Se
     body = {"model": "small", "stream": True, "max_tokens": ask.words, "prompt": "x" * (4 * ask.prompt)}
     began, first, pieces = time.perf_counter(), 0.0, 0
     async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as reply:
+        if reply.status == 429:  # no server had room in time, as on a machine that others fill
+            return Seen(math.inf, math.inf), 0
         reply.raise_for_status()
         async for _ in reply.content.iter_chunks():
             first = first or time.perf_counter() - began
