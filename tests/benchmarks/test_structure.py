@@ -15,7 +15,7 @@ def counted(tmp_path: Path) -> dict[str, int]:
     files = {
         "controlplane/__init__.py": "",
         "controlplane/large.py": "class Large:\n" + 300 * "    x = 1\n" + "class Small:\n    x = 1\n",
-        "controlplane/step.py": "import controlplane.fits.fit\nper_prefill_step_s: float = 0.0\n",
+        "controlplane/step.py": "import controlplane.fits.fit\nper_prefill_sequence_s: float = 0.0\n",
         "controlplane/fits/__init__.py": "",
         "controlplane/fits/fit.py": (
             "from controlplane import step\nif TYPE_CHECKING:\n    from tokenfleet.faces import cli\n"

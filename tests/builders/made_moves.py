@@ -4,6 +4,7 @@ import numpy as np
 from made_profiles import made_profile
 
 from controlplane.migration.move import Stage
+from controlplane.perfmodel import coefficients as speed
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, DONE, HELD, NONE, PREFILLING, QUEUED, SERVING, generated
@@ -52,7 +53,7 @@ def check(run, moves):
         assert there["reserved_blocks"] == sum(
             blocks_of(room.tokens + 1, 16) - room.cached // 16 for room in rooms[w]
         )
-        assert len(running) + there["reserved_seats"] <= led.coefficients[row["variant"]][23]
+        assert len(running) + there["reserved_seats"] <= led.coefficients[row["variant"]][speed.MAX_SEQS]
         if row["status"] == SERVING and there["activity"] == IDLE:
             assert not running
             assert not queue or promised[w]

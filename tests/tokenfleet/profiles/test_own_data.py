@@ -54,7 +54,7 @@ def test_prices_of_ones_own_replace_those_that_ship_until_they_are_forgotten(tmp
 
 def test_a_profile_of_ones_own_comes_before_the_shipped_one_and_hides_no_other(tmp_path: Path) -> None:
     shipped = find_profiles("llama-3.1-8b")
-    update(source(tmp_path, H100.replace("per_request_s: 0.009", "per_request_s: 0.5")), TODAY)
+    update(source(tmp_path, H100.replace("per_request_s: 0.011", "per_request_s: 0.5")), TODAY)
     library._shelves.cache_clear()
     ours = find_profiles("llama-3.1-8b")
     assert [(p.gpu, p.tp_degree) for p in ours] == [(p.gpu, p.tp_degree) for p in shipped]
@@ -95,7 +95,7 @@ def test_several_documents_are_kept_together_and_shown_with_their_dates(
         (PRICES.replace("1.25", "-1"), "on_demand"),
         (PRICES.replace("2026-11-01", "soon"), "date"),
         (f"{PRICES}---\n{PRICES}", "document 2: a second prices.yaml"),
-        (f"{PRICES}---\n{H100.replace('base_s: 0.00739453', 'base_s: fast')}", "document 2: step.base_s"),
+        (f"{PRICES}---\n{H100.replace('base_s: 0.00671506', 'base_s: fast')}", "document 2: step.base_s"),
         ("schema: tokenfleet.plan/1", "expected `schema"),
     ],
 )

@@ -277,7 +277,7 @@ def test_the_verbs_say_the_gap_and_refuse_a_hostile_log_in_one_line(tmp_path, ca
     capsys.readouterr()
     assert main(["scorecard", "--data", str(tmp_path)]) == 0
     head, *table = capsys.readouterr().out.splitlines()
-    assert head == "Target met: 100 % of requests in SLO (target 90 %)"
+    assert head == "Target met: 100 % of requests in SLO (target 90 %)."
     assert any(line.startswith(f"{DAY} (UTC, ") and " the hindsight optimum of " in line for line in table)
     assert "paid / optimum" not in "".join(table)  # a single day is a line
     never = plan_json(4)

@@ -163,10 +163,11 @@ def test_steps_of_several_types_are_held_against_their_own_profiles(tmp_path):
 
 def test_prefill_that_steps_hardly_carry_follows_decode(tmp_path):
     at_s = time.time() - 4000
+    light = replace(PROFILE, step=replace(PROFILE.step, per_prefill_sequence_s=0.0))
     (tmp_path / "steps.csv").write_text(
-        f"{','.join(STEP_COLUMNS)}\n{steps_of(with_times(PROFILE, 1.3, 1.0), at_s, tokens=3)}"
+        f"{','.join(STEP_COLUMNS)}\n{steps_of(with_times(light, 1.3, 1.0), at_s, tokens=3)}"
     )
-    decode, prefill = step_ratios({"any": PROFILE}, recorded_steps(tmp_path, [Serving("p", at_s - 1, None)]))
+    decode, prefill = step_ratios({"any": light}, recorded_steps(tmp_path, [Serving("p", at_s - 1, None)]))
     assert decode == prefill == pytest.approx(1.3, rel=0.03)
 
 
