@@ -163,7 +163,7 @@ def test_steps_of_several_types_are_held_against_their_own_profiles(tmp_path):
 
 def test_prefill_that_steps_hardly_carry_follows_decode(tmp_path):
     at_s = time.time() - 4000
-    light = replace(PROFILE, step=replace(PROFILE.step, per_prefill_sequence_s=0.0))
+    light = replace(PROFILE, step=replace(PROFILE.step, per_prefill_sequence_s=0.0, per_prefill_step_s=0.0))
     (tmp_path / "steps.csv").write_text(
         f"{','.join(STEP_COLUMNS)}\n{steps_of(with_times(light, 1.3, 1.0), at_s, tokens=3)}"
     )
