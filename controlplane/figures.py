@@ -68,7 +68,9 @@ def _told(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _UNITS: dict[str, Callable[[Any], str]] = {
+    "_per_rps": "{:.4g} per req/s".format,
     "_rps": "{:.4g} req/s".format,
+    "_s_ago": lambda seconds: f"{duration_text(seconds)} ago",
     "_s": duration_text,
     "usd_per_h": lambda usd: f"{'-' * (usd < 0)}${abs(usd):,.2f}/h",
     "bytes": bytes_text,
@@ -77,13 +79,10 @@ _UNITS: dict[str, Callable[[Any], str]] = {
 
 def _fact(name: str, value: Any) -> str:
     """A fact by its name in JSON, which ends in its unit: `rate 7.7 req/s`."""
-    words, text = _word(name), str(value)
-    if isinstance(value, list):
-        text = ", ".join(map(str, value))
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        named = name.replace("per_rps", "per req/s").replace("d_s_ago", "_ago_s")
-        unit = next((unit for unit in _UNITS if named.endswith(unit)), "")
-        words = _NAMES.get(name, _word(named.removesuffix(unit)))
+    words, text = _word(name), ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
+        words = _NAMES.get(name, _word(name.removesuffix(unit)))
         text = _UNITS[unit](value) if unit else f"{value:,.4g}" if abs(value) < 1e3 else f"{value:,.0f}"
     return f"{words} {text}".strip()
 

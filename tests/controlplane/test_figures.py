@@ -25,7 +25,7 @@ def test_the_facts_of_a_decision_are_words_with_units() -> None:
     assert fact_lines(facts) == [
         "1 → 3 workers",
         "by type: h100 TP2 3",
-        "observed: workers per req/s 0.16, rate 9 req/s, change ago 40 s, context tokens 123,456",
+        "observed: workers 0.16 per req/s, rate 9 req/s, changed 40 s ago, context tokens 123,456",
         "workers by: backlog 1.704",
         "cost: ready after 60 s, -$3.20/h, mix $1,234.50/h",
     ]
