@@ -7,10 +7,10 @@ engine amid a step, although no request of the file runs, and their tokens take 
 from pathlib import Path
 
 import numpy as np
+from lone_requests import are_alone
 from numpy.typing import NDArray
 
 from experiments.lib.ladders import ladder
-from tests.experiments.test_prefill_beside_cached import are_alone
 
 EARLY_S, LATER_S = 10.0, 15.0
 STEP_S = 0.05

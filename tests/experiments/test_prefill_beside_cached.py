@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lone_requests import are_alone
 
 from experiments.lib.ladders import BLOCK, ladder
 from tokenfleet.profiles.accuracy import Run
@@ -20,16 +21,6 @@ def computed_and_cached(run: Run) -> np.ndarray:
         cached.append(BLOCK * (known.index(False) if False in known else len(known)))
         seen.update(ids)
     return np.array([run.log.workload.prompt_tokens - cached, cached])
-
-
-def are_alone(run: Run) -> np.ndarray:
-    """Whether no other request runs from 20 ms before a request until its first token; shape [requests]."""
-    arrival_s, ends_s = run.log.workload.arrival_s, run.log.last_token_s
-    alone = run.measured.copy()
-    for k in np.flatnonzero(alone):
-        others = (arrival_s < arrival_s[k] + run.log.ttft_s[k]) & ~(ends_s < arrival_s[k] - 0.02)
-        alone[k] = others[np.arange(len(others)) != k].sum() == (others & ~run.measured).sum()
-    return alone
 
 
 def lone(bench_data: Path, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
