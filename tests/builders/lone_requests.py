@@ -1,4 +1,4 @@
-"""Requests of a load sweep beside which no other runs."""
+"""Requests of a load sweep that run alone."""
 
 import numpy as np
 
