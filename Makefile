@@ -4,10 +4,11 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # With `COVERAGE=1` the unit tests also say what they cover; they take a third more time.
 COVER := $(if $(COVERAGE),--cov=controlplane --cov=dataplane --cov=tokenfleet --cov-report=)
-# Of the long tests each commit runs a fifth, which its name picks: else two cores need more than half an hour.
-PART ?= $(shell echo $$(( 0x0$$(git rev-parse --short=7 HEAD 2> /dev/null) % 5 + 1 )))
+# Of the long tests each commit runs a tenth, which its name picks: else two cores need three quarters of an hour.
+PART ?= $(shell echo $$(( 0x0$$(git rev-parse --short=7 HEAD 2> /dev/null) % 10 + 1 )))
 DAILY := -m 'not nightly' $(if $(filter all,$(PART)),,--part $(PART))
-LIVE := --dist loadscope --no-loadscope-reorder tests/live
+# The start of engines counts, too, and takes minutes where two fleets start at once.
+LIVE := --dist loadscope --no-loadscope-reorder --timeout 900 tests/live
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
 # Also where the environment tells Python to keep no compiled modules: each process of a fleet would compile
 # thousands anew.
@@ -29,7 +30,7 @@ test:  ## set up everything, run all checks, and all tests but those of `nightly
 	$(MAKE) --jobs 2 --output-sync=line .venv/all kernels check
 	$(MAKE) unit
 	$(MAKE) live
-	@echo "Of the long tests, part $(PART) of 5 ran. PART=1 to 5 or all picks another."
+	@echo "Of the long tests, part $(PART) of 10 ran. PART=1 to 10 or all picks another."
 
 check: .venv/dev  ## ruff, mypy, import-linter, the bars of benchmarks/structure.py
 	$(BIN)/ruff check .
@@ -56,7 +57,7 @@ live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side
 
 nightly: .venv/all kernels  ## the tests that `make test` leaves out: rare and long
 	$(BIN)/pytest -n 2 -m nightly --ignore tests/live --durations 10
-	timeout -k 30 2700 $(BIN)/pytest -n 2 -m nightly $(LIVE) --timeout 900 --durations 10
+	timeout -k 30 2700 $(BIN)/pytest -n 2 -m nightly $(LIVE) --durations 10
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1
 	@echo "Starting two vLLM engines on CPU: one to two minutes until 'ready'."

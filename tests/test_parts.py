@@ -20,10 +20,10 @@ def run_by(tests: list[str], part: int) -> set[str]:
 
 def test_each_long_test_is_in_one_part_and_the_rest_in_all(seconds: Path) -> None:
     took_s = {
-        f"tests/test_{file}.py::test_{i}": 1.0 + (7 * i + file) % 5 for file in range(9) for i in range(12)
+        f"tests/test_{file}.py::test_{i}": 1.0 + (7 * i + file) % 5 for file in range(30) for i in range(12)
     }
     seconds.write_text(json.dumps(took_s))
-    short = [f"tests/test_{file}.py::test_short" for file in range(9)]
+    short = [f"tests/test_{file}.py::test_short" for file in range(30)]
     tests = [*short, *took_s]
     runs = [run_by(tests, part) for part in range(1, parts.PARTS + 1)]
     assert all(set(short) <= one for one in runs)
@@ -33,11 +33,20 @@ def test_each_long_test_is_in_one_part_and_the_rest_in_all(seconds: Path) -> Non
 
 
 def test_short_tests_of_a_fleet_go_with_those_that_start_it(seconds: Path) -> None:
-    files = [f"tests/live/test_{name}.py" for name in "abcdefghij"]
+    files = [f"tests/live/test_{name}.py" for name in "abcdefghijklmnopqrst"]
     seconds.write_text(json.dumps({f"{file}::test_start": 30.0 for file in files}))
     tests = [f"{file}::test_{name}" for file in files for name in ("start", "another")]
-    for part in range(1, parts.PARTS + 1):
-        assert {name.partition("::")[0] for name in run_by(tests, part)} == {files[part - 1], files[part + 4]}
+    runs = [run_by(tests, part) for part in range(1, parts.PARTS + 1)]
+    assert sorted(name for one in runs for name in one) == sorted(tests)
+    for one in runs:
+        assert len(one) == 4
+        assert len({parts.file_of(name) for name in one}) == 2
+
+
+def test_a_file_that_takes_longer_than_a_part_is_cut(seconds: Path) -> None:
+    took_s = {f"tests/test_long.py::test_{i}": 10.0 for i in range(parts.PARTS)}
+    seconds.write_text(json.dumps(took_s))
+    assert [len(run_by(list(took_s), part)) for part in range(1, parts.PARTS + 1)] == [1] * parts.PARTS
 
 
 def test_what_did_not_run_keeps_its_seconds_and_what_is_gone_or_short_loses_them(seconds: Path) -> None:

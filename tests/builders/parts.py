@@ -5,9 +5,11 @@
 
 import json
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
-PARTS = 5
+PARTS = 10
 LONG_S = 1.0
 ROOT = Path(__file__).parents[2]
 SECONDS = ROOT / "tests" / "seconds.json"
@@ -15,22 +17,35 @@ SECONDS = ROOT / "tests" / "seconds.json"
 FLEETS = "tests/live/"
 
 
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
 def others(tests: Iterable[str], part: int) -> set[str]:
     """Long tests that other parts run.
 
-    Tests in the order of their files are cut into pieces, so that what shares fixtures stays together.
-    A part has two pieces, one for each of two processes.
+    Tests of a file share fixtures, so a file goes to one part, unless it takes longer than a part should.
     """
     took_s = json.loads(SECONDS.read_text())
-    long = {name: took_s.get(name, 0.1) for name in tests if name in took_s or name.startswith(FLEETS)}
-    all_s = sum(long.values())
-    before_s = 0.0
-    found = set()
-    for name in sorted(long, key=lambda name: name.partition("::")[0]):
-        piece = int(2 * PARTS * (before_s + long[name] / 2) / all_s) if all_s else 0
-        before_s += long[name]
-        if piece % PARTS != part - 1:
-            found.add(name)
+    long = [name for name in tests if name in took_s or name.startswith(FLEETS)]
+    long_s = {name: took_s.get(name, 0.1) for name in sorted(long, key=file_of)}
+    most_s = sum(long_s.values()) / PARTS
+    pieces: list[tuple[float, list[str]]] = []
+    for _, names in groupby(long_s, file_of):
+        pieces.append((0.0, []))
+        for name in names:
+            piece_s, piece = pieces[-1]
+            if piece and piece_s + long_s[name] > most_s:
+                piece_s, piece = 0.0, []
+                pieces.append((piece_s, piece))
+            piece.append(name)
+            pieces[-1] = (piece_s + long_s[name], piece)
+    filled_s, found = [0.0] * PARTS, set()
+    for piece_s, piece in sorted(pieces, key=itemgetter(0), reverse=True):
+        emptiest = filled_s.index(min(filled_s))
+        filled_s[emptiest] += piece_s
+        if emptiest != part - 1:
+            found.update(piece)
     return found
 
 
@@ -38,9 +53,5 @@ def keep(took_s: dict[str, float]) -> None:
     """Write down what took long. What is known of tests that did not run stays."""
     known = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
     long = {name: round(s, 1) for name, s in took_s.items() if s >= LONG_S or name.startswith(FLEETS)}
-    rest = {
-        name: s
-        for name, s in known.items()
-        if name not in took_s and (ROOT / name.partition("::")[0]).exists()
-    }
+    rest = {name: s for name, s in known.items() if name not in took_s and (ROOT / file_of(name)).exists()}
     SECONDS.write_text(json.dumps(dict(sorted((rest | long).items())), indent=0) + "\n")

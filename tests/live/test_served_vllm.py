@@ -109,7 +109,7 @@ def test_text_is_the_same_moved_or_not_and_a_stop_string_ends_it_across_moves(vl
 
 # So many, of such lengths, that on a worker that goes some stream is far from its end: one that ends while it
 # is copied is not moved.
-UNEVEN = (400, 1400, 600, 1200, 800, 1000) * 2
+UNEVEN = (200, 700, 300, 600, 400, 500) * 2
 MOST_ROUNDS = 200  # of streams, until something holds
 
 
