@@ -295,34 +295,38 @@ class CalibrateFlags:
     ] = None
     endpoint: Annotated[
         str | None,
-        typer.Option(help="send some forty requests to this idle OpenAI endpoint instead; a minute"),
+        typer.Option(help="send some 40 test requests to this idle OpenAI endpoint; takes a minute"),
     ] = None
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint")] = (
         None
     )
     tls_ca: TlsCa = None
-    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="minutes to watch, with --metrics")] = 15.0
+    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="with --metrics: minutes to watch")] = 15.0
     gpu: Annotated[str | None, typer.Option(help="with a model's name: the GPU, e.g. h100")] = None
     tp: Annotated[int | None, typer.Option(min=1, help="with a model's name: GPUs of a worker")] = None
     workers: Annotated[
         int, typer.Option(min=1, help="with --log or --endpoint: engines that serve the requests in turn")
     ] = 1
     max_seqs: Annotated[
-        int | None, typer.Option("--max-num-seqs", min=1, help="the engine's, if not the profile's")
+        int | None,
+        typer.Option("--max-num-seqs", min=1, help="vLLM's setting of that name (default: the profile's)"),
     ] = None
     max_batched_tokens: Annotated[
-        int | None, typer.Option("--max-num-batched-tokens", min=1, help="the engine's, if not the profile's")
+        int | None,
+        typer.Option(
+            "--max-num-batched-tokens", min=1, help="vLLM's setting of that name (default: the profile's)"
+        ),
     ] = None
     output_format: Format = OutputFormat.TABLE
 
 
 @takes(CalibrateFlags)
 def calibrate_command(flags: CalibrateFlags) -> None:
-    """Correct a profile by the traffic that any vLLM serves, or by requests of its own to an idle one.
+    """Correct a profile with the traffic that a vLLM serves, or with test requests to an idle one.
 
-    It reads metrics every 3 seconds. An access log has a request a line: arrival_s, prompt_tokens,
-    output_tokens, and either ttft_s and e2e_s or first_token_s and last_token_s. Terms that the traffic does
-    not determine keep the profile's proportions. The answer names them.
+    With --metrics, it reads the metrics every 3 seconds. An access log has one request a line: arrival_s,
+    prompt_tokens, output_tokens, and either ttft_s and e2e_s or first_token_s and last_token_s. The answer
+    names the coefficients that the traffic does not determine; they keep the profile's proportions.
 
     tokenfleet calibrate --metrics host:8000 --profile llama-3.1-8b --gpu h100 --tp 1 --output mine.yaml
     tokenfleet calibrate --metrics a:8000 --metrics b:8000 --profile old.yaml --minutes 30 --output new.yaml

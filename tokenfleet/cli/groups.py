@@ -9,17 +9,8 @@ import typer
 GROUPS = {
     "Targets": ("--slo", "--attainment", "--confidence", "--class", "--session-time", "--agents"),
     "Traffic": (
-        *(
-            "--trace",
-            "--since",
-            "--prometheus",
-            "--selector",
-            "--users",
-            "--requests-per-day",
-            "--shape",
-            "--growth",
-            "--peak",
-        ),
+        *("--trace", "--since", "--prometheus", "--selector", "--users", "--requests-per-day"),
+        *("--shape", "--growth", "--peak"),
         *("--data", "--window", "--rate-scale", "--prompt-scale", "--output-scale"),
         *("--drop-too-long", "--bias-from", "--most-agents", "--open-loop"),
     ),
@@ -29,16 +20,8 @@ GROUPS = {
     ),
     "Prices": ("--prices", "--provider", "--spot", "--reserved", "--price-scale", "--budget-usd-per-h"),
     "Plan and scaling": (
-        *(
-            "--plan",
-            "--portfolio",
-            "--autoscale",
-            "--fixed",
-            "--scale-in-after",
-            "--max-workers",
-            "--advisory",
-        ),
-        *("--as-is", "--replan-every", "--auto-apply", "--vary"),
+        *("--plan", "--portfolio", "--autoscale", "--fixed", "--scale-in-after", "--max-workers"),
+        *("--advisory", "--as-is", "--replan-every", "--auto-apply", "--vary"),
     ),
     "Replicas": ("--replicas", "--every", "--scaler", "--apply", "--yes", "--replay", "--once"),
     "Engine and placement": (
@@ -50,16 +33,8 @@ GROUPS = {
     ),
     "Measurements": (
         *("--measurements", "--robust", "--as-measured", "--measured-on", "--licence"),
-        *(
-            "--budget",
-            "--repeats",
-            "--points",
-            "--max-context",
-            "--clock",
-            "--cores",
-            "--steps",
-            "--overhead",
-        ),
+        *("--metrics", "--log", "--minutes", "--budget", "--repeats", "--points", "--max-context"),
+        *("--clock", "--cores", "--steps", "--overhead"),
     ),
     "Prediction": (
         *("--predict", "--from", "--kv-precision", "--expert-parallel", "--data-parallel"),
@@ -75,7 +50,7 @@ GROUPS = {
     "History": ("--history", "--otlp", "--history-prefixes", "--history-days", "--history-mb"),
     "Output": ("--output", "--output-dir", "--all", "--per-request", "--verbose", "--format"),
 }
-OTHER = "Other"
+ARGUMENTS, OTHER = "Arguments", "Other"
 FIRST = {
     "plan": (
         *("--slo", "--attainment", "--confidence", "--trace", "--since", "--users", "--shape"),
@@ -105,6 +80,10 @@ FIRST = {
         *("--trace", "--endpoint", "--profile", "--slo", "--control", "--workers", "--policy"),
         *("--rate-scale", "--window", "--per-request", "--format"),
     ),
+    "calibrate": (
+        *("--metrics", "--log", "--endpoint", "--minutes", "--profile", "--gpu", "--tp", "--output"),
+        *("--api-key", "--format"),
+    ),
     "advise": (
         *("--slo", "--servers", "--prometheus", "--model", "--gpu", "--tp", "--profile", "--attainment"),
         *("--replicas", "--cold-start", "--listen", "--scaler", "--replay", "--once", "--format"),
@@ -128,13 +107,15 @@ class GroupedCommand(typer.core.TyperCommand):
             return
         first = tuple(one.opts[0] for one in self.params) if self.is_whole else FIRST[verb]
         group_of = {flag: name for name, flags in GROUPS.items() for flag in flags}
-        shown: dict[str, list[tuple[str, str]]] = {name: [] for name in (*GROUPS, OTHER)}
+        shown: dict[str, list[tuple[str, str]]] = {name: [] for name in (ARGUMENTS, *GROUPS, OTHER)}
         hidden = 0
         for one in self.get_params(ctx):
             record = one.get_help_record(ctx)
             if record is None or one.name == "help":
                 continue
-            if one.opts[0] in first or not one.opts[0].startswith("-"):
+            if not one.opts[0].startswith("-"):
+                shown[ARGUMENTS].append(record)
+            elif one.opts[0] in first:
                 shown[group_of.get(one.opts[0], OTHER)].append(record)
             else:
                 hidden += 1

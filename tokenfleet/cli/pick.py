@@ -67,7 +67,7 @@ class PickFlags(ServerFlags):
 def pick_command(flags: PickFlags) -> None:
     """Choose a vLLM server for each request of an Envoy gateway, by its external processor (ext_proc).
 
-    The servers are plain vLLM: nothing runs on them. Their metrics tell what they hold. With --gpu or
+    The servers are plain vLLM: nothing runs on them. Their metrics show their load. With --gpu or
     --profile requests go where they meet their targets; without, to the least loaded server.
 
     tokenfleet pick vllm-0:8000 vllm-1:8000 --gpu h100 --slo ttft=1s,tpot=50ms

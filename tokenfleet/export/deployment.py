@@ -149,5 +149,5 @@ def _labels_of(groups: Sequence[WorkerGroup], asked: Sequence[str]) -> dict[str,
         labels[gpu] = label
     unknown = sorted(gpus - labels.keys())
     if unknown and len(gpus) > 1:
-        raise BadInput(f"--gpu-product: missing for {unknown[0]}, which nodes could not be told by")
+        raise BadInput(f"--gpu-product: {unknown[0]}: expected {unknown[0]}=LABEL of its nodes")
     return labels

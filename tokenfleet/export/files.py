@@ -116,10 +116,10 @@ def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfle
     # systemd expands % and $ in ExecStart; neither has a meaning in our flags.
     command = shlex.join(words).replace("%", "%%").replace("$", "$$")
     types = [(group.workers, group.worker_type) for group in fleet.groups]
-    parts = ", ".join(f"{workers} workers of {t.gpus} x {t.gpu}" for workers, t in types)
+    parts = ", ".join(f"{workers} worker(s) of {t.gpus}x {t.gpu}" for workers, t in types)
     gpus = sum(group.gpus for group in fleet.groups)
     return f"""\
-# {parts}: this machine needs {gpus} GPUs, and the exported plan as /etc/tokenfleet/{PLAN}.
+# {parts}: this machine needs {gpus} GPU(s). It reads the exported plan from /etc/tokenfleet/{PLAN}.
 [Unit]
 Description=Tokenfleet: {fleet.weights}, {target_text(fleet.slo, fleet.attainment)}
 After=network-online.target nvidia-persistenced.service
@@ -130,11 +130,11 @@ StartLimitBurst=5
 [Service]
 Type=exec
 User=tokenfleet
-# VLLM_API_KEY=..., TOKENFLEET_CONTROL_KEY=..., and HF_TOKEN=... where the weights need one
+# VLLM_API_KEY=..., TOKENFLEET_CONTROL_KEY=..., and HF_TOKEN=... if the weights need it
 EnvironmentFile=/etc/tokenfleet/keys.env
 Environment=HF_HOME=/var/lib/tokenfleet/hub
 ExecStart={command}
-# Streams finish or end in an explicit error; only then are what is left of the processes killed.
+# Streams finish or end in an explicit error. Then systemd kills the processes that are left.
 KillMode=mixed
 KillSignal=SIGTERM
 TimeoutStopSec={SHUTDOWN_S + 60}

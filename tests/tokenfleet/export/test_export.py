@@ -537,7 +537,7 @@ def mixed(*gpus: str) -> Deployment:
 
 def test_a_mix_of_one_type_is_one_serve() -> None:
     unit = export_files(mixed("h100-sxm"), ["systemd"], ExportSettings(), Path("out"))
-    assert "this machine needs 5 GPUs" in "".join(unit.values())
+    assert "this machine needs 5 GPU(s)" in "".join(unit.values())
 
 
 def test_one_machine_has_one_type_of_gpu() -> None:

@@ -221,7 +221,7 @@ def test_node_labels_can_be_named_and_must_tell_types_apart() -> None:
         with pytest.raises(BadInput, match=says):
             deployment(parsed, products=[pair])
     other = [MIX[0], MIX[1] | {"gpu": "l40s"}]
-    with pytest.raises(BadInput, match="--gpu-product: missing for l40s"):
+    with pytest.raises(BadInput, match="--gpu-product: l40s: expected l40s=LABEL"):
         deployment(parse_plan(plan(fleet=other), "plan.json"))
 
 
