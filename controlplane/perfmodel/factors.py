@@ -57,7 +57,8 @@ class Terms:
 
     @property
     def names(self) -> list[str]:
-        names = [*(term.name for term in step.STEP_TERMS), *(f"hinge of {h.of}" for h in self._step.hinges)]
+        names = [term.name for term in step.STEP_TERMS]
+        names += [f"hinge of {h.of} from {h.start:g}" for h in self._step.hinges]
         return [name for name, known in zip(names, self._known, strict=True) if known]
 
     def seconds(self, batch: step.Batch) -> Floats:

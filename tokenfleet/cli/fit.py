@@ -295,7 +295,7 @@ class CalibrateFlags:
     ] = None
     endpoint: Annotated[
         str | None,
-        typer.Option(help="send some 40 test requests to this idle OpenAI endpoint; takes a minute"),
+        typer.Option(help="send 48 test requests to this idle OpenAI endpoint; takes a minute"),
     ] = None
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint")] = (
         None
@@ -406,10 +406,11 @@ def _by_probes(
             around = around.with_kv(None, kv_tokens)
             around = replace(around, kv=replace(around.kv, block_tokens=block_tokens))
             said.append("the engine itself reports this KV memory")
-    workload, judged_rows = probes(around, flags.workers)
+    at = asyncio.run(served_model(url, flags.api_key, client_context(flags.tls_ca)))
+    longest = min(filter(None, (at.context_limit_tokens, around.context_limit_tokens)), default=0)
+    workload, judged_rows = probes(replace(around, context_limit_tokens=longest), flags.workers)
 
     async def send() -> Replay:
-        at = await served_model(url, flags.api_key, client_context(flags.tls_ca))
         with counted_bar("sending requests", len(workload)) as advance:
             return await replay(workload, at, np.random.default_rng(0), advance)
 
@@ -454,12 +455,13 @@ def _sourced(made: Profile, around: Profile, what: str) -> Profile:
 
 def _untold(corrections: Sequence[FittedFactor]) -> list[str]:
     """What the traffic could not tell, in a sentence."""
-    untold = [one.name for one in corrections if not one.told]
-    if not untold:
-        return []
-    if len(untold) == len(corrections):
-        return ["the traffic was too uniform to separate the terms; all are scaled alike"]
-    return [f"the traffic does not determine {', '.join(untold)}; they keep the profile's proportions"]
+    untold = sum(not one.told for one in corrections)
+    if untold == len(corrections):
+        return ["the traffic was too uniform to separate the coefficients; all are scaled alike"]
+    text = (
+        f"the traffic does not determine {untold} of {len(corrections)} coefficients; their proportions stay"
+    )
+    return [text] * (untold > 0)
 
 
 def _say_calibrated(
@@ -483,7 +485,8 @@ def _say_calibrated(
     print(f"Calibrated {made.label}: {_error_text(residuals)}; written to {flags.output}")
     for one in corrections:
         untold = "" if one.told else " (not determined)"
-        print(f"  {one.name:24} {one.factor:.3g} ± {one.error:.2g} times the profile's{untold}")
+        name = one.name.removesuffix("_s").replace("_", " ")
+        print(f"  {name:32} {one.factor:.3g} ± {one.error:.2g} times the profile's{untold}")
     print(f"Plans with this profile add a model-error margin of {100 * residuals.unseen_relative:.1f} %.")
     frontend_ms = made.frontend.per_request_s * 1e3
     print(f"KV memory: {made.kv.capacity_tokens:,} tokens. HTTP overhead: {frontend_ms:.1f} ms a request.")

@@ -102,6 +102,7 @@ class Endpoint:
     model: str
     key: str | None = None
     trust: ssl.SSLContext | None = None
+    context_limit_tokens: int = 0  # vLLM's max_model_len; 0 where the endpoint does not say
 
     def session(self, timeout_s: float) -> aiohttp.ClientSession:
         """A client of it, that sends the key and accepts the certificates that are trusted."""
@@ -126,7 +127,9 @@ async def served_model(url: str, key: str | None, trust: ssl.SSLContext | None =
             session.get(f"{endpoint.url}/v1/models") as reply,
         ):
             answer = await reply.json(content_type=None)
-            return replace(endpoint, model=str(answer["data"][0]["id"]))
+            first = answer["data"][0]
+            name, limit = str(first["id"]), int(first.get("max_model_len") or 0)
+            return replace(endpoint, model=name, context_limit_tokens=limit)
     except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError, TimeoutError) as error:
         raise refusal("--endpoint", url, "no OpenAI endpoint answers there", error) from None
 

@@ -93,7 +93,7 @@ def test_hinges_and_optional_terms_are_corrected_with_the_others():
     prior = replace(PRIOR, step=truth.scaled(0.5, 2.0))
     made, corrections = calibrated_by(counted(truth, lambda t: 2 * a_day(t), 600.0), prior)
     assert off(made.step, truth) < 0.05
-    assert "hinge of sequences" in by_name(corrections)
+    assert "hinge of sequences from 16" in by_name(corrections)
 
 
 def test_what_first_tokens_take_beside_steps_becomes_the_frontend():

@@ -68,7 +68,7 @@ def test_a_bound_that_is_met_is_held_and_the_rest_goes_on():
 
 def test_terms_are_those_that_the_profile_has():
     terms = Terms(PROFILE)
-    assert terms.names == ["base_s", "per_sequence_s", "per_context_token_s", "hinge of sequences"]
+    assert terms.names == ["base_s", "per_sequence_s", "per_context_token_s", "hinge of sequences from 8"]
     batch = Batch(0.0, 10.0, 500.0)
     assert terms.seconds(batch).sum() == pytest.approx(float(STEP.step_s(0.0, 10.0, 500.0)))
     assert terms.times(np.full(4, 2.0)) == STEP.scaled(2.0, 2.0)

@@ -1,6 +1,9 @@
 """Requests of its own calibrate a profile: lone prompts, lone decodes and batches say what is off."""
 
+import json
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import with_times
 from controlplane.perfmodel.uncertainty import draw_profile
+from tokenfleet.cli.main import main
 from tokenfleet.profiles.fit_log import calibrated, replay
 from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles
@@ -56,6 +60,36 @@ def test_small_engines_get_smaller_requests():
     assert 1 < batch <= 4 < BATCH
     with pytest.raises(BadInput, match="a request of 128 tokens does not fit"):
         probes(replace(KNOWN, context_limit_tokens=100))
+
+
+def test_an_engine_with_a_shorter_context_than_its_profile_gets_no_longer_request(tmp_path, capsys):
+    asked = []
+
+    class Engine(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(200, {"data": [{"id": "small", "max_model_len": 600}]})
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(len(body["prompt"]) + body["max_tokens"])
+            self.answer(400, {"error": "none"})
+
+        def answer(self, status, content):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        flags = ["--profile", "llama-3.1-8b", "--gpu", "h100", "--tp", "1", "--output", str(tmp_path / "x")]
+        assert main(["calibrate", "--endpoint", url, *flags]) == 2
+        server.shutdown()
+    assert "48 of 48 requests failed: HTTP 400" in capsys.readouterr().err
+    assert max(asked) == 600
 
 
 def test_a_gateway_is_learned_and_what_it_is_uncertain_by_is_drawn():
