@@ -8,6 +8,7 @@ needs no theory of queues, and says what to buy.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.estimate import may_fail, replicates_for, screened
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.search import Hardest, Search
-from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s, smallest
+from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s
 from tokenfleet.planning.traffic.draws import time_scale
 from tokenfleet.planning.traffic.replicates import AS_IT_IS
 
@@ -246,12 +247,15 @@ def headroom(search: Search, fleet: Fleet, missed: Mapping[int, float]) -> Traff
     def met(growth: float, replicate: int) -> bool:
         return search.meets(search.replay(fleet, replicate, growth=growth, most_missed=allowed))
 
-    def holds(step: int) -> bool:
-        held = search.threads.map(lambda i: met(GROWTHS[step], i), hardest)
-        return held.count(False) <= may_fail(confidence)
+    def fails(step: int, replicates: Sequence[int], may: int) -> bool:
+        failed = 0
+        for replicate in replicates:
+            failed += not met(GROWTHS[step], replicate)
+            if failed > may:
+                return True
+        return False
 
-    on_trace = smallest(lambda step: not met(GROWTHS[step], AS_IT_IS), 0, 0, len(GROWTHS) - 1)
-    most = len(GROWTHS) if on_trace is None else on_trace
-    first = smallest(lambda step: not holds(step), 0, 0, most - 1)
-    miss = most if first is None else first
+    steps = range(len(GROWTHS))
+    most = bisect_left(steps, True, key=lambda step: fails(step, [AS_IT_IS], 0))
+    miss = bisect_left(steps[:most], True, key=lambda step: fails(step, hardest, may_fail(confidence)))
     return TrafficHeadroom(GROWTHS[miss - 1] if miss else 1.0, GROWTHS[miss] if miss < len(GROWTHS) else None)

@@ -52,8 +52,8 @@ from tokenfleet.planning.verified import verified
 
 R = TypeVar("R")
 
-# The alternatives that are confirmed, the cheapest that hold. Dearer ones are sized on the recorded trace.
-ALTERNATIVES = 3
+# The alternatives that are confirmed. Dearer ones are sized on the recorded trace.
+ALTERNATIVES = 1
 DOUBT_REPLICATES = 6
 _REASONS = 13  # parts of a plan's explanation
 STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say what binds
@@ -427,12 +427,7 @@ def _others(search: Search, possible: Sequence[Sizing], winner: Sizing | None) -
 
 def _note(sizing: Sizing) -> str:
     """How far a worker type that is not the answer was sized."""
-    if sizing.confirmed or sizing.reason:
-        return sizing.reason
-    if not sizing.failed:
-        return "sized on the recorded trace alone"
-    fail = "1 worker fails" if sizing.failed == 1 else f"{sizing.failed} workers fail"
-    return f"{fail} in resampled traces; whether {sizing.next_count} hold was not tried"
+    return sizing.reason if sizing.confirmed or sizing.reason else "sized on the recorded trace alone"
 
 
 def _candidate(search: Search, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:
