@@ -166,7 +166,7 @@ def baselines(search: Search, sizing: Sizing) -> tuple[Baseline, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TierWorth:
-    """What host memory below the KV of a fleet's workers is worth on the trace.
+    """The worth of KV offload to CPU memory on the trace.
 
     `host_kv`: a worker's. `hit_rate`: of the plan's fleet; `from_host`: the part of it that is loaded;
     `hit_rate_without`: without the memory. `fleet` and `fleet_without`: the fewest workers on the trace;

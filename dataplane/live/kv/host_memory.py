@@ -1,4 +1,4 @@
-"""Host memory below an engine's KV, together with moves: vLLM's own offloading, called by our connector.
+"""KV offload to CPU memory, together with moves: vLLM's own offloading, called by our connector.
 
 vLLM's `OffloadingConnector` decides in the scheduler what is stored, evicted and loaded (LRU, chunks of one
 block, prompts alone): docs/engine.md has it step by step. `TieredConnector` owns one and passes every hook
@@ -45,7 +45,7 @@ from dataplane.live.kv.connector import MigrationConnector, StepMetadata, StepSt
 
 
 class TieredConnector(MigrationConnector):
-    """Moves, and host memory below KV. It adds vLLM's settings, such as `cpu_bytes_to_use`, to its base's."""
+    """Moves, and KV offload. It adds vLLM's settings, such as `cpu_bytes_to_use`, to its base's."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

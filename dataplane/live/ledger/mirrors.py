@@ -7,7 +7,7 @@ numbers are missing the gateway asks for all of it again, and believes nothing e
 cache of an engine that tells nothing is taken to be one of vLLM's, with what it was given here.
 
 Workers whose engine caches no prefixes, or in blocks that the first one's do not divide into, have no mirror.
-What lies in host memory below KV is known where engines tell, and of them alone.
+The KV offload's contents are known only where engines report them.
 """
 
 from __future__ import annotations

@@ -287,13 +287,13 @@ class FleetTypes:
                 raise BadInput(f"--speculative-config: the step times of {t.name} count no drafts; {AS_IS}")
 
     def host_bytes(self, kind: str) -> int:
-        """The host memory below KV that a plan gives a worker; 0 for none."""
+        """The CPU memory for KV offload that a plan gives a worker; 0 for none."""
         profile = self[kind].known_profile
         has = kind in self.planned and not self.as_is and profile is not None and profile.host_kv is not None
         return profile.host_kv.capacity_bytes if has else 0  # type: ignore[union-attr]
 
     def check_host_memory(self, arguments: Any) -> None:
-        """Raise BadInput where host memory below KV would be combined with what was not tried with it."""
+        """Raise BadInput where KV offload would be combined with what was not tried with it."""
         asked: float | None = arguments.kv_offloading_size
         planned = {kind: self.host_bytes(kind) / (1 << 30) for kind in self.names}
         for kind, gib in planned.items() if self.planned and not self.as_is else ():

@@ -108,7 +108,7 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
 
 
 def _take_host_bytes(settings: dict[str, Any]) -> int:
-    """Take the host memory below KV out of vLLM's arguments: its bytes, 0 for none.
+    """Take the size of KV offload out of vLLM's arguments: its bytes, 0 for none.
 
     vLLM would put its connector for it in the place of the one that moves KV. Raises BadInput.
     """

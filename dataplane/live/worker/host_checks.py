@@ -260,7 +260,7 @@ def _shared_memory(folder: str = "/dev/shm") -> HostFinding:
 
 
 def check_shared_room(host_bytes: int, folder: str = "/dev/shm") -> None:
-    """Raise BadInput where a GPU engine's host memory below KV has no room; vLLM says so minutes later.
+    """Raise BadInput where a GPU engine's KV offload has no room in CPU memory; vLLM says so minutes later.
 
     On a GPU vLLM keeps all of it in shared memory, and takes its pages as it starts.
     """
