@@ -26,12 +26,14 @@ class AdviceGauges(Collector):
             return
         held = int(bool(advice.held))
         wanted = GaugeMetricFamily(WANTED, "replicas that meet the targets", labels=LABELS)
-        has = GaugeMetricFamily("tokenfleet_replicas", "replicas that answer", labels=LABELS)
-        holds = GaugeMetricFamily("tokenfleet_advice_held", "1 while metrics are missing", labels=LABELS)
+        has = GaugeMetricFamily("tokenfleet_replicas", "replicas that answer now", labels=LABELS)
+        kept = "1 while metrics are missing and the last advice is kept"
+        holds = GaugeMetricFamily("tokenfleet_advice_held", kept, labels=LABELS)
         arrivals = CounterMetricFamily("tokenfleet_advice_arrivals", "requests that arrived", labels=LABELS)
-        likely = GaugeMetricFamily("tokenfleet_likely_replicas", "90 % interval", labels=[*LABELS, "bound"])
+        range_ = "bounds of the advice's 90 % interval"
+        likely = GaugeMetricFamily("tokenfleet_likely_replicas", range_, labels=[*LABELS, "bound"])
         cost = GaugeMetricFamily(
-            "tokenfleet_advice_usd_per_hour", "cost of the replicas", labels=[*LABELS, "of"]
+            "tokenfleet_advice_usd_per_hour", "cost of the fleet and of the advice", labels=[*LABELS, "of"]
         )
         for one in advice.of_types:
             labels, each = [self.model, one.worker_type.name], one.worker_type.usd_per_h

@@ -161,8 +161,8 @@ def _without_outliers(samples: StepSamples) -> StepSamples:
     rows = np.flatnonzero(far)
     named = ", ".join(str(row + 1) for row in rows[:5]) + (", …" if len(rows) > 5 else "")
     print(
-        f"{len(rows):,} of {len(samples):,} steps took over {OUTLYING:g} times as long as fitted and are left"
-        f" out: {named} (--robust gives them less weight, --as-measured keeps them)",
+        f"Left out {len(rows):,} of {len(samples):,} steps, over {OUTLYING:g} times as long as fitted:"
+        f" row {named} (--robust gives them less weight, --as-measured keeps them)",
         file=sys.stderr,
     )
     return samples.take(~far)
@@ -258,19 +258,24 @@ def _say(
         return
     from tokenfleet.report.tables import table
 
-    lines = [(name, f"{round(value, 18):.6g}") for name, value in coefficients(step).items()]
+    terms = coefficients(step).items()
+    lines = [(f"step time, {_words(name)}", f"{1e6 * value:.6g} µs") for name, value in terms if value]
     lines += [(f"error of {100 * c:.0f} % of steps", f"up to {100 * e:.1f} %") for c, e in errors.items()]
     show(
         [
             f"{profile.label}: {residuals.samples:,} steps, {_error_text(residuals)}",
-            table(("figure", "value"), lines, left=("figure",)),
-            f"Form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}",
+            table(("fitted", "value"), lines, left=("fitted",)),
+            f"Terms, chosen by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}",
             *map(speed_text, speeds),
             *said,
-            *(f"The linear form breaks: {cell.text}" for cell in breaks),
+            *(f"The linear terms alone do not fit {cell.text}" for cell in breaks),
         ]
     )
     print(f"wrote {flags.out}", file=sys.stderr)
+
+
+def _words(coefficient: str) -> str:
+    return coefficient.removesuffix("_s").replace("_", " ")
 
 
 def _error_text(residuals: Residuals) -> str:
@@ -485,8 +490,7 @@ def _say_calibrated(
     print(f"Calibrated {made.label}: {_error_text(residuals)}; written to {flags.output}")
     for one in corrections:
         untold = "" if one.told else " (not determined)"
-        name = one.name.removesuffix("_s").replace("_", " ")
-        print(f"  {name:32} {one.factor:.3g} ± {one.error:.2g} times the profile's{untold}")
+        print(f"  {_words(one.name):32} {one.factor:.3g} ± {one.error:.2g} times the profile's{untold}")
     print(f"Plans with this profile add a model-error margin of {100 * residuals.unseen_relative:.1f} %.")
     frontend_ms = made.frontend.per_request_s * 1e3
     print(f"KV memory: {made.kv.capacity_tokens:,} tokens. HTTP overhead: {frontend_ms:.1f} ms a request.")

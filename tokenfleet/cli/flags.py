@@ -1,6 +1,6 @@
-"""The flags of a verb: of a record, of a plan's options, and those that a `--config FILE.yaml` sets.
+"""The flags of a verb, on the command line and in a `--config FILE.yaml`.
 
-A config file has a verb's flags, without their dashes, as a mapping. Flags on the line win.
+A config file has a verb's flags, without their dashes, as a mapping. Flags on the command line win.
 
     trace: [monday.csv, tuesday.csv]
     slo: {ttft: 400ms, tpot: 30ms}

@@ -341,5 +341,5 @@ def _say(summary: dict[str, Any], out: Path, output_format: OutputFormat) -> Non
     seconds = f"{summary['seconds']:.0f} s"
     print(f"Measured {summary['begun']} of {summary['points']} grid points in {seconds}; written to {out}")
     if rest:
-        print(f"The time is over, and {rest} points need more repeats. The same command continues from here.")
+        print(f"The --budget is spent: {rest} points need more repeats. Run the same command again to go on.")
     print(f"Next: {fit}")

@@ -29,22 +29,22 @@ class PickGauges(Collector):
         ):
             yield _counter(what, text, label, {of: n for (one, of), n in counts.items() if one == what})
         elsewhere = counts["served_elsewhere", ""]
-        yield _counter("served_elsewhere", "requests that another server took", "", {"": elsewhere})
+        yield _counter("served_elsewhere", "requests that the gateway sent elsewhere", "", {"": elsewhere})
         times = HistogramMetricFamily(PREFIX + "decision_seconds", "time to choose a server")
         times.add_metric([], fleet.times.buckets(), fleet.times.sum_s)
         yield times
-        yield _counter("prompts", "prompts by what their length was taken from", "by", fleet.lengths.counts)
-        yield _counter("unseen", "requests set right by servers' counters", "how", self._unseen.counts)
+        yield _counter("prompts", "prompts by the source of their token count", "by", fleet.lengths.counts)
+        yield _counter("unseen", "requests corrected by the servers' metrics", "how", self._unseen.counts)
         if self._events is not None:
-            yield _counter("kv_event_messages", "messages of KV events", "how", self._events)
+            yield _counter("kv_event_messages", "KV event messages", "how", self._events)
         running: dict[str, float] = {server: fleet.placement.load(server) for server in fleet.servers}
-        yield _gauge("running", "requests that the ledger has on a server", "server", running)
+        yield _gauge("running", "requests that the picker counts on a server", "server", running)
         told: dict[str, float] = {
             server: int(fleet.placement.tells_cached(server)) for server in fleet.servers
         }
-        yield _gauge("tells_cache", "1 where a server's KV events are followed", "server", told)
-        yield _gauge("waiting", "requests that are held back", "", {"": len(fleet.admission)})
-        yield _gauge("bytes_per_token", "of prompts without tokens", "", {"": fleet.lengths.bytes_a_token})
+        yield _gauge("tells_cache", "1 if the picker follows the server's KV events", "server", told)
+        yield _gauge("waiting", "requests that wait for room", "", {"": len(fleet.admission)})
+        yield _gauge("bytes_per_token", "to estimate prompts", "", {"": fleet.lengths.bytes_a_token})
 
 
 def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

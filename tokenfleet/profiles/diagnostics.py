@@ -157,8 +157,8 @@ class Break:
         of = "sequences" if self.phase == "decode" else "prefill tokens"
         way = "too fast" if self.error < 0 else "too slow"
         return (
-            f"{self.phase}, {self.low}-{self.high} {of}: predicted {100 * abs(self.error):.0f} % {way}"
-            f" ({self.samples} batches)"
+            f"{self.phase} steps of {self.low} to {self.high} {of} ({self.samples} batches):"
+            f" predicted {100 * abs(self.error):.0f} % {way}"
         )
 
 

@@ -296,12 +296,12 @@ class GapCollector(Collector):
 
 
 def _gap_families() -> tuple[GaugeMetricFamily, ...]:
-    part = "The last whole day's, in all (paid), of the cheapest, and what lies between by reason"
+    part = "of the last full day (UTC): paid, cheapest (hindsight optimum), and the difference by cause"
     return (
         GaugeMetricFamily(
-            "tokenfleet_gap_ratio", "What was paid over the cheapest that serves the same, last whole day"
+            "tokenfleet_gap_ratio", "Cost of the last full day (UTC) over the hindsight optimum"
         ),
-        GaugeMetricFamily("tokenfleet_gap_day_seconds", "When that day (UTC) began, Unix time"),
-        GaugeMetricFamily("tokenfleet_gap_gpu_hours", f"GPU-hours. {part}", labels=["part"]),
-        GaugeMetricFamily("tokenfleet_gap_usd", f"Dollars. {part}", labels=["part"]),
+        GaugeMetricFamily("tokenfleet_gap_day_seconds", "Start of the day of tokenfleet_gap_*, Unix time"),
+        GaugeMetricFamily("tokenfleet_gap_gpu_hours", f"GPU-hours {part}", labels=["part"]),
+        GaugeMetricFamily("tokenfleet_gap_usd", f"US dollars {part}", labels=["part"]),
     )

@@ -21,7 +21,7 @@ from tokenfleet.whatifs.pareto import cost, cost_figure, is_priced, unbeaten
 SCHEMA = "tokenfleet.whatif/1"
 _COLUMNS = ("fleet", "GPUs", "cost", "expected", "lower bound")
 _SENTENCES, _BRIEF = 12, 3
-_UNMOVED = "Scenarios are planned without live migration; a plan judges its fleet with it"
+_UNMOVED = "Scenarios are planned without moves of running requests; `plan` judges its fleet with them"
 _PARETO = "Pareto-optimal: nothing cheaper meets this target"
 
 

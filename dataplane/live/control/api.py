@@ -46,7 +46,7 @@ class ScaleOrder(_Order):
 
 
 class NeedOrder(_Order):
-    """What is needed of the workers that the controller asks for."""
+    """The number of workers that the traffic needs, of those that the controller asks for."""
 
     workers: Workers = Field(description="of all kinds")
 
@@ -58,7 +58,7 @@ class ShareOrder(_Order):
 
 
 class RoleOrder(_Order):
-    """What a worker is to do from now on."""
+    """The role of a worker from now on."""
 
     role: Role = Field(description="from now on")
 
@@ -71,15 +71,15 @@ class MoveOrder(_Order):
 
 
 class EvacuationOrder(_Order):
-    """How long until a worker, or a node's, must be gone."""
+    """The deadline by which a worker, or all workers of a node, must be empty."""
 
-    deadline_s: float = Field(gt=0, le=86_400, allow_inf_nan=False, description="from now")
+    deadline_s: float = Field(gt=0, le=86_400, allow_inf_nan=False, description="seconds from now")
 
 
 class RestartOrder(_Order):
-    """How long requests that cannot be moved may go on where they are."""
+    """The time that requests which cannot be moved have to finish on their worker."""
 
-    finish_s: float = Field(600.0, gt=0, le=86_400, allow_inf_nan=False, description="from now")
+    finish_s: float = Field(600.0, gt=0, le=86_400, allow_inf_nan=False, description="seconds from now")
 
 
 class UpdateOrder(RestartOrder):
@@ -90,7 +90,7 @@ class UpdateOrder(RestartOrder):
 
 
 class ScaleDecision(_Order):
-    """The controller's: a number of workers, and `kinds` in a fleet of several. `advisory`: only recorded."""
+    """The controller's decision on the number of workers, and on `kinds` if the fleet has several."""
 
     workers: Workers = Field(description="of all kinds together")
     kinds: dict[str, int] = Field(default_factory=dict, max_length=64, description="workers by kind")
@@ -100,7 +100,7 @@ class ScaleDecision(_Order):
 
 
 class NoteDecision(_Order):
-    """The controller's: what it has to say though the number of workers stays."""
+    """The controller's remark while the number of workers stays the same."""
 
     kind: Literal["correction", "limit"] = Field(description="of the note")
     facts: dict[Fact, dict[str, float]] = Field(default_factory=dict, description="what it rests on")
@@ -108,7 +108,7 @@ class NoteDecision(_Order):
 
 
 class MoveDecision(_Order):
-    """The controller's: a request, and the worker to move it to. `advisory`: only recorded."""
+    """The controller's decision to move a request to a worker."""
 
     request_id: str = Field(min_length=1, max_length=256, description="as `GET /v1/requests` has it")
     target: str = Field(min_length=1, max_length=64, description="a worker")

@@ -100,7 +100,7 @@ def of_file(text: str, worker: str, now_s: float) -> Notice | None:
         raise BadInput(f"interruption notice: deadline_s: expected seconds, got {seconds!r}")
     if workers is not None and worker not in workers:
         return None
-    return Notice("its notice file takes it away", None if seconds is None else now_s + float(seconds))
+    return Notice("the notice file names it", None if seconds is None else now_s + float(seconds))
 
 
 def of_aws(text: str) -> Notice:

@@ -44,13 +44,13 @@ class Metrics:
             "Requests by how they ended: finished, failed, aborted, rejected, rate_limited",
             ["outcome", "priority"],
         )
-        by_key = "The same by the name of the caller's key"
+        by_key = "Requests by the name of the caller's API key, and how they ended"
         self.key_requests = counter("tokenfleet_key_requests", by_key, ["key", "outcome"])
-        spent = "Tokens of ended requests by the name of the caller's key: prompt, output"
+        spent = "Tokens of ended requests by the name of the caller's API key: prompt, output"
         self.key_tokens = counter("tokenfleet_key_tokens", spent, ["key", "kind"])
         self.slo = counter(
             "tokenfleet_slo_requests",
-            "Requests by whether they met a target (ttft, tpot, or both): finished, or given up beyond it",
+            "Requests that finished, or were given up late, by whether they met a target: ttft, tpot, both",
             ["target", "met", "priority", "slo_class"],
         )
         self.ttft_s = histogram(
@@ -69,41 +69,40 @@ class Metrics:
         self.queue_wait_s = histogram(
             "tokenfleet_queue_wait_seconds", wait, by_priority, buckets=LATENCY_BUCKETS_S
         )
-        way = "A first token's time between gateway and engine, both ways: neither in a queue nor in a step"
+        way = "Time of a first token between gateway and engine, both ways, without queues and steps"
         self.engine_way_s = histogram("tokenfleet_engine_way_seconds", way, buckets=LATENCY_BUCKETS_S)
         beats = "Heartbeats of --policy exact by their placement: exact, or best found when time ran out"
         self.heartbeats = counter("tokenfleet_exact_heartbeats", beats, ["placed_by"])
         self.tokens = counter("tokenfleet_output_tokens", "Tokens passed to clients")
-        self.waiting = gauge("tokenfleet_queue_requests", "Requests no worker has taken yet")
+        self.waiting = gauge("tokenfleet_queue_requests", "Requests that wait for a worker")
         self.workers = gauge("tokenfleet_workers", "Workers by state", ["state"])
         self.running = gauge("tokenfleet_worker_requests", "Requests on a worker", by_worker)
-        context = "Tokens its decoding requests hold"
+        context = "Context tokens of the worker's decoding requests"
         self.context = gauge("tokenfleet_worker_context_tokens", context, by_worker)
-        self.kv_used = gauge("tokenfleet_worker_kv_used_ratio", "Share of its KV blocks in use", by_worker)
-        self.step_s = gauge("tokenfleet_worker_step_seconds", "Duration of its last step", by_worker)
-        started = "Preemptions since it started"
+        self.kv_used = gauge("tokenfleet_worker_kv_used_ratio", "Share of KV blocks in use", by_worker)
+        self.step_s = gauge("tokenfleet_worker_step_seconds", "Duration of the worker's last step", by_worker)
+        started = "Preemptions since the worker started"
         self.preemptions = gauge("tokenfleet_worker_preemptions", started, by_worker)
         self.prefix_tokens = gauge(
             "tokenfleet_worker_prefix_tokens",
-            "Prompt tokens since it started: queried, hit (its engine had them), loaded (those of them that"
-            " came from its host memory), expected (placement thought it had them), off (by how much the two"
-            " differ, request by request), ideal (some worker had computed them before), by the policy that"
-            " placed them",
+            "Prompt tokens since the worker started: queried, hit (cached), loaded (hits from CPU memory),"
+            " expected (predicted hits), off (difference of expected and hit, summed over requests),"
+            " ideal (hits of an unlimited cache shared by all workers); by placement policy",
             ["worker", "what", "policy"],
         )
         self.migrations = counter("tokenfleet_migrations", "Moves of a request by outcome", ["outcome"])
-        downtime = "Cut-over to the first token from the target"
+        downtime = "Pause of a moved request: from the switch to the first token of its new worker"
         self.downtime_s = histogram(
             "tokenfleet_migration_downtime_seconds", downtime, buckets=DOWNTIME_BUCKETS_S
         )
         handed = "KV transfers to decode workers: done, failed (and retried), stayed on the prefill worker"
         self.handovers = counter("tokenfleet_handovers", handed, ["outcome"])
-        pending = "Requests that are to leave their prefill worker"
+        pending = "Requests that wait for their KV transfer from a prefill worker"
         self.handovers_open = gauge("tokenfleet_handovers_open", pending)
         self.moved_bytes = counter("tokenfleet_migration_bytes", "KV bytes copied by moves")
         self.replays = counter(
             "tokenfleet_replays",
-            "Segments restarted from prompt and tokens, because a worker was lost or refused them",
+            "Requests computed again from prompt and tokens, since a worker was lost or refused them",
         )
         self.rollouts = counter(
             "tokenfleet_rollouts",
@@ -111,7 +110,7 @@ class Metrics:
             ["outcome"],
         )
         self.evacuations = counter(
-            "tokenfleet_evacuations", "Workers evacuated, by whether in time: met, late", ["deadline"]
+            "tokenfleet_evacuations", "Evacuated workers, by their deadline: met, late", ["deadline"]
         )
         self.evacuated = counter(
             "tokenfleet_evacuated_requests",

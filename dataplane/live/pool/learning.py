@@ -203,7 +203,7 @@ class Learning:
             residuals=fit.residuals,
             source=Source(
                 "measured",
-                f"learned from {steps} steps of {workers} in {seconds:.1f} s as a fleet started"
+                f"learned from {steps} steps of {workers} in {seconds:.1f} s at the fleet's start"
                 f" ({info.device or info.engine}); mean error {100 * error:.1f} %{hint}",
                 "own measurement",
                 _today().isoformat(),

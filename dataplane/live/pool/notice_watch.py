@@ -51,8 +51,8 @@ class NoticeWatch:
             left_s = max(GIVEN_S if at_s is None else at_s - self._clock(), LEAST_S)
             try:
                 if not serving - notices.keys() - self._seen:
-                    raise BadInput("all workers' machines go away, so there is nowhere to go")
+                    raise BadInput("the machines of all workers go away, so its requests have nowhere to go")
                 self._pool.evacuate([worker], left_s, notice.why)
             except BadInput as error:
-                said = f"{notice.why} ({left_s:.0f} s left), and it is not evacuated: {error}"
+                said = f"{notice.why} ({left_s:.0f} s left). It is not evacuated: {error}"
                 self._pool.events.record(time.time(), "notice", said, worker=worker)

@@ -92,7 +92,7 @@ def test_a_vllm_that_plans_a_step_ahead_on_gpus_does_so_in_its_profile(
 def test_a_table_is_shown_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(table(tmp_path / "m.csv"), tmp_path / "p.yaml", "--kv-tokens", "1000") == 0
     shown = capsys.readouterr().out
-    assert "per_context_token_s" in shown
+    assert "step time, per context token" in shown
     assert "error of 90 % of steps" in shown
     assert read_profile(tmp_path / "p.yaml").kv.capacity_tokens == 1000
 
@@ -322,7 +322,7 @@ def test_two_steps_in_a_hundred_that_were_stopped_do_not_shift_a_fit_and_are_sai
     for name, flags in (("noticed", ()), ("kept", ("--as-measured",)), ("robust", ("--robust",))):
         assert fit(tmp_path / "steps.csv", tmp_path / "p.yaml", *flags) == 0
         said = capsys.readouterr().err
-        words = "2 of 100 steps took over 2.5 times as long as fitted and are left out: 18, 64"
+        words = "Left out 2 of 100 steps, over 2.5 times as long as fitted: row 18, 64"
         assert (words in said) == (name == "noticed")
         model = read_profile(tmp_path / "p.yaml").step
         says_s = model.step_s(prefill, decoding, context)

@@ -143,7 +143,7 @@ def test_status_says_which_step_times_are_in_force_since_when_and_how_far_off(
     control: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned = {"variant": "cpu TP1", "since_s": 1.79e9, "steps": 700, "refit_error": 0.0412}
-    learned["source"] = "learned from 893 steps of 2 workers in 6.3 s as a fleet started"
+    learned["source"] = "learned from 893 steps of 2 workers in 6.3 s at the fleet's start"
     placement = {"policy": "spread", "by": "targets", "step_times_known": True, "unmeasured": {}}
     monkeypatch.setitem(FLEET, "step_times", [learned])
     monkeypatch.setitem(FLEET, "placement", placement)

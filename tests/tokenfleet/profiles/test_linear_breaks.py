@@ -74,7 +74,7 @@ def test_fit_says_the_form_and_where_the_linear_one_breaks(
     assert answer["form"] == ["hinge at 64 sequences"]
     assert answer["breaks"][0]["phase"] == "decode"
     assert main(words) == 0
-    assert "The linear form breaks: decode" in capsys.readouterr().out
+    assert "The linear terms alone do not fit decode steps" in capsys.readouterr().out
 
 
 def test_a_running_fleets_own_steps_are_fitted(tmp_path: Path) -> None:
