@@ -102,12 +102,12 @@ def fluid_workers_of(
 
 
 def _deadlines_s(workload: Workload, slo: Slo) -> NDArray[np.float64]:
-    """When each answer [requests] is complete at the latest, if none misses its targets."""
+    """The latest time [requests] at which each answer is complete without a missed target."""
     return answered_s(workload, np.asarray(slo.ttft_s + slo.tpot_s * (workload.output_tokens - 1)))
 
 
 def answered_s(workload: Workload, takes_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """When each answer [requests] is complete, if it takes so long from its request."""
+    """The time [requests] at which each answer is complete, if it takes so long from its request."""
     if (sessions := workload.sessions) is None:
         return np.asarray(workload.arrival_s + takes_s)
     end_s, ends = (workload.arrival_s + takes_s).tolist(), sessions.offsets.tolist()

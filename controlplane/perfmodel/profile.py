@@ -170,7 +170,7 @@ class Frontend:
                 raise BadInput(f"frontend: {name}: must be a number of at least 0, got {getattr(self, name)}")
 
     def seconds(self, prompt_tokens: ArrayLike) -> NDArray[np.float64]:
-        """Of requests with such prompts, cached or not."""
+        """Seconds of requests with such prompts, cached or not."""
         return self.per_request_s + self.per_prompt_token_s * np.asarray(prompt_tokens, float)
 
 

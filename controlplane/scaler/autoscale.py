@@ -159,7 +159,7 @@ def _stable(
 def _rule(
     settings: ScalingSettings, state: Scaling, snapshot: Snapshot, found: Target, line: Line | None
 ) -> Rule | None:
-    """What demand asked for, where it did and workers are what is counted."""
+    """The number of workers that demand asked for, if it did and workers are counted."""
     given = _line(settings, state, settings.worker_types)
     if found.workers is None or line is None or given is None:
         return None
@@ -345,7 +345,7 @@ def _mixed(
     facts: Facts,
     window: StabilizationWindow,
 ) -> tuple[Scaling, Scale | None]:
-    """From the units wanted to counts of each type. Without news of the demand they stay."""
+    """The counts of each type for the units wanted. Without news of the demand they stay."""
     before, stable = state.fleet_mix, state.stabilized
     assert before is not None
     assert stable is not None
@@ -396,7 +396,7 @@ def _facts(
 
 
 def _observed(state: Scaling, snapshot: Snapshot, line: Line | None) -> dict[str, float]:
-    """What was seen: workers, rates, lengths, and the line drawn from them."""
+    """The facts seen: workers, rates, lengths, and the scaling rule drawn from them."""
     regime, traffic = state.regimes.current, state.traffic
     observed: dict[str, float] = {
         "serving": sum(w.state == SERVING for w in snapshot.workers),

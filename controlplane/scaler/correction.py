@@ -152,12 +152,12 @@ class Evidence:
 
     @property
     def is_late(self) -> bool:
-        """Whether more were late, since the factor changed, than was promised."""
+        """Whether more requests were late, since the factor changed, than predicted."""
         return self.seen.ended - self.seen.met > self.promised
 
     @property
     def is_shown(self) -> bool:
-        """Whether one burst's requests were late, or promised to be, since the factor changed."""
+        """Whether one burst's requests were late, or predicted late, since the factor changed."""
         return max(self.seen.ended - self.seen.met, self.promised) >= CLUSTER
 
     @property
@@ -361,7 +361,7 @@ def _note(state: Correction, factor: float, by: str) -> Note:
 
 
 def to_keep(state: Correction) -> dict[str, Any]:
-    """What outlives a controller: the factor, and the refit that it goes with."""
+    """The part that outlives a controller: the factor, and the refit that belongs to it."""
     return {"factor": round(state.factor, 6), "refit": round(state.refit, 6)}
 
 

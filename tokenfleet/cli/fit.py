@@ -55,7 +55,7 @@ FEWEST_LOGGED = 30  # requests of an access log
 
 @dataclass(frozen=True, slots=True)
 class FitFlags:
-    """What `tokenfleet fit` is asked."""
+    """The flags of `tokenfleet fit`."""
 
     measurements: Annotated[
         list[Path],
@@ -287,7 +287,7 @@ def _error_text(residuals: Residuals) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CalibrateFlags:
-    """What `tokenfleet calibrate` is asked."""
+    """The flags of `tokenfleet calibrate`."""
 
     profile: Annotated[str, typer.Option(help="profile to correct: a file, or a model of the library")]
     output: Annotated[Path, typer.Option(help="the profile to write, for plan, simulate and serve --profile")]
@@ -459,7 +459,7 @@ def _sourced(made: Profile, around: Profile, what: str) -> Profile:
 
 
 def _untold(corrections: Sequence[FittedFactor]) -> list[str]:
-    """What the traffic could not tell, in a sentence."""
+    """The number of coefficients that the traffic does not determine, in a sentence."""
     untold = sum(not one.told for one in corrections)
     if untold == len(corrections):
         return ["the traffic was too uniform to separate the coefficients; all are scaled alike"]

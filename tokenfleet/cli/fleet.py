@@ -179,7 +179,7 @@ class ControlClient:
             ) from None
 
     def _not_here(self) -> str:
-        """What to say where a server answers that has no such address."""
+        """The error for a server that answers but has no such address."""
         fleet, _, model = self.address.partition("/models/")
         if model:
             return f"--model: {fleet} is the control API of one fleet and no portfolio's; leave out --model"
@@ -333,7 +333,7 @@ def _cost(view: dict[str, Any]) -> str:
 
 
 def _proposed(view: dict[str, Any], verbose: bool) -> Iterator[str]:
-    """What the fleet's last re-plan would change; a plan that changes nothing is a detail."""
+    """The changes of the fleet's last re-plan; a plan that changes nothing is a detail."""
     proposal = view.get("proposal")
     if proposal is not None and (verbose or proposal["state"] not in ("none", "same")):
         yield f"Proposed: {proposal['line']}"
@@ -354,7 +354,7 @@ def _percent(share: float) -> str:
 
 
 def _details(view: dict[str, Any]) -> Iterator[RenderableType]:
-    """What explains the figures: placement, step times, prefix hits, gateways, KV transfers, decisions."""
+    """The details: placement, step times, prefix hits, gateways, KV transfers, decisions."""
     placed, slo = view["placement"], view["slo"]
     targets = f"TTFT {duration_text(slo['ttft_s'])}, TPOT {duration_text(slo['tpot_s'])}"
     if placed["by"] == "targets":

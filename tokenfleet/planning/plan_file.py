@@ -609,7 +609,7 @@ class PlanFile(PlanBrief):
 
     @property
     def unserved(self) -> str | None:
-        """What of this plan no fleet runs, and the way round it; None where a fleet can run it whole."""
+        """The part of this plan that no fleet runs, and the way round it; None if a fleet can run all."""
         from controlplane.placement.policies import policy_names
 
         if self.policy not in policy_names(served=True):

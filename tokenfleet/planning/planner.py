@@ -115,7 +115,7 @@ def strictest(request: PlanRequest, classes: Sequence[SloClass]) -> PlanRequest:
 
 
 def _sampler(search: Search) -> Sampler | None:
-    """What samples a long trace; None where it is replayed whole.
+    """The sampler of a long trace; None if it is replayed whole.
 
     So it is where requests share prefixes or wait for each other, or may wait for minutes: a window does not
     show that.
@@ -150,7 +150,7 @@ class Parts:
 
 
 def _classes(plan: Plan, workload: Workload, parts: Parts) -> tuple[ClassOfPlan, ...]:
-    """What becomes of each class on the best fleet, and its cost; nothing where there is one."""
+    """The outcome and cost of each class on the best fleet; nothing if there is only one."""
     best, inputs = plan.best, plan.inputs
     if best is None or best.estimate is None or len(inputs.classes) < 2:
         return ()
@@ -426,7 +426,7 @@ def _others(search: Search, possible: Sequence[Sizing], winner: Sizing | None) -
 
 
 def _note(sizing: Sizing) -> str:
-    """How far a worker type that is not the answer was sized."""
+    """The note on how a worker type that is not the answer was sized."""
     return sizing.reason if sizing.confirmed or sizing.reason else "sized on the recorded trace alone"
 
 
@@ -449,7 +449,7 @@ def _candidate(search: Search, fleet: Fleet, verdict: Estimate | None, note: str
 
 
 def _runs_on(fleet: Fleet, outcome: Outcome) -> tuple[tuple[tuple[str, float], ...], ...]:
-    """Of each class the shares of its requests by the kind of worker that served them, most first."""
+    """The shares of each class's requests by the worker type that served them, largest first."""
     kinds = [group.worker_type for group in fleet.groups]
     engines = [
         g.workers * (1 if g.worker_type.ranks is None else g.worker_type.ranks.count) for g in fleet.groups
@@ -482,7 +482,7 @@ def _infeasible(plan: Plan, search: Search, sizings: Sequence[Sizing]) -> Plan:
 
 
 def no_worker_fits(request: PlanRequest, sizings: Sequence[Sizing]) -> str | None:
-    """That the limits allow too few workers, with the flag to raise; None where they allow enough."""
+    """The reason that the limits allow too few workers, with the flag to raise; None if they allow enough."""
     for sizing in sizings:
         limit = request.most_workers(sizing.worker_type)
         if limit is None or limit >= max(sizing.fluid, sizing.fewest):

@@ -89,7 +89,7 @@ def known_policy(name: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TextCodec:
-    """How the text of an option becomes its noun; `parse` raises BadInput. Over HTTP it is the text."""
+    """The form of an option's text; `parse` raises BadInput. Over HTTP it is the text."""
 
     parse: Callable[[str], object]
     max_length: int
@@ -456,7 +456,7 @@ class Option:
 
     @property
     def kind(self) -> Kind:
-        """How its values read."""
+        """The form of its values."""
         if self.about.kind:
             return self.about.kind
         kinds: dict[type, Kind] = {
@@ -487,7 +487,7 @@ class Option:
 
     @property
     def choices(self) -> list[str]:
-        """What it can be, where that is a list."""
+        """Its allowed values, if they are a list."""
         if self.item is EngineMode:
             return [str(mode) for mode in EngineMode]
         if self.kind == "choice":

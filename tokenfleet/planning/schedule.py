@@ -144,7 +144,7 @@ class _Window:
         return self._misses[workers]
 
     def reach(self, workers: int) -> float:
-        """How many more may miss than `misses` counted at this number, by the chance of its samples."""
+        """The misses beyond `misses` at this number that sampling may hide."""
         return self._reach.get(workers, 0.0)
 
     def fewest(self, target: float, low: int, guess: int, most: int) -> int:
@@ -157,7 +157,7 @@ class _Window:
 
 
 def _judged(search: Search, start_s: float, end_s: float) -> Workload:
-    """What is replayed of a window, with a weight for what is judged by."""
+    """The requests of a window that are replayed, with a weight for each that is judged."""
     lead_s = min(LEAD_IN_S, start_s)
     part = search.workload.window(start_s - lead_s, end_s)
     return replace(part, weight=(part.arrival_s >= lead_s).astype(np.float64))
@@ -250,7 +250,7 @@ def followed(search: Search, sizing: Sizing, stretches: Sequence[ScheduleInterva
 def _stays(
     counts: Sequence[int], stretches: Sequence[ScheduleInterval]
 ) -> Iterator[tuple[float, float | None]]:
-    """When each worker comes and goes; None: it stays to the end."""
+    """The times at which each worker comes and goes; None: it stays to the end."""
     for level in range(max(counts)):
         above = [count > level for count in counts]
         for is_there, run in groupby(zip(above, stretches, strict=True), itemgetter(0)):
@@ -322,7 +322,7 @@ def _cells(edges: NDArray[np.float64], clock: TraceClock) -> NDArray[np.int64]:
 def window_edges(
     workload: Workload, changes_s: Sequence[float] = (), clock: TraceClock = NO_CLOCK
 ) -> NDArray[np.float64]:
-    """Where windows begin, and the end of the last one, just behind the last arrival.
+    """The starts of windows, and the end of the last one, just behind the last arrival.
 
     `changes_s`: the change points of the rate. Where there are none, and in a week, windows are equal.
     """

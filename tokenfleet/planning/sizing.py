@@ -220,7 +220,7 @@ def fluid_workers(search: Search, worker_type: WorkerType) -> int:
 
 
 def _alone_text(search: Search, profile: Profile) -> str:
-    """How many requests, or else sessions, break their target with workers to themselves."""
+    """The number of requests, or else sessions, that miss their target on idle workers."""
     target = search.request.attainment
     told, requests = _alone_missed(search, profile)
     if requests >= target and (asked_s := search.terms.session_s) is not None:

@@ -134,7 +134,7 @@ def within_text(one: PlannedClass) -> str:
 
 
 def target_text(plan: PlanFile) -> str:
-    """What was asked for: of all requests, or of each class."""
+    """The targets: of all requests, or of each class."""
     asked = asked_text(plan.attainment.target)
     within = f"TTFT {duration_text(plan.slo.ttft_s)} and TPOT {duration_text(plan.slo.tpot_s)}"
     text = f"{asked} of requests within {within}"
@@ -181,7 +181,7 @@ def _quantiles(of: Quantiles | None, limit_s: float | None) -> str:
 
 
 def sampling_text(sampled: TraceSample) -> str:
-    """How a long trace was judged, and what the replay of all of it found."""
+    """The sample of a long trace, and the result of replaying all of it."""
     text = (
         f"{sampled.windows:,} of {sampled.of_windows:,} windows ({count_text(sampled.requests)} requests)"
         f" reach {share_text(sampled.attainment)}, at least {share_text(sampled.low)} of the whole trace. "
@@ -245,7 +245,7 @@ def _few(of: OneFewer | BindingDetail, plan: PlanFile) -> str:
 
 
 def _cheaper_mixes(plan: PlanFile) -> Iterator[tuple[str, str]]:
-    """By how much a mix may be cheaper that the search did not come to; nothing where none can be."""
+    """The most that an untried mix may save; nothing if none can be cheaper."""
     mixes = plan.mixes
     if mixes is not None and (may_save := mixes.may_save or 0.0) >= LEAST_SAVING:
         stopped = f"The search stopped after {mixes.replayed} mixes ({mixes.replays} replays)"
@@ -253,7 +253,7 @@ def _cheaper_mixes(plan: PlanFile) -> Iterator[tuple[str, str]]:
 
 
 def moves_text(moves: PlannedMoves, plan: PlanFile) -> str:
-    """What moving running requests saves: workers, late requests, or nothing; else why the plan does not."""
+    """The saving by moves: workers, late requests, or nothing; else why the plan makes none."""
     on, off = moves.with_moves, moves.without_moves
     if on is None or off is None:
         return f"{moves.why_not}."
@@ -278,7 +278,7 @@ def moves_text(moves: PlannedMoves, plan: PlanFile) -> str:
 
 
 def bottleneck_text(plan: PlanFile) -> str:
-    """What limits the fleet, when, and what would help."""
+    """The fleet's bottleneck, when it binds, and what would help."""
     text, detail = _BINDS[plan.binding or "ttft"][0], plan.binding_detail
     if (window := plan.binding_window_s) is not None:
         per, unit = (60.0, "min") if window[1] >= 120.0 else (1.0, "s")
@@ -349,7 +349,7 @@ def plateau_text(flat: Plateau) -> str:
 
 
 def classes_text(plan: PlanFile) -> str:
-    """That classes are judged together, which misses first, and what separate fleets would cost."""
+    """The classes: that they are judged together, which misses first, and the cost of separate fleets."""
     text = "every class meets its own target at once."
     if first := [one.name for one in plan.classes if one.binds]:
         text += f" With less, {first[0]} misses first."
@@ -362,7 +362,7 @@ def classes_text(plan: PlanFile) -> str:
 
 
 def _reused(plan: PlanFile) -> Iterator[tuple[str, str]]:
-    """What prefix caches do, how many more sessions the fleet bears, and what a session costs."""
+    """The hits of prefix caches, the room for more sessions, and the cost of one."""
     reuse = plan.reuse
     if reuse is None:
         return
@@ -386,7 +386,7 @@ def _reused(plan: PlanFile) -> Iterator[tuple[str, str]]:
 
 
 def cliff_text(reuse: Reuse) -> str:
-    """How many more sessions the fleet bears, and what fails first."""
+    """The room for more sessions, and what fails first."""
     cliff: Cliff = reuse.cliff
     most = max(grown.scale for grown in cliff.tried)
     hits = f"the hit rate falls below {share_text(LOST * reuse.hit_rate)}"
@@ -400,7 +400,7 @@ def cliff_text(reuse: Reuse) -> str:
 
 
 def affinity_text(other: Affinity) -> str:
-    """What the plan's policy saves against the best that looks at no caches, both on the recorded trace."""
+    """The saving of the plan's policy over the best that ignores caches, both on the recorded trace."""
     hits = "" if other.prefix_hit_rate is None else f" ({share_text(other.prefix_hit_rate)} hits)"
     if other.saved_workers <= 0:
         return f"saves nothing here: {other.policy}{hits} needs {workers_text(other.workers)}, too"
@@ -410,7 +410,7 @@ def affinity_text(other: Affinity) -> str:
 
 
 def offload_text(host: KvOffload) -> str:
-    """What KV offload to CPU memory does to hits, workers and dollars on the recorded trace."""
+    """The effect of KV offload on hits, workers and dollars on the recorded trace."""
     text = (
         f"{host.gib:.4g} GiB a worker at {host.gb_per_s:.3g} GB/s a GPU reload {share_text(host.loaded)} of"
         f" prompt tokens. Hit rate {share_text(host.prefix_hit_rate)},"
@@ -449,7 +449,7 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
 
 
 def loop_text(loop: ExpectedLoop, fixed: int, fixed_usd: float | None) -> str:
-    """What `serve --plan` is expected to cost on average, compared with the `fixed` workers."""
+    """The expected mean cost of `serve --plan`, compared with the `fixed` workers."""
     if loop.saved_share <= 0:
         return f"saves nothing: the trace needs {workers_text(fixed)} throughout"
     mean, all_fixed = f"takes {loop.mean_workers:.3g} workers", str(fixed)
@@ -510,7 +510,7 @@ def tables(plan: PlanFile) -> Iterator[Shown]:
 
 
 def _assumed(plan: PlanFile) -> Iterator[Shown]:
-    """What a trace that was drawn rests on."""
+    """The assumptions of a trace that was drawn."""
     if plan.inputs.assumed:
         columns = ["Assumed", "value", "from"]
         yield Shown(title="Assumptions", columns=columns, rows=plan.inputs.assumed)

@@ -102,7 +102,7 @@ def _told(write: Callable[[Part], dict[str, Any]], part: Part | None) -> dict[st
 
 
 def _predicted(best: Candidate | None, target: float) -> dict[str, Any]:
-    """What the answer does on the trace and beyond it; null where there is none."""
+    """The prediction for the answer, on the trace and beyond it; null if there is none."""
     if best is None:
         told = dict.fromkeys(("ttft_s", "tpot_s", "utilisation"))
         return {"attainment": attainment_json(None, None, target), **told}
@@ -135,7 +135,7 @@ def fleet_json(fleet: Fleet) -> dict[str, Any]:
 
 
 def _kind(worker_type: WorkerType) -> dict[str, Any]:
-    """How a plan names a type of worker (`plan_file.kind_of_worker`)."""
+    """The name of a worker type in a plan (`plan_file.kind_of_worker`)."""
     profile = worker_type.profile
     named = {"gpu": profile.gpu, "tp_degree": profile.tp_degree}
     return named if profile.ranks is None else {**named, "ranks": profile.ranks.name}
@@ -245,7 +245,7 @@ def _binding(bind: Binding | None) -> dict[str, Any]:
 
 
 def _plateau(flat: AttainmentPlateau) -> dict[str, Any]:
-    """Where more workers change next to nothing; misses that no worker count mends, by target."""
+    """The worker counts between which attainment hardly differs; misses that no count mends, by target."""
     return {
         "workers": list(flat.workers),
         "span": _share(flat.span),
@@ -270,7 +270,7 @@ def _mixes(plan: Plan, search: MixSearch) -> dict[str, Any]:
 
 
 def _sampled(sampled: Sampled) -> dict[str, Any]:
-    """What a long trace was judged by, its bound on the attainment of the whole, and what that was."""
+    """The sample of a long trace, its bound on the whole trace's attainment, and that attainment."""
     return {
         "requests": sampled.requests,
         "windows": sampled.windows,
@@ -386,7 +386,7 @@ def _spares(spares: StandbyWorkers) -> dict[str, Any]:
 
 
 def _tier(tier: TierWorth) -> dict[str, Any]:
-    """What host memory is worth on the trace; `workers`: the fewest with it."""
+    """The worth of KV offload on the trace; `workers`: the fewest with it."""
     without = tier.fleet_without
     return {
         "gib": _figures(tier.host_kv.capacity_bytes / 2**30),
@@ -419,7 +419,7 @@ def _baselines(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _affinity(plan: Plan) -> dict[str, Any] | None:
-    """What the policy saves against the best that looks at no caches, both on the recorded trace."""
+    """The saving of the policy over the best that ignores caches, both on the recorded trace."""
     others = [b for b in plan.baselines if b.fleet is not None]
     own = [n for n, share in plan.on_trace.items() if share >= plan.request.attainment]
     if plan.reuse is None or not others or not own or plan.best is None:
@@ -543,7 +543,7 @@ def _type_json(worker_type: WorkerType) -> dict[str, Any]:
 
 
 def _link(link: KvLink | None) -> dict[str, Any]:
-    """What a split fleet's workers hand KV over by."""
+    """The link by which a split fleet's workers transfer KV."""
     if link is None:
         return {}
     return {"kv_link": {"gb_per_s": _figures(link.bytes_per_s / 1e9), "latency_s": link.latency_s}}

@@ -53,7 +53,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class StepBias:
-    """How many times as long as the profile says decode and prefill took in the engines.
+    """The time of decode and of prefill in the engines, over the profile's.
 
     With these step times, mean TPOT and median TTFT of the replay are within `remaining` (ratios, observed /
     replayed) of what was observed.
@@ -130,7 +130,7 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame, steps: p
 
 
 def step_ratios(profiles: Mapping[str, Profile], steps: pl.DataFrame) -> tuple[float, float]:
-    """How many times as long as their profiles say decode and prefill took in the engines' steps.
+    """The time of decode and of prefill in the engines' steps, over their profiles'.
 
     Steps without prefill tell decode's. What the others took beyond that is prefill's. Both are ratios of
     sums, so that the replay takes as long as the engines did. `profiles`: by worker type; where there is one,
@@ -320,7 +320,7 @@ def _table(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _compared(
     plan: PlanFile, finished: pl.DataFrame, over: int, steps: pl.DataFrame, own: list[str]
 ) -> dict[str, Any]:
-    """What was planned, predicted and observed, and the bias with a sentence on it."""
+    """The planned, predicted and observed figures, and the bias with a sentence on it."""
     replayed = None
     try:
         replayed = replay(plan, own, finished, steps)

@@ -205,7 +205,7 @@ class _Fleet:
         self.pool: WorkerPool
 
     def _placement(self) -> Placement:
-        """By step times where they are known of every kind, else by KV and seats alone.
+        """The placement: by step times if every worker type has them, else by KV and slots alone.
 
         Raises BadInput where the exact policy is asked of a fleet that its program does not cover.
         """
@@ -226,7 +226,7 @@ class _Fleet:
         return placement
 
     def _learning(self) -> Learning:
-        """What the fleet learns of the kinds that have no profile; nothing where nothing would use it."""
+        """The learning of worker types without a profile; None if nothing would use it."""
         settings = self.settings
         needed = settings.policy in BY_TARGETS or settings.autoscale is not None
         # A step with drafts makes several tokens, which no measurement here tells apart.
@@ -321,7 +321,7 @@ class _Fleet:
         return host
 
     def _revision(self) -> Revision:
-        """What workers start with: what was asked for, or what the fleet was updated to."""
+        """The model and flags that workers start with: those asked for, or those of the last update."""
         asked, before = self.settings.gateway, self.estate.record.part("pool", PoolRecord)
         if before is None or before.revision.number == 1:
             settings = engine_settings_of(self.gateway.arguments)

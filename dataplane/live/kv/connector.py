@@ -57,7 +57,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class StepStats(KVConnectorStats):  # type: ignore[misc]
-    """What the scheduler's connector tells the worker of a step, on the way that vLLM has for it."""
+    """The message of the scheduler's connector to the worker about a step, in vLLM's channel for it."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -233,7 +233,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return StepMetadata(orders)
 
     def _readable_blocks(self, request: Any) -> int:
-        """How many of a request's blocks hold all that is to be read of them, once the last step has run.
+        """The number of a request's blocks that can be read once the last step has run.
 
         While a prompt is computed its last block may be filled in part, and a reader takes whole ones.
         """
@@ -329,7 +329,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In both
 
     def get_kv_connector_stats(self) -> StepStats | None:
-        """What the step carried, when it began, and what moves asked is answered; of a rank, what it fetched.
+        """The step's contents and start, and the answers to moves; of a rank, the bytes that it fetched.
 
         vLLM's own figure of a step's time is only the wait for its result: nothing, where the rank computes
         inside this process.
@@ -373,7 +373,7 @@ def loads_inside_steps() -> bool:
 
 
 def asked_of(request: Any) -> Transfer | Control:
-    """What a request asks of this connector, with its load between steps where none is inside them."""
+    """The orders of a request to this connector, with its load between steps if none is inside them."""
     message = message_from(request.kv_transfer_params)
     if isinstance(message, Transfer) and message.load is not None and not loads_inside_steps():
         return replace(message, load=replace(message.load, inline=False))

@@ -126,7 +126,7 @@ class KvMemory(Protocol):
 
     @property
     def piece_blocks(self) -> int:
-        """How many blocks are best read or written at once."""
+        """The number of blocks that is best read or written at once."""
 
     def enter_thread(self) -> None:
         """Called by a thread before it copies: on GPUs it works on its rank's own."""
@@ -147,7 +147,7 @@ class KvMemory(Protocol):
         """Return once all that was written is in its blocks."""
 
     def beside_steps(self) -> AbstractContextManager[None]:
-        """What is launched inside writes after all steps begun so far, and is done when the context ends."""
+        """A context whose copies write after all steps begun so far, and are done when it ends."""
 
 
 def kv_memory(caches: Sequence[torch.Tensor]) -> KvMemory:
@@ -198,7 +198,7 @@ class DirectMemory:
         return self._views(blocks), lambda: None
 
     def finish(self) -> None:
-        """What is written is in its blocks at once."""
+        """The end of a write; it is in its blocks at once."""
 
     def beside_steps(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -299,7 +299,7 @@ class StagedMemory:
         return event
 
     def _parts(self, ring: HostRing, blocks: Sequence[int]) -> list[torch.Tensor]:
-        """Of one slot a buffer for each layer, which a GPU fills or empties, and last the blocks' numbers."""
+        """A buffer for each layer of a slot, which a GPU fills or empties, and last the blocks' numbers."""
         count = len(blocks)
         sizes = [count * row for row in (*self._row_bytes, INDEX_BYTES)]
         begins = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
@@ -312,7 +312,7 @@ class StagedMemory:
 
     @contextmanager
     def _side_stream(self) -> Iterator[None]:
-        """What is launched inside runs during the engine's steps, but after what its last one waits for."""
+        """A context whose copies run during the engine's steps, but after what its last one waits for."""
         if not self._cuda:
             yield
             return
@@ -360,7 +360,7 @@ class HostRing:
 
     @contextmanager
     def used(self, part: torch.Tensor, event: Callable[[], Any]) -> Iterator[None]:
-        """What is launched inside reads or fills the slot that has this part, until `event` has passed."""
+        """A context whose copies read or fill the slot of this part, until `event` has passed."""
         try:
             yield
         finally:

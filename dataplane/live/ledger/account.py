@@ -37,7 +37,7 @@ LOADS = ("step", "decoding", "context", "running_n", *QUEUE)
 
 
 class Account:
-    """What every worker holds.
+    """The holdings of every worker.
 
     `profiles`: by kind, where step times are known. `workers` bounds how many it can hold at once.
     """
@@ -81,7 +81,7 @@ class Account:
         return bool(self._workers)
 
     def prefix_hits(self, worker: WorkerId) -> Hits:
-        """What a worker had cached of what it was given, and what was expected."""
+        """The prompt tokens that a worker had cached, and those expected."""
         return self._mirrors.hits.get(self._worker_rows.get(worker, state.NONE), Hits())
 
     def tells_cached(self, worker: WorkerId) -> bool:
@@ -93,7 +93,7 @@ class Account:
         return self._mirrors.take(self._led, self._worker_rows[worker], change)
 
     def take_loads(self, info: WorkerInfo, told: Telemetry) -> None:
-        """How fast a worker has loaded KV from host memory so far, where it has loaded any."""
+        """The rate of a worker's loads of KV from CPU memory, if it has loaded any."""
         if told.host_loaded_bytes and told.host_loading_s and info.worker in self._worker_rows:
             per_byte_s = told.host_loading_s / told.host_loaded_bytes / info.tp_degree
             self._load_at(self._worker_rows[info.worker], info.block_bytes * per_byte_s)

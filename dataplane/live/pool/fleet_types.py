@@ -43,7 +43,7 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a fleet's workers may be, and who begins there with them.
+    """The place where a fleet's workers may be, and the fleets that start there with it.
 
     `zone`: of the Ray nodes that they are on; None for any node. `beside`: the workers of other models of a
     portfolio that begin in the same zone. `is_first`: whether this fleet speaks for all of them there.
@@ -58,7 +58,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        """How refusals begin; empty where the fleet is alone and anywhere."""
+        """The beginning of refusals; empty if the fleet is alone and anywhere."""
         zone = f": zone {self.zone}" if self.zone else ""
         return f"--portfolio{zone}" if zone or self.beside or self.on_demand is not None else ""
 
@@ -73,13 +73,13 @@ class Site:
         return MARKETS if is_told else (None,)
 
     def market(self, nodes: Sequence[Node], on_demand: int) -> Market | None:
-        """Where the next worker goes with `on_demand` workers on demand; None for any node of the zone."""
+        """The market of the next worker with `on_demand` workers on demand; None for any node of the zone."""
         if self.on_demand is None or self.markets(nodes) == (None,):
             return None
         return "on-demand" if on_demand < self.on_demand else "spot"
 
     def labels(self, market: Market | None) -> dict[str, str]:
-        """What Ray is to look for in a node's labels."""
+        """The node labels that Ray must match."""
         bought = {None: {}, "spot": {MARKET: "spot"}, "on-demand": {MARKET: "!spot"}}[market]
         return ({ZONE: self.zone} if self.zone else {}) | bought
 
@@ -112,7 +112,7 @@ _BOUGHT = {"on-demand": "on demand", "spot": "on spot"}
 
 
 def market_of(node: Node) -> Market:
-    """How a node is bought, where some nodes are labelled: on demand unless its label MARKET is spot."""
+    """The market of a node, if some nodes are labelled: on demand unless its label MARKET is spot."""
     return "spot" if node["Labels"].get(MARKET) == "spot" else "on-demand"
 
 
@@ -185,7 +185,7 @@ class FleetTypes:
 
     @property
     def workers(self) -> dict[str, int]:
-        """How many of each to start with."""
+        """The number of each type to start with."""
         return {name: group.workers for name, group in self._groups.items()}
 
     @property
@@ -260,7 +260,7 @@ class FleetTypes:
             )
 
     def _accelerator(self, worker_type: WorkerType, where: str) -> str | None:
-        """What a worker asks Ray for in addition to GPUs. Raises BadInput where a plan's has no name."""
+        """A worker's Ray resource besides GPUs. Raises BadInput if a plan's has no name."""
         name = accelerator(worker_type) if self.by_gpu else None
         gpu = worker_type.gpu
         if self.planned and gpu is not None and name is None:
@@ -344,7 +344,7 @@ class FleetTypes:
         return settings if self[kind].workers_per_gpu == 1 else settings | memory
 
     def shortfall(self, kind: str, kv_tokens: int) -> str | None:
-        """What a started engine lacks of what its kind was planned with; None for nothing."""
+        """The shortfall of a started engine against its plan; None for none."""
         profile = self[kind].known_profile
         if kind not in self.planned or profile is None or self.as_is:
             return None
@@ -384,6 +384,6 @@ def _memory(profile: Profile, on_cpus: bool) -> dict[str, object]:
 
 
 def accelerator(worker_type: WorkerType) -> str | None:
-    """What Ray calls the type's GPU; None where it has no name for it."""
+    """Ray's name of the type's GPU; None if it has none."""
     gpu = f"{worker_type.gpu or ''}-".upper()
     return next((name for name in RAY_NAMES if gpu.startswith(f"{name}-")), None)

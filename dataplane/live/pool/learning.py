@@ -125,7 +125,7 @@ class Learning:
         if course is None:
             kept = None if self._kept is None else self._kept.read(self._key(link, kind))
             if kept is not None:
-                self._take(kind, kept, f"{kind}: step times learned on {kept.source.date} are still there")
+                self._take(kind, kept, f"{kind}: step times learned on {kept.source.date} are used again")
                 return
             if serves:
                 self.reasons[kind] = "its workers were adopted, and what was learned of them was not kept"

@@ -71,7 +71,7 @@ class _Under:
 
     @property
     def half_sent(self) -> float:
-        """What moves under way have sent, if they are half done."""
+        """The bytes that running moves have sent, if they are half done."""
         return sum(self.sending.values()) / 2
 
 
@@ -159,7 +159,7 @@ class Exit:
     # By a deadline.
 
     def plan(self, seconds: float) -> tuple[Order, ...]:
-        """What an evacuation would do now. Raises BadInput where there is nowhere to go."""
+        """The plan of an evacuation now. Raises BadInput where there is nowhere to go."""
         moving = self._under.bound_for.keys() | self._core.migrations.open.keys()
         leaving = [self._leaving(tracked) for tracked in self._here() if tracked.id not in moving]
         way = self._way()

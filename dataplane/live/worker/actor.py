@@ -81,7 +81,7 @@ class Worker:
         self._needed_s = self._heard_s = time.monotonic()  # a core wanted this worker; its engine spoke
 
     async def phase(self) -> str:
-        """What its start is at."""
+        """The stage of its start."""
         return self._phase
 
     async def node(self) -> str:
@@ -362,7 +362,7 @@ class Worker:
 
 
 def _end_of(engines: Sequence[BaseProcess]) -> str:
-    """How an engine's processes have ended."""
+    """The way in which an engine's processes have ended."""
     codes = [engine.exitcode for engine in engines if engine.exitcode]
     if not codes:
         return "its engine died"

@@ -44,7 +44,7 @@ ADDRESS_OF = 0x8915  # SIOCGIFADDR
 
 @dataclass(frozen=True, slots=True)
 class HostFinding:
-    """What one check found. `same`: what every host of a cluster must have alike; empty does not matter."""
+    """The finding of one check. `same`: a value that all hosts of a cluster must share; empty: any."""
 
     check: str
     state: State
@@ -120,7 +120,7 @@ def first_stop(findings: Iterable[HostFinding]) -> None:
 
 
 def differences(hosts: Sequence[HostFindings], heard_s: Mapping[str, float]) -> tuple[HostFinding, ...]:
-    """What is not alike on the hosts of a cluster; `heard_s`: when each was heard, by our clock."""
+    """The differences between a cluster's hosts; `heard_s`: when each was heard, by our clock."""
     found = []
     for check in dict.fromkeys(f.check for host in hosts for f in host.findings if f.same):
         values = {host.host: f.same for host in hosts for f in host.findings if f.check == check}
@@ -303,7 +303,7 @@ def _nixl() -> HostFinding:
 
 
 def compare_ways() -> HostFinding:
-    """How fast KV moves on this host, by NIXL and without; takes some ten seconds where NIXL is there."""
+    """The speed of KV transfers on this host, with NIXL and without; takes ten seconds with NIXL."""
     if not nixl_package():
         return HostFinding("KV ways", "fine", "without NIXL there is nothing to choose between")
     try:
