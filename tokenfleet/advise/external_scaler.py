@@ -4,25 +4,39 @@ The metric is the number of replicas to have, at a target of 1 for each (`Averag
 publish, every call fails with UNAVAILABLE, so that KEDA falls back to its own number. A trigger that names
 another `model` or `workerType` gets NOT_FOUND. Of several types it must name one.
 
+Pickers in front of the fleet tell whether anyone needs it (`PickedDemand`). Where they have no server, the
+number is 1 or more while requests come, else 0. Without a request for QUIET_S the fleet is not active.
+
 Messages and field numbers are those of KEDA's externalscaler.proto (`MESSAGES`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import math
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from controlplane.errors import BadInput
 from tokenfleet.advise.gauges import AdviceGauges
+from tokenfleet.advise.servers import Servers
 
 SERVICE = "externalscaler.ExternalScaler"
 METRIC = "tokenfleet-wanted-replicas"
 TYPE = "workerType"  # of a trigger's metadata
 POLL_S = 1.0
+QUIET_S = 600.0  # without a request, until nobody needs the fleet
+PICKER = "tokenfleet_pick_"
+ASKED = ("no_server", "no_room")  # reasons to refuse what was a request
+REQUESTS, HELD = ("picked_total", "refused_total"), ("running", "waiting")
 MESSAGES = {  # name:number:type; * is repeated, and a map is a repeated entry on the wire
     "Entry": "key:1:string value:2:string",
     "ScaledObjectRef": "name:1:string namespace:2:string scalerMetadata:3:*Entry",
@@ -35,8 +49,93 @@ MESSAGES = {  # name:number:type; * is repeated, and a map is a repeated entry o
 }
 
 
+@dataclass(frozen=True, slots=True)
+class PickerCounts:
+    """A picker's counters: requests so far, those that run or wait, and its servers."""
+
+    requests: float
+    held: float
+    servers: int
+
+
+def picker_counts(text: str) -> PickerCounts | None:
+    """The counters on a picker's page; None where it is no picker's."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    try:
+        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    except ValueError:
+        return None
+    for one in samples:
+        if one.name.startswith(PICKER) and one.labels.get("reason", ASKED[0]) in ASKED:
+            found[one.name.removeprefix(PICKER)].append(one.value)
+    requests, held = (sum(sum(found[name]) for name in names) for names in (REQUESTS, HELD))
+    return PickerCounts(requests, held, len(found["running"])) if found["waiting"] else None
+
+
+class PickedDemand:
+    """Whether anyone needs a fleet, by the counters of all pickers in front of it.
+
+    `is_heard`: all of them answered; one that is silent is not idle. At the first look a fleet with servers
+    is needed for QUIET_S. One without servers is not.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, PickerCounts] = {}
+        self._asked_s = -math.inf
+        self.is_heard = self.has_servers = self.is_needed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all pickers tell that the fleet is not needed."""
+        return self.is_heard and not self.is_needed
+
+    @property
+    def replicas(self) -> int | None:
+        """The fewest replicas of a fleet without servers; None where it has some, or a picker is silent."""
+        return int(self.is_needed) if self.is_heard and not self.has_servers else None
+
+    def heard(self, pages: Mapping[str, object], now_s: float) -> None:
+        """The pickers' pages now; what is no text is a picker that gave none."""
+        found = {name: picker_counts(page) for name, page in pages.items() if isinstance(page, str)}
+        counts = {name: one for name, one in found.items() if one is not None}
+        self.is_heard = bool(pages) and len(counts) == len(pages)
+        self.has_servers = any(one.servers for one in counts.values())
+        asked = any(
+            one.held or (one.requests and name in self._last and one.requests != self._last[name].requests)
+            for name, one in counts.items()
+        )
+        if asked or (self.has_servers and not self._last):
+            self._asked_s = now_s
+        self._last |= counts
+        self.is_needed = now_s - self._asked_s < QUIET_S
+
+
 @asynccontextmanager
-async def scaler_at(address: str, gauges: AdviceGauges) -> AsyncIterator[None]:
+async def demand_of(pickers: Sequence[str]) -> AsyncIterator[PickedDemand]:
+    """The demand that these pickers see, followed meanwhile. Raises BadInput for what is no address."""
+    demand = PickedDemand()
+    async with Servers(pickers) as servers:
+
+        async def look() -> None:
+            demand.heard(await servers.texts(), time.monotonic())
+
+        async def follow() -> None:
+            while True:
+                await asyncio.sleep(POLL_S)
+                await look()
+
+        await look()
+        following = asyncio.create_task(follow())
+        try:
+            yield demand
+        finally:
+            following.cancel()
+
+
+@asynccontextmanager
+async def scaler_at(
+    address: str, gauges: AdviceGauges, demand: PickedDemand | None = None
+) -> AsyncIterator[None]:
     """Answer KEDA at HOST:PORT meanwhile. Raises BadInput without grpcio, and for a port that is taken."""
     try:
         grpc, keda = import_module("grpc"), messages()
@@ -44,7 +143,7 @@ async def scaler_at(address: str, gauges: AdviceGauges) -> AsyncIterator[None]:
         needs = "grpcio and protobuf, which vLLM brings; `pip install grpcio protobuf`"
         raise BadInput(f"--scaler: needs {needs}") from None
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((_handlers(grpc, keda, gauges),))
+    server.add_generic_rpc_handlers((_handlers(grpc, keda, gauges, demand),))
     try:
         server.add_insecure_port(address)
     except RuntimeError:
@@ -79,11 +178,11 @@ def messages(package: str = "externalscaler", table: Mapping[str, str] = MESSAGE
     return SimpleNamespace(**{n: class_of(pool.FindMessageTypeByName(f"{package}.{n}")) for n in table})
 
 
-def _handlers(grpc: Any, keda: Any, gauges: AdviceGauges) -> Any:
+def _handlers(grpc: Any, keda: Any, gauges: AdviceGauges, demand: PickedDemand | None) -> Any:
     async def published(ref: Any, context: Any) -> int:
         asked = {entry.key: entry.value for entry in ref.scalerMetadata}
         model = asked.get("model", gauges.model)
-        if model != gauges.model:
+        if gauges.model and model != gauges.model:  # it is not known before a server has answered
             await context.abort(grpc.StatusCode.NOT_FOUND, f"this advice is for {gauges.model}, not {model}")
         published = {}
         if gauges.advice is not None:
@@ -93,12 +192,15 @@ def _handlers(grpc: Any, keda: Any, gauges: AdviceGauges) -> Any:
             told = f"{TYPE} {name!r} is none of {', '.join(published)}"
             await context.abort(grpc.StatusCode.NOT_FOUND, f"this advice is for other types: {told}")
         wanted = published.get(name)
+        if demand is not None and (least := demand.replicas) is not None:
+            return max(wanted or 0, 1) if least else 0
         if wanted is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "there is no advice to publish")
         return wanted or 0
 
     async def is_active(ref: Any, context: Any) -> Any:
-        return keda.IsActiveResponse(result=await published(ref, context) > 0)
+        is_idle = demand is not None and demand.is_idle
+        return keda.IsActiveResponse(result=await published(ref, context) > 0 and not is_idle)
 
     async def stream_is_active(ref: Any, context: Any) -> AsyncIterator[Any]:
         before = None

@@ -1,6 +1,7 @@
 """The servers of a fleet and their metrics pages: by address, by file, by DNS name, by labels of pods.
 
-Files and names are looked up at each look. Where one cannot be read any more, its last list stands.
+Files and names are looked up at each look. Where one cannot be read any more, its last list stands. A name
+that has no address any more has no servers, as a Service of Kubernetes without pods.
 """
 
 from __future__ import annotations
@@ -79,6 +80,12 @@ class Servers:
         pages = await asyncio.gather(*(self._page(server, at_s, headers) for server in servers))
         return {name: page for found in pages for name, page in found.items()}
 
+    async def texts(self) -> dict[str, str | NoCounts]:
+        """The metrics page of each."""
+        servers, headers = await self.listed(), self._bearer.headers()
+        texts = await asyncio.gather(*(self._text(server, headers) for server in servers))
+        return dict(zip(servers, texts, strict=True))
+
     async def _page(self, server: str, at_s: float, headers: dict[str, str]) -> dict[str, Page]:
         """A server's counts; those of each worker where it is the control address of `tokenfleet serve`."""
         text = await self._text(server, headers)
@@ -131,6 +138,8 @@ class Servers:
         except OSError as error:
             if name not in self._known:
                 raise BadInput(f"{name}: the name cannot be resolved: {error.strerror}") from None
+            if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
+                self._known[name] = []
         return self._known[name]
 
 

@@ -11,7 +11,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,6 +71,26 @@ async def first_pages(servers: MetricsSource) -> dict[str, EngineCounts]:
         (one, at), (other, there) = sorted(models.items())[:2]
         raise BadInput(f"advise: one model at a time; {at} serves {one}, {there} serves {other}")
     return counts
+
+
+async def some_answer(
+    servers: MetricsSource, every_s: float, stop: asyncio.Event, tell: Callable[[str], None]
+) -> bool:
+    """Wait until a server answers, and tell why once; False where `stop` is set before."""
+    told = ""
+    while not stop.is_set():
+        why = "no server answers"
+        try:
+            pages = (await servers.pages(ORIGIN_S)).values()
+            if any(isinstance(page, EngineCounts) or page.answers for page in pages):
+                return True
+        except BadInput as error:  # a name without addresses may get some
+            why = str(error)
+        if not told:
+            tell(told := f"{why}; waiting for one")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), every_s)
+    return False
 
 
 class FleetWatch:

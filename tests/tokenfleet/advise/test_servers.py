@@ -122,6 +122,7 @@ def test_a_gpu_is_asked_for_where_the_library_has_several_and_a_model_where_it_h
         (("a:1", "--replicas", "0..3"), "--replicas: expected MIN..MAX such as 1..8, from 1 on, got '0..3'"),
         (("a:1", "--every", "1h"), "--every: expected 1s to 30s, got '1h'"),
         (("a:1", "--listen", "9105"), "--listen: expected HOST:PORT, got '9105'"),
+        (("a:1", "--picker", "b:2"), "--picker: tells --scaler of requests; give --scaler HOST:PORT"),
         (("--servers", "no-such-file"), "no-such-file: cannot be read: No such file or directory"),
         (("a:1", "--profile", "x.yaml", "--gpu", "h100"), "--profile: says model, GPU and TP; leave out"),
     ],

@@ -95,9 +95,9 @@ async def _watch(
 ) -> WatchedTraffic | None:
     """Watch until a signal; with `watched_s` for that long, and what was seen."""
     from tokenfleet.advise.day.page import page_document
-    from tokenfleet.advise.external_scaler import scaler_at
+    from tokenfleet.advise.external_scaler import demand_of, scaler_at
     from tokenfleet.advise.gauges import AdviceGauges
-    from tokenfleet.advise.watch import FleetWatch, answering, first_pages
+    from tokenfleet.advise.watch import FleetWatch, answering, first_pages, some_answer
     from tokenfleet.cli.advise.fleet import opened
     from tokenfleet.cli.advise.plan import Until, WatchedTraffic
     from tokenfleet.console.pages import console_extension
@@ -110,12 +110,16 @@ async def _watch(
         loop.add_signal_handler(one, stop.set)
     async with AsyncExitStack() as stack:
         fleet = await opened(flags, stack)
-        first = await first_pages(fleet.servers)
-        model = next(iter(first.values())).model
-        settings = replace(settings_of(first), served=model)
-        gauges = AdviceGauges(model)
+        gauges, demand = AdviceGauges(""), None
+        if flags.picker:
+            demand = await stack.enter_async_context(demand_of(flags.picker))
         if flags.scaler is not None:
-            await stack.enter_async_context(scaler_at(flags.scaler, gauges))
+            await stack.enter_async_context(scaler_at(flags.scaler, gauges, demand))
+        if demand and not await some_answer(fleet.servers, every_s, stop, lambda why: warn([why])):
+            return None
+        first = await first_pages(fleet.servers)
+        model = gauges.model = next(iter(first.values())).model
+        settings = replace(settings_of(first), served=model)
         is_silent = watched_s is not None and flags.output_format == OutputFormat.JSON
         output = None if is_silent else flags.output_format
         shown = ShownAdvice(flags.once, output, settings, gauges, cleanup)

@@ -92,6 +92,13 @@ class AdviseFlags(ServerFlags):
     scaler: Annotated[
         str | None, typer.Option(help="HOST:PORT to answer KEDA's external scaler (gRPC, without TLS)")
     ] = None
+    picker: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="--scaler: metrics of `tokenfleet pick`, for a fleet that goes to zero; once a picker",
+        ),
+    ] = None
     apply: Annotated[
         str | None,
         typer.Option(
@@ -156,6 +163,9 @@ def _of_use(flags: AdviseFlags) -> dict[str, object]:
     return {
         "--apply: needs a floor and a ceiling; give --replicas MIN..MAX": flags.apply and not flags.replicas,
         "--yes: of --apply; say what to scale": flags.yes and not any(one.apply for one in of_types(flags)),
+        "--picker: tells --scaler of requests; give --scaler HOST:PORT": flags.picker and not flags.scaler,
+        "--picker: of one worker type; with --kind, min=0 lets a type go to zero": flags.picker
+        and flags.kind,
         "--once: contradicts --plan, which watches for longer; give one of them": flags.plan and flags.once,
         "--output-dir: of --plan; say for how long to watch": flags.output_dir and not flags.plan,
     }
