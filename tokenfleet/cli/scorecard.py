@@ -138,9 +138,9 @@ def accuracy_command(
     return 0
 
 
-SHORT_COLUMNS = ("runs", "rates", "E2E", "TPOT", "TTFT", "tokens/s", "saturation")
+SHORT_COLUMNS = ("runs", "rates", "E2E", "TPOT, p99", "TTFT, p50, p90, p99", "tokens/s", "saturation")
 ACCURACY_WORDS = (
-    "Errors in percent. E2E: mean. TPOT: mean, p99. TTFT: mean, p50, p90, p99.\n"
+    "Errors in percent, of the mean unless a quantile is named.\n"
     "Saturation point in requests/s: measured, predicted; –: none within these rates."
 )
 

@@ -16,9 +16,6 @@ spot. A model is in one zone, since its requests move among its workers. Zones h
 there and no others. With `models-per-gpu: 2` (or 4; 1 where it is left out) up to that many workers of small
 models are on one GPU. A LoRA adapter has a trace and nothing else: its model's workers serve it, within its
 model's targets. Paths are from the file's folder.
-
-The module also reads the plan of a portfolio (`tokenfleet.portfolio-plan/1`, which view.py writes) for those
-who serve it: each model's own plan, and the limits.
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ def _reaches(others: Sequence[tuple[str, int]]) -> HostFinding:
 def _hash_seed() -> HostFinding:
     seed = os.environ.get("PYTHONHASHSEED", "")
     return HostFinding(
-        "PYTHONHASHSEED", "fine", seed or "not set; every engine names its prefixes its own way"
+        "PYTHONHASHSEED", "fine", seed or "not set; each engine hashes prefixes with a seed of its own"
     )
 
 
