@@ -54,6 +54,8 @@ LOADS = {  # requests, and by how much steps are longer than the profile says
 }
 LATE_S = {"0.1 s late": (0.1, 0.0), "0.3 s late": (0.3, 0.0), "reads every 0.3 s": (0.0, 0.3)}  # lag, bunch
 
+UNHEARD_S = {"no pieces": 0.5, "no pieces, looks every 0.1 s": 0.1}  # Envoy keeps answers; metrics tell
+
 
 def same(seed: int, rate: float, seconds: float, words: int) -> list[Ask]:
     """Poisson arrivals of requests that are all alike."""
@@ -73,6 +75,10 @@ def choices(file: Path, seeds: range) -> tuple[list[dict[str, Any]], dict[tuple[
     } | {
         name: lambda engines, seed, of=of: virtual.Picked(engines, profile, SLO, *of)
         for name, of in LATE_S.items()
+    }
+    ways |= {
+        name: lambda engines, seed, every_s=every_s: virtual.Unheard(engines, profile, SLO, every_s)
+        for name, every_s in UNHEARD_S.items()
     }
     rows = []
     for load, (draw, longer_s) in LOADS.items():
@@ -240,6 +246,7 @@ def main() -> int:
             least = [("picker", "least request", -5.0), ("picker", "llm-d default", -5.0)]
             least += [("picker", "our gateway", 1.0)]
             least += [(late, "least request", 0.0) for late in LATE_S]
+            least += [(one, "picker", 0.3) for one in UNHEARD_S]
             for load in LOADS:
                 for way, other, most in least:
                     points = round(100 * (share[load, other] - share[load, way]), 1)

@@ -203,6 +203,8 @@ class _Asker(Asker):
 class Picked:
     """`tokenfleet pick`: what it knows is `lag_s` late, and read every `bunch_s`."""
 
+    is_streamed, scrape_s = True, SCRAPE_S
+
     def __init__(
         self, engines: Sequence[Batch], profile: Profile, slo: Slo, lag_s: float = 0.0, bunch_s: float = 0.0
     ) -> None:
@@ -220,7 +222,7 @@ class Picked:
 
     async def choose(self, ask: Ask) -> tuple[int, Any] | None:
         asker = _Asker()
-        call = Call(asker, self._slo, "", "")
+        call = Call(asker, self._slo, "", "", is_streamed=self.is_streamed)
         first = ask.session * SESSION_IDS
         ids = list(range(first, first + ask.prompt)) if ask.session else None
         asked = AskedBody(text_bytes=ask.prompt * BYTES_A_TOKEN, token_ids=ids, streams=True)
@@ -249,9 +251,22 @@ class Picked:
                     await asyncio.sleep(self._lag_s + self._bunch_s / 2)
                 for name, page in zip(self.names, pages, strict=True):
                     self.unseen.heard(name, page, asked_s, had[name])
-                await asyncio.sleep(SCRAPE_S)
+                await asyncio.sleep(self.scrape_s)
         finally:
             self.fleet.close()
+
+
+class Unheard(Picked):
+    """`tokenfleet pick` where Envoy keeps answers to itself: it learns when one begins and when it ends."""
+
+    is_streamed = False
+
+    def __init__(self, engines: Sequence[Batch], profile: Profile, slo: Slo, scrape_s: float) -> None:
+        super().__init__(engines, profile, slo)
+        self.scrape_s = scrape_s
+
+    def got(self, of: Any) -> None:
+        of.is_answered = True
 
 
 class Gateway(Picked):
