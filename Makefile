@@ -52,7 +52,7 @@ unit: .venv/all kernels  ## tests that start no engine, with vLLM where they can
 	$(if $(COVERAGE),@echo "unit tests cover $$($(BIN)/coverage report --format=total) % of the lines")
 
 live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side choices, without a GPU
-	$(BIN)/pytest -n 2 tests/rehearsal
+	$(BIN)/pytest -n 2 $(DAILY) tests/rehearsal
 	timeout -k 30 2700 $(BIN)/pytest -n 2 $(DAILY) $(LIVE) --durations 10
 
 nightly: .venv/all kernels  ## the tests that `make test` leaves out: rare and long

@@ -347,6 +347,7 @@ def ray_with_gpus(tmp_path_factory):
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
+        _system_config={"worker_niceness": 0},  # else a task waits for the other tests of the machine
         _temp_dir=str(tmp_path_factory.mktemp("r")),
         runtime_env={"env_vars": {"PYTHONPATH": paths}},
     )
