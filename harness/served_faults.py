@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
@@ -71,8 +72,12 @@ class Link:
         at = urlsplit(gateway)
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            there, to = await asyncio.open_connection(at.hostname, at.port)
-            self.port = to.get_extra_info("sockname")[1]
+            end = socket.socket()
+            end.setblocking(False)
+            end.bind(("127.0.0.1", 0))
+            self.port = end.getsockname()[1]  # known before the gateway has the connection
+            await asyncio.get_running_loop().sock_connect(end, (at.hostname, at.port))
+            there, to = await asyncio.open_connection(sock=end)
             self._writers += [writer, to]
             with suppress(asyncio.CancelledError):  # asyncio's own callback does not expect it
                 await asyncio.gather(self._pass_on(reader, to), self._pass_on(there, writer))
@@ -311,7 +316,11 @@ class _Play:
         gateway.suspend()
         while gateway.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
             pass
-        ends = {c.raddr.port for c in gateway.net_connections("tcp") if c.raddr}
+        mine = gateway.net_connections("tcp")
+        doors = {c.laddr.port for c in mine if c.status == psutil.CONN_LISTEN}
+        # Those at its door, which no process has accepted yet, are nobody's.
+        at_door = [c for c in psutil.net_connections("tcp") if c.pid is None and c.laddr.port in doors]
+        ends = {c.raddr.port for c in (*mine, *at_door) if c.raddr}
         self.history.left |= {c.name for c in self._clients.values() if c.link.port in ends}
 
     def _later(self, after_s: float, undo: Callable[[], None]) -> None:

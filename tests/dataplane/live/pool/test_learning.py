@@ -135,7 +135,7 @@ def test_what_was_learned_before_is_not_measured_again(play):
         assert front.core.placement.goes_by_targets
         assert [engine.steps()[0] for engine in front.engines.values()] == [0, 0]
         (event,) = events_of(front, "learned")
-        assert "still there" in event.reason
+        assert "are used again" in event.reason
 
     play(first, workers=1, kept=kept)
     play(second, workers=2, kept=kept)
