@@ -53,8 +53,8 @@ LOADS = {  # requests, and by how much steps are longer than the profile says
     "sessions": (lambda seed: virtual.turns(seed, 90.0, 6.0), 0.0),
 }
 LATE_S = {"0.1 s late": (0.1, 0.0), "0.3 s late": (0.3, 0.0), "reads every 0.3 s": (0.0, 0.3)}  # lag, bunch
-
-UNHEARD_S = {"no pieces": 0.5, "no pieces, looks every 0.1 s": 0.1}  # Envoy keeps answers; metrics tell
+# A picker that gets no pieces of answers: seconds between looks at metrics.
+UNHEARD_S = {"no pieces": 0.5, "no pieces, looks every 0.1 s": 0.1}
 
 
 def same(seed: int, rate: float, seconds: float, words: int) -> list[Ask]:
@@ -246,7 +246,6 @@ def main() -> int:
             least = [("picker", "least request", -5.0), ("picker", "llm-d default", -5.0)]
             least += [("picker", "our gateway", 1.0)]
             least += [(late, "least request", 0.0) for late in LATE_S]
-            least += [(one, "picker", 0.3) for one in UNHEARD_S]
             for load in LOADS:
                 for way, other, most in least:
                     points = round(100 * (share[load, other] - share[load, way]), 1)

@@ -316,11 +316,11 @@ class _Play:
         gateway.suspend()
         while gateway.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
             pass
-        mine = gateway.net_connections("tcp")
-        doors = {c.laddr.port for c in mine if c.status == psutil.CONN_LISTEN}
-        # Those at its door, which no process has accepted yet, are nobody's.
-        at_door = [c for c in psutil.net_connections("tcp") if c.pid is None and c.laddr.port in doors]
-        ends = {c.raddr.port for c in (*mine, *at_door) if c.raddr}
+        accepted = gateway.net_connections("tcp")
+        listens = {c.laddr.port for c in accepted if c.status == psutil.CONN_LISTEN}
+        # A connection in the backlog of a port has no process yet.
+        backlog = [c for c in psutil.net_connections("tcp") if c.pid is None and c.laddr.port in listens]
+        ends = {c.raddr.port for c in (*accepted, *backlog) if c.raddr}
         self.history.left |= {c.name for c in self._clients.values() if c.link.port in ends}
 
     def _later(self, after_s: float, undo: Callable[[], None]) -> None:

@@ -52,7 +52,7 @@ from tokenfleet.planning.verified import verified
 
 R = TypeVar("R")
 
-# The alternatives that are confirmed. Dearer ones are sized on the recorded trace.
+# Alternatives that are confirmed, the cheapest first. Dearer ones are sized on the recorded trace.
 ALTERNATIVES = 1
 DOUBT_REPLICATES = 6
 _REASONS = 13  # parts of a plan's explanation
