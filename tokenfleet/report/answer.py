@@ -528,7 +528,7 @@ def _schedule(plan: PlanFile) -> Iterator[Shown]:
         yield Shown(title="Scaling schedule", columns=["from (s)", "to (s)", "workers", "fleet"], rows=rows)
 
 
-ALTERNATIVES = ("Alternatives", "GPUs", "$/h", "expected", "lower bound", "TTFT p99", "TPOT p99", "note")
+ALTERNATIVES = ("Alternatives", "GPUs", "$/h", "attainment", "lower bound", "TTFT p99", "TPOT p99", "note")
 CLASSES = ("Class", "requests", "target", "expected", "lower bound", "runs on", "adds", "without it", "alone")
 
 
