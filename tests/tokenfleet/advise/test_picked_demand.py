@@ -103,8 +103,6 @@ def test_keda_wakes_a_fleet_without_servers_once_the_picker_refuses_a_request(tm
                 (value,) = (await call("GetMetrics", keda.GetMetricsResponse)(asked)).metricValues
                 return value.metricValue
 
-            while not demand.is_heard:  # its port answers in a moment
-                await asyncio.sleep(0.01)
             stream = call("StreamIsActive", keda.IsActiveResponse, streams=True)(ref)
             before = (await stream.read()).result, await number()
             fleet.ask(Call(Asker(), Slo(1.0, 0.05), "", ""), AskedBody(text_bytes=8))

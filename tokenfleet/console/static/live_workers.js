@@ -25,7 +25,7 @@ export class Workers {
     this.#onDrain = onDrain;
     this.#table = make(
       "div",
-      { class: "table", tabindex: "0", role: "region", "aria-labelledby": "workers-title" },
+      { class: "table", tabindex: "0", role: "group", "aria-labelledby": "workers-title" },
       make("table", { class: "cards" }, make("thead", {}, this.#head), this.#body),
     );
     byId("workers").replaceChildren(this.#table);
