@@ -5,6 +5,7 @@ import os
 import re
 import select
 import signal
+import statistics
 import time
 
 import psutil
@@ -56,6 +57,13 @@ def test_without_a_profile_it_was_measured_before_it_served_and_places_by_target
 
 
 def test_its_metrics_calibrate_a_profile_of_another_machine(vllm_fleet, tmp_path, capsys):
+    per_token_s = []
+
+    async def timed(http, i):
+        start_s = time.monotonic()
+        got = await stream(http, vllm_fleet.gateway, **body(i, 100 + 10 * i))
+        per_token_s.append((time.monotonic() - start_s) / got.tokens)
+
     async def traffic():
         calibrate = [
             "calibrate",
@@ -70,17 +78,14 @@ def test_its_metrics_calibrate_a_profile_of_another_machine(vllm_fleet, tmp_path
         watch = asyncio.create_task(asyncio.to_thread(main, calibrate))
         async with session() as http:
             while not watch.done():
-                waves = [stream(http, vllm_fleet.gateway, **body(i, 30 + 20 * i)) for i in range(8)]
-                await asyncio.gather(*waves)
+                await asyncio.gather(*(timed(http, i) for i in range(8)))
         return await watch
 
     assert asyncio.run(traffic()) == 0, capsys.readouterr().err
     made = read_profile(tmp_path / "made.yaml")
     assert "calibrated by /metrics" in made.source.what
-    # Another judge of the same engines: what the fleet learned of itself, step by step.
-    step = vllm_fleet.ask("GET", "/v1/fleet")["step_times"][0]["step"]
-    learned = step["base_s"] + 4 * step["per_sequence_s"] + 400 * step["per_context_token_s"]
-    assert 0.5 < float(made.step.step_s(0, 4, 400)) / learned < 2.0
+    # Its clients' clocks are another judge of the same minutes; what the fleet learned before is of others.
+    assert 0.5 < float(made.step.step_s(0, 4, 400)) / statistics.median(per_token_s) < 2.0
 
 
 def test_text_is_the_same_moved_or_not_and_a_stop_string_ends_it_across_moves(vllm_fleet):
