@@ -82,6 +82,7 @@ class Exit:
         self._core, self.worker, self._is_open = core, worker, is_open
         self._under = _Under()
         self._fixed: set[RequestId] = set()  # a move of theirs has failed
+        self._moved: set[RequestId] = set()
         self._done = Evacuated()
         self._moving_s = 0.0  # how long at least one move has been under way
         self._sent = 0  # tokens, by moves that have ended
@@ -170,9 +171,10 @@ class Exit:
         """Empty the worker by `deadline_s` (monotonic), by a plan that is made again each time round."""
         began_s = time.monotonic()
         cut_s = deadline_s - min(RESERVE_S, RESERVE_SHARE * (deadline_s - began_s))
-        here = {tracked.id for tracked in self._here()}
+        here = {tracked: tracked.replays for tracked in self._here()}
         try:
-            while self._here() and (left_s := cut_s - time.monotonic()) > 0:
+            # A move whose stream has switched still takes the last KV from here.
+            while (self._here() or self._under.moves) and (left_s := cut_s - time.monotonic()) > 0:
                 if self._havens():
                     await self._begin(self.plan(left_s), why)
                 await self._wait(min(LOOK_S, left_s))
@@ -184,9 +186,11 @@ class Exit:
         self._under.replays.clear()
         while self._here() and time.monotonic() < deadline_s - LOOK_S:
             await asyncio.sleep(LOOK_S)  # what cannot go on elsewhere may still end by itself
-        done = self._done
-        done.failed = len(self._here())
-        done.ended = max(0, len(here) - done.moved - done.replayed - done.failed)
+        done, failed = self._done, {*self._here(), *(t for t in here if t.ticket.failure)}
+        replayed = {t for t, before in here.items() if t.replays > before} - failed
+        moved = {t for t in here if t.id in self._moved} - failed - replayed
+        done.moved, done.replayed, done.failed = len(moved), len(replayed), len(failed)
+        done.ended = len(here.keys() - moved - replayed - failed)
         done.seconds, done.in_time = time.monotonic() - began_s, time.monotonic() <= deadline_s
         return done
 
@@ -223,7 +227,6 @@ class Exit:
         return bool(self._done.moved_tokens) or not self._under.moves or not self._leaving(tracked).may_move
 
     async def _replay(self, tracked: Tracked, target: WorkerId, why: str) -> None:
-        self._done.replayed += 1
         self._done.replayed_tokens += tracked.context_tokens if tracked.output_token_ids else 0
         reason = f"{why}; recomputed on {target}"
         self._under.replays[target] = await self._core.segments.replay_on(tracked, target, reason)
@@ -254,7 +257,7 @@ class Exit:
             sent = self._under.sending.pop(request)
             with suppress(asyncio.CancelledError):
                 if task.result():
-                    self._done.moved += 1
+                    self._moved.add(request)
                     self._done.moved_tokens += tokens
                     self._sent += sent
                 else:

@@ -1,6 +1,7 @@
 """Workers evacuated by a deadline, on emulated engines: streams are moved or recomputed, and end whole."""
 
 import asyncio
+from itertools import takewhile
 
 import pytest
 from front import A, Front, FrontHost, alone, profile, until
@@ -9,6 +10,7 @@ from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 
 W0 = WorkerId("w0")
+KINDS = ("replay", "evacuated")
 
 
 @pytest.fixture
@@ -52,6 +54,11 @@ def evacuated(front):
     return next((e for e in front.events if e.kind == "evacuated"), None)
 
 
+def replays(front):
+    """The replays before the worker was empty."""
+    return takewhile(lambda e: e.kind != "evacuated", (e for e in front.events if e.kind in KINDS))
+
+
 def test_an_evacuated_workers_streams_go_on_whole_and_another_takes_its_place(play):
     async def story(front, fleet):
         prompts = await streams(front, 12, 400)
@@ -83,6 +90,28 @@ def test_what_there_is_no_time_to_move_is_computed_anew_in_time(play):
         assert whole(front, prompts, 7500)
 
     play(story)
+
+
+def test_the_last_move_is_waited_for_and_its_stream_is_not_recomputed(play):
+    async def story(front, fleet):
+        segments, cut_over = front.core.segments, front.core.segments.cut_over
+
+        async def slow(*move):
+            front.fabric.bytes_per_s = 2e5  # the last tokens take longer than a look
+            return await cut_over(*move)
+
+        segments.cut_over = slow
+        prompts = await streams(front, 4, 3000, prompt_tokens=300)
+        leaving = sum(front.core.requests.get(name).worker == W0 for name in prompts)
+        fleet.evacuate([W0], 30.0, "a test")
+        await until(lambda: evacuated(front))
+        facts = evacuated(front).facts
+        assert (facts["moved"], facts["replayed"], facts["ended"], facts["failed"]) == (leaving, 0, 0, 0)
+        assert [e.reason for e in replays(front)] == []
+        await front.ended(*prompts)
+        assert whole(front, prompts, 3000)
+
+    play(story, workers=2)
 
 
 def test_with_nowhere_to_go_nothing_is_done(play):
@@ -121,12 +150,41 @@ def test_a_haven_that_dies_meanwhile_loses_no_stream(play):
         front.fabric.bytes_per_s = 3e6
         fleet.evacuate([W0], 4.0, "a test")
         await until(lambda: front.core.migrations.open)
+        here = {name for name in prompts if front.core.requests.get(name).worker == W0}
         haven = next(iter(front.core.migrations.open.values())).target
         front.engines[haven].kill("kill -9")
         await until(lambda: evacuated(front))
-        assert evacuated(front).facts["in_time"]
+        facts, recomputed = evacuated(front).facts, {e.facts["request_id"] for e in replays(front)}
+        assert facts["in_time"]
+        assert facts["replayed"] == len(here & recomputed)
+        assert sum(facts[how] for how in ("moved", "replayed", "ended", "failed")) == len(here)
         await front.ended(*prompts)
         assert whole(front, prompts, 800)
+
+    play(story)
+
+
+def test_a_stream_whose_haven_dies_after_its_switch_counts_as_recomputed(play):
+    async def story(front, fleet):
+        segments, cut_over, dead = front.core.segments, front.core.segments.cut_over, []
+
+        async def dying(request, target, transfer):
+            arrival = await cut_over(request, target, transfer)
+            if not dead:
+                dead.append((request, target))
+                front.engines[target].kill("kill -9")
+            return arrival
+
+        segments.cut_over = dying
+        prompts = await streams(front, 3, 3000, prompt_tokens=300)
+        fleet.evacuate([W0], 10.0, "a test")
+        await until(lambda: evacuated(front))
+        facts, recomputed = evacuated(front).facts, {e.facts["request_id"] for e in replays(front)}
+        assert dead[0][0] in recomputed
+        assert facts["replayed"] > 0
+        assert facts["ended"] == 0
+        await front.ended(*prompts)
+        assert whole(front, prompts, 3000)
 
     play(story)
 
