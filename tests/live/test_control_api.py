@@ -148,6 +148,7 @@ def test_the_timeline_counts_what_was_served_and_turned_away(emulated_fleet):
     with pytest.raises(urllib.error.HTTPError) as refused:
         emulated_fleet.ask("GET", "/v1/fleet/timeline?minutes=0")
     assert refused.value.code == 422
+    refused.value.close()
 
 
 def test_a_browser_that_opens_the_endpoint_is_shown_the_fleet(emulated_fleet):

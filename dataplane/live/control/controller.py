@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +42,7 @@ from dataplane.startup import use_kernel_cache
 HEARTBEAT_S = 0.5
 TIMEOUT_S = 5.0
 SCHEMA = "tokenfleet.demand/1"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class LivePlane:
@@ -185,7 +186,7 @@ class DemandFile:
             said = json.loads(self._path.read_text(encoding="utf-8"))
             if said["schema"] != SCHEMA:
                 raise BadInput(f"schema: expected {SCHEMA}, got {said['schema']}")
-            return resumed(settings, said["kept"], max(time.time() - float(said["unix_s"]), 0.0), now_s)
+            return resumed(settings, said["kept"], _age_s(said), now_s)
         except (OSError, ValueError, KeyError, TypeError, BadInput) as error:
             print(f"controller: {self._path}: the demand before is not known: {error}", file=sys.stderr)
             return Scaling()
@@ -197,7 +198,8 @@ class DemandFile:
         if self._path is None or bins == self._bins:
             return
         self._bins = bins
-        said: dict[str, Any] = {"schema": SCHEMA, "unix_s": time.time(), "kept": to_keep(state, now_s)}
+        clocks = {"unix_s": time.time(), "up_s": time.monotonic(), "boot": _boot()}
+        said: dict[str, Any] = {"schema": SCHEMA, **clocks, "kept": to_keep(state, now_s)}
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,6 +209,18 @@ class DemandFile:
             with suppress(OSError):
                 beside.unlink()
             print(f"controller: {self._path}: cannot be written: {error.strerror}", file=sys.stderr)
+
+
+def _age_s(said: Mapping[str, Any]) -> float:
+    """Seconds since a file was written. Within one boot of a machine no set clock changes them."""
+    if said.get("boot") == _boot():
+        return time.monotonic() - float(said["up_s"])
+    return max(time.time() - float(said["unix_s"]), 0.0)
+
+
+def _boot() -> str:
+    """The running boot of this machine."""
+    return BOOT.read_text(encoding="utf-8").strip()
 
 
 def run(settings: ControllerSettings) -> None:

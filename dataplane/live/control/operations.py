@@ -136,7 +136,7 @@ class Operations:
         before = {} if facts.estate is None else facts.estate.record.found
         self.core_number = 1 if facts.estate is None else facts.estate.number
         self.auto: bool = facts.autoscale is not None and before.get("auto", True)
-        self._began_s = time.time()
+        self._began_s = time.monotonic()
         self.updates = Updates(cluster, revised)
         self.needed: int | None = None  # of what the controller asks for
         self._moves, self.looked_s = Tasks(), 0.0  # when the controller last looked
@@ -192,7 +192,7 @@ class Operations:
                 "unmeasured": dict(self._unmeasured),
             },
             "attainment": self.metrics.attainment(),
-            "lately": self.metrics.timeline.lately(self._began_s, time.time()),
+            "lately": self.metrics.timeline.lately(self._began_s, time.monotonic()),
             "requests": {
                 "running": sum(view["requests"] for view in views),
                 "waiting": len(self.core.admission),
@@ -225,7 +225,7 @@ class Operations:
 
     def timeline(self, minutes: float) -> dict[str, Any]:
         """Throughput, latencies, attainment and errors of the last minutes, in buckets."""
-        points = self.metrics.timeline.points(minutes, time.time())
+        points = self.metrics.timeline.points(minutes, time.monotonic(), time.time())
         return {"bucket_s": BUCKET_S, "now_s": time.time(), "points": points}
 
     def state(self) -> FleetState:

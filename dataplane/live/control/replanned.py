@@ -176,11 +176,11 @@ class Replanned:
     def _fault(self) -> Callable[[], str | None]:
         """What shows that clients suffer since now; nothing does where the target was missed before."""
         metrics, target = self._operations.metrics, self._operations.facts.attainment
-        began_s = time.time()
+        began_s = time.monotonic()
         held = not _misses(metrics.timeline.lately(0.0, began_s), target)
 
         def fault() -> str | None:
-            lately = metrics.timeline.lately(began_s, time.time())
+            lately = metrics.timeline.lately(began_s, time.monotonic())
             if not held or not _misses(lately, target):
                 return None
             both = lately["attainment"]["both"]

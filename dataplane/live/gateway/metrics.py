@@ -133,7 +133,7 @@ class Metrics:
         self.key_tokens.labels(key, "output").inc(len(request.output_token_ids))
         now_s = time.monotonic()
         if not request.is_judged(outcome, now_s):
-            self.timeline.add_unfinished(outcome, time.time())
+            self.timeline.add_unfinished(outcome, now_s)
             return
         slo_class = request.ticket.slo_class or PLAIN_CLASS
         ttft_met, tpot_met = request.slo_met()
@@ -142,9 +142,9 @@ class Metrics:
             self.slo.labels(target, "true" if met else "false", priority, slo_class).inc()
         ttft_s, tpot_s = request.ttft_s(), request.tpot_s()
         if outcome == "aborted":
-            self.timeline.add_given_up(request.waited_s(now_s), targets_met, time.time())
+            self.timeline.add_given_up(request.waited_s(now_s), targets_met, now_s)
             return
-        self.timeline.add_finished(ttft_s, tpot_s, targets_met, time.time())
+        self.timeline.add_finished(ttft_s, tpot_s, targets_met, now_s)
         if ttft_s is not None:
             self.ttft_s.labels(priority).observe(ttft_s)
         if tpot_s is not None:
@@ -173,12 +173,12 @@ class Metrics:
         """Count a request that its key's limits turned away."""
         self.requests.labels("rate_limited", "any").inc()
         self.key_requests.labels(key, "rate_limited").inc()
-        self.timeline.add_unfinished("rate_limited", time.time())
+        self.timeline.add_unfinished("rate_limited", time.monotonic())
 
     def count_tokens(self, tokens: int) -> None:
         """Count output tokens that are passed to clients."""
         self.tokens.inc(tokens)
-        self.timeline.add_tokens(tokens, time.time())
+        self.timeline.add_tokens(tokens, time.monotonic())
 
     def count_move(self, outcome: str, moved_bytes: int, downtime_s: float | None) -> None:
         """Count a move that is over."""

@@ -22,7 +22,7 @@ MOST_VALUES = 4096  # the newest of a bucket; percentiles of more would not diff
 
 @dataclass(slots=True)
 class Bucket:
-    """Counts of BUCKET_S from `at_s` (Unix time) on. `met`: requests within ttft, tpot, both.
+    """Counts of BUCKET_S from `at_s` on. `met`: requests within ttft, tpot, both.
 
     `given_up`: those of the aborted that were beyond a target.
     """
@@ -40,7 +40,7 @@ class Bucket:
 
 
 class Timeline:
-    """The last hour in buckets; one in which nothing happened is not kept. Times are Unix times."""
+    """The last hour in buckets; one in which nothing happened is not kept. Times are of a monotonic clock."""
 
     def __init__(self) -> None:
         self._buckets: deque[Bucket] = deque(maxlen=KEPT)
@@ -79,10 +79,11 @@ class Timeline:
         else:
             bucket.rejected += 1
 
-    def points(self, minutes: float, now_s: float) -> list[dict[str, Any]]:
-        """A point for each kept bucket that began in the last `minutes`, oldest first."""
-        since_s = now_s - 60.0 * minutes
-        return [{"at_s": b.at_s, **_summary([b], BUCKET_S)} for b in self._buckets if b.at_s >= since_s]
+    def points(self, minutes: float, now_s: float, unix_s: float) -> list[dict[str, Any]]:
+        """A point for each kept bucket that began in the last `minutes`, oldest first, in Unix time."""
+        since_s, ahead_s = now_s - 60.0 * minutes, unix_s - now_s
+        kept = [b for b in self._buckets if b.at_s >= since_s]
+        return [{"at_s": round(b.at_s + ahead_s, 1), **_summary([b], BUCKET_S)} for b in kept]
 
     def lately(self, began_s: float, now_s: float) -> dict[str, Any]:
         """The last LATELY_S in one point, or the time since `began_s` where that is shorter."""
@@ -91,7 +92,6 @@ class Timeline:
 
     def _at(self, at_s: float) -> Bucket:
         start_s = math.floor(at_s / BUCKET_S) * BUCKET_S
-        # A clock that was set back goes on in the newest bucket.
         if not self._buckets or self._buckets[-1].at_s < start_s:
             self._buckets.append(Bucket(start_s))
         return self._buckets[-1]

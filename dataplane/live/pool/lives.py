@@ -266,9 +266,9 @@ class Lives:
     def evacuate(self, member: Member, way_out: Exit, seconds: float, reason: str) -> None:
         """Empty a worker within `seconds`, and launch another in its place."""
         member.stop_work()  # its drain
-        member.until_s, deadline_s = time.time() + seconds, time.monotonic() + seconds
+        member.until_s = time.monotonic() + seconds
         self._shut(member, LifeEvent.EVACUATE, f"must be empty within {seconds:.3g} s: {reason}")
-        member.task = self.tasks.spawn(self._evacuate(member, way_out, deadline_s, reason))
+        member.task = self.tasks.spawn(self._evacuate(member, way_out, member.until_s, reason))
 
     async def _evacuate(self, member: Member, way_out: Exit, deadline_s: float, reason: str) -> None:
         done = await way_out.evacuate(deadline_s, f"{member.worker} is evacuated: {reason}")

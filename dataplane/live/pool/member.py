@@ -192,8 +192,8 @@ class Loss:
 class Member:
     """A worker of the cluster, from the decision to launch it until it is gone.
 
-    `task`: the work that its state takes. `until_s`: when one that is evacuated must be empty (Unix time).
-    `replaces`: the lost worker in whose place it was launched.
+    `task`: the work that its state takes. `until_s`: when one that is evacuated must be empty (monotonic
+    clock). `replaces`: the lost worker in whose place it was launched.
     """
 
     worker: WorkerId

@@ -115,7 +115,7 @@ class WorkerPool(Roster):
         """Go on with what an adopted worker was leaving for."""
         if left.until_s is not None and left.life in (Life.EVACUATING, Life.EVACUATED):
             with suppress(BadInput):  # nowhere to go: it serves until it is gone
-                self.evacuate([member.worker], max(0.0, left.until_s - time.time()), left.reason)
+                self.evacuate([member.worker], max(0.0, left.until_s - time.monotonic()), left.reason)
         elif left.life in (Life.RETIRING, Life.RETIRED):
             self.lives.retire(member, left.reason)  # the rollout that goes on sees to its end
         elif left.life in (Life.DRAINING, Life.DRAINED):

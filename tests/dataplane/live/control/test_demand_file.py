@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Queue
@@ -91,6 +92,18 @@ def test_a_file_is_written_when_a_bin_closes_and_what_cannot_be_written_is_said(
     (tmp_path / "file").write_text("")
     DemandFile(tmp_path / "file" / "demand.json").write(state, 990.0)
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_clock_that_jumps_between_two_controllers_changes_no_forecast(tmp_path, monkeypatch, jump_s):
+    path, real = tmp_path / "demand.json", time.time
+    DemandFile(path).write(watch(Scaling(), 0.0, 100), 990.0)
+    still = DemandFile(path).read(SETTINGS, 1_000.0)
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    assert DemandFile(path).read(SETTINGS, 1_000.0) == still != Scaling()
+    # On a machine that has booted since, or another one, only the wall clock tells.
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"boot": "another"}))
+    assert (DemandFile(path).read(SETTINGS, 1_000.0) == still) == (jump_s < 0)
 
 
 @pytest.fixture

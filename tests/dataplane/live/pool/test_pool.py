@@ -1,6 +1,8 @@
 """Workers' lives on emulated engines: launched, drained, lost, replaced, and refused with a reason."""
 
 import asyncio
+import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -415,6 +417,23 @@ def test_a_worker_that_was_leaving_when_its_core_died_leaves(deaths, how):
         assert pool.host.stopped == [leaving]
         await until(lambda: len(names(pool)) == (2 if how == "drained" else 3))
         assert pool.wanted == len(names(pool))
+
+    deaths.played(story)
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_clock_that_jumps_while_a_core_dies_moves_no_deadline(deaths, monkeypatch, jump_s):
+    async def story():
+        front, pool = await deaths.core()
+        leaving = names(pool)[0]
+        pool.host.stop = pool.core.detach = lambda *_: asyncio.sleep(3600)  # it gets no further
+        pool.evacuate([leaving], 600.0, "its machine goes away")
+        await deaths.die()
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+        front, pool = await deaths.core()
+        said = next(e.reason for e in front.events if "must be empty" in e.reason)
+        assert 500.0 < float(re.search(r"within (\S+) s", said)[1]) <= 600.0
 
     deaths.played(story)
 
