@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from controlplane.perfmodel.profile import Profile
 
@@ -20,15 +21,13 @@ def times(profile: Profile, factor: float) -> Profile:
 
 def main() -> None:
     """Run the command line before such engines."""
-    from dataplane.live.emulated.segment import Noise  # vLLM is slow to import
-    from dataplane.live.pool import emulated_host
+    from dataplane.live.pool import emulated_host  # vLLM is slow to import
 
     factor = float(sys.argv.pop(1))
 
     class OtherHost(emulated_host.EmulatedHost):
-        def __init__(self, profiles: Mapping[str, Profile], max_model_len: int, noise: Noise) -> None:
-            truth = {kind: times(profile, factor) for kind, profile in profiles.items()}
-            super().__init__(truth, max_model_len, noise)
+        def __init__(self, profiles: Mapping[str, Profile], *rest: Any) -> None:
+            super().__init__({kind: times(profile, factor) for kind, profile in profiles.items()}, *rest)
 
     emulated_host.EmulatedHost = OtherHost  # type: ignore[misc]
     from tokenfleet.cli.main import main as tokenfleet

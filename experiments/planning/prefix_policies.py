@@ -51,14 +51,7 @@ BETWEEN = {"mooncake": (0.3, 32.0), "weka": (0.02, 8.0)}  # rates that are surel
 PAUSE_S, COPIES = 60.0, 6
 PRECISION = 1.015
 LOOK_S = 0.25
-FIELD = (
-    Policy.ROUND_ROBIN,
-    Policy.JSQ,
-    Policy.LEAST_PREFILL,
-    Policy.LONGEST_PREFIX,
-    Policy.LLM_D,
-    Policy.SGLANG,
-)
+FIELD = tuple(map(Policy, ("round-robin", "jsq", "least-prefill", "longest-prefix", "llm-d", "sglang")))
 ONE_CACHE = ("pooled", "ideal")
 WAYS = ("no cache", *FIELD, Policy.SPREAD, *ONE_CACHE)
 

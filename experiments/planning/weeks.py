@@ -20,9 +20,7 @@ trace as `--since 30d` does: wall time and peak memory of that.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import resource
 import subprocess
 import sys
@@ -41,6 +39,7 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.history.files import SCHEMA, HistoryLimits
+from experiments.lib.command import timed_plan
 from experiments.lib.held_out_windows import sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT, azure_hour
 from experiments.lib.results import bar, flags, show
@@ -102,30 +101,16 @@ def week(data: Path, requests: int, seed: int) -> dict[str, Any]:
             files.append(Path(folder) / f"day{day}.csv")
             frame.write_csv(files[-1], datetime_format="%Y-%m-%d %H:%M:%S%.6f")
         del workload, part, frame
-        command = [sys.executable, "-m", "tokenfleet", "plan", "--model", "llama-3.1-8b", "--slo", SLO_8B]
-        command += ["--gpu", "a100", "--gpu", "h100", "--tp", "1", "--format", "json", "--drop-too-long"]
-        began = time.perf_counter()
-        done = subprocess.run(
-            [*command, *(word for file in files for word in ("--trace", str(file)))],
-            stdout=subprocess.PIPE,
-            check=True,
-        )
-        wall_s = time.perf_counter() - began
-    plan = json.loads(done.stdout)
+        words = [word for file in files for word in ("--trace", str(file))]
+        words += ["--model", "llama-3.1-8b", "--slo", SLO_8B, "--drop-too-long"]
+        plan, row = timed_plan(*words, "--gpu", "a100", "--gpu", "h100", "--tp", "1")
     sampling = plan.get("sampling") or {}
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {
-        "requests": plan["inputs"]["requests"],
-        "answer": " + ".join(f"{g['workers']} x {g['gpu']} TP{g['tp_degree']}" for g in plan["fleet"]),
-        "wall_s": round(wall_s, 1),
-        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
-        "peak_gb": round(used.ru_maxrss / 1e6, 3),
+    return row | {
         "sampled": sampling.get("requests"),
         "sample says": sampling.get("attainment"),
         "at least": sampling.get("low"),
         "full replay": sampling.get("full_replay"),
         "added": sampling.get("added_workers"),
-        "cores": os.cpu_count(),
     }
 
 

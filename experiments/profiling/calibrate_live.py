@@ -29,6 +29,7 @@ from controlplane.perfmodel.uncertainty import draw_profile
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.made_requests import lengths
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
 from experiments.profiling.learned_profile import errors, noise
@@ -38,7 +39,7 @@ from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles
 
 RATE_RPS, SWING, PERIOD_S = 1.2, 0.8, 75.0  # a third of what the engine carries here, so that no queue builds
-PROMPT, OUTPUT, SPREAD = 150.0, 40.0, 0.7
+LENGTHS = (150.0, 0.7, 2, 1500), (40.0, 0.7, 2, 1500)
 MINUTES, WINDOW_S = (2.0, 4.0, 8.0, 15.0), 60.0
 QUICK_MINUTES, QUICK_WINDOW_S = (1.0, 2.0, 4.0, 6.0), 15.0
 WINDOWS = 10
@@ -55,11 +56,7 @@ def traffic(seconds: float, seed: int) -> Workload:
     at = np.cumsum(rng.exponential(1 / most, int(3 * most * seconds)))
     rate = RATE_RPS * (1 + SWING * np.sin(2 * np.pi * at / PERIOD_S))
     at = at[(at < seconds) & (rng.uniform(0, most, len(at)) < rate)]
-    sizes = [
-        np.clip(np.round(m * np.exp(SPREAD * rng.standard_normal(len(at)))), 2, 1500).astype(np.int64)
-        for m in (PROMPT, OUTPUT)
-    ]
-    return Workload(at, *sizes)
+    return Workload(at, *lengths(len(at), rng, *LENGTHS))
 
 
 def served(minutes: Sequence[float], window_s: float, seed: int) -> dict[str, Any]:

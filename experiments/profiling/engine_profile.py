@@ -21,7 +21,6 @@ then that at the run's mean speed). The rows `as measured` are without.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -33,7 +32,7 @@ from numpy.typing import NDArray
 
 from controlplane.perfmodel.fit import fit_step
 from controlplane.perfmodel.samples import StepSamples, by_point
-from experiments.lib.public_data import ROOT
+from experiments.lib.command import tokenfleet
 from experiments.lib.results import bar, flags, show
 from harness.served import tiny_model
 from tokenfleet.profiles.diagnostics import HostSpeed, form_of
@@ -47,13 +46,12 @@ WORK = ("prefill_tokens", "sequences", "prefill_sum_sq")
 
 def measured(out: Path, budget: str, quick: bool, clock: str) -> None:
     """Run `tokenfleet profile` on the tiny model, or go on with what is there."""
-    run = [sys.executable, "-m", "tokenfleet", "profile"]
     with tiny_model() as model:
-        command = [*run, "--model", str(model), "--output", str(out), "--clock", clock, "--cores", "0"]
+        command = ["profile", "--model", str(model), "--output", str(out), "--clock", clock, "--cores", "0"]
         command += ["--budget", budget]
         command += ["--points", "18", "--repeats", "2"] if quick else ["--repeats", str(VISITS)]
         command += ["--", *ENGINE, "--kv-cache-memory-bytes", str(256 << 20)]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        tokenfleet(*command)
 
 
 def columns_of(table: pl.DataFrame) -> tuple[StepSamples, list[str], list[str]]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -209,23 +210,9 @@ class InOrder(set[str]):
         self.names.append(name)
 
 
-UNLIKE = (
-    "requests cached otherwise",
-    "requests loaded otherwise",
-    "preempted otherwise",
-    "steps planned otherwise",
-    "host memory otherwise",
-    "evicted otherwise",
-)
-
-
 def compared(size: str, cases: int, seed: int) -> dict[str, Any]:
     """All cases of one size: what they did, and how much of it was not the same."""
-    row: dict[str, Any] = {"size": size, "cases": cases}
-    counts = dict.fromkeys(
-        ("requests", "steps", "preemptions", "evicted from host", "loaded tokens", "cached tokens"), 0
-    )
-    unlike = dict.fromkeys(UNLIKE, 0)
+    found: Counter[str] = Counter()
     for number in range(cases):
         profile, workload, texts = case(seed, size, number)
         rng = np.random.default_rng([seed, number, 7])
@@ -236,24 +223,27 @@ def compared(size: str, cases: int, seed: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             vllm = OffloadingVllm(profile, Path(folder), room, block_s).serve(workload, texts)
         simulated = ours(profile, workload)
-        counts["requests"] += len(workload)
-        counts["steps"] += len(vllm.steps)
-        counts["preemptions"] += sum(vllm.preemptions)
-        counts["evicted from host"] += vllm.evicted
-        counts["loaded tokens"] += sum(vllm.loaded)
-        counts["cached tokens"] += sum(vllm.cached)
-        for what, of_ours, theirs in (
-            ("requests cached otherwise", simulated.cached, vllm.cached),
-            ("requests loaded otherwise", simulated.loaded, vllm.loaded),
-            ("preempted otherwise", simulated.preemptions, vllm.preemptions),
-        ):
-            unlike[what] += sum(a != b for a, b in zip(of_ours, theirs, strict=True))
         pairs = zip(simulated.steps, vllm.steps, strict=False)
         same = sum(list(a.items()) == list(b.items()) for a, b in pairs)
-        unlike["steps planned otherwise"] += max(len(simulated.steps), len(vllm.steps)) - same
-        unlike["host memory otherwise"] += simulated.in_host != vllm.in_host
-        unlike["evicted otherwise"] += simulated.evicted != vllm.evicted
-    return row | counts | unlike
+        found.update({
+            "requests": len(workload),
+            "steps": len(vllm.steps),
+            "preemptions": sum(vllm.preemptions),
+            "evicted from host": vllm.evicted,
+            "loaded tokens": sum(vllm.loaded),
+            "cached tokens": sum(vllm.cached),
+            "requests cached otherwise": unlike(simulated.cached, vllm.cached),
+            "requests loaded otherwise": unlike(simulated.loaded, vllm.loaded),
+            "preempted otherwise": unlike(simulated.preemptions, vllm.preemptions),
+            "steps planned otherwise": max(len(simulated.steps), len(vllm.steps)) - same,
+            "host memory otherwise": simulated.in_host != vllm.in_host,
+            "evicted otherwise": simulated.evicted != vllm.evicted,
+        })  # fmt: skip
+    return {"size": size, "cases": cases} | found
+
+
+def unlike(ours: list[int], theirs: list[int]) -> int:
+    return sum(a != b for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> int:
@@ -261,7 +251,7 @@ def main() -> int:
     # Read when vLLM is imported.
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_LOGGING_STREAM="ext://sys.stderr")
     rows = [compared(size, QUICK if asked.quick else CASES, asked.seed) for size in SIZES]
-    bars = {what: bar(sum(row[what] for row in rows), 0) for what in UNLIKE}
+    bars = {what: bar(sum(row[what] for row in rows), 0) for what in rows[0] if what.endswith("otherwise")}
     for what in ("preemptions", "evicted from host", "loaded tokens"):
         bars[f"{what}, or nothing is compared"] = bar(sum(row[what] for row in rows), 1, at_least=True)
     return show("host_tier_exactness", rows, bars, asked)

@@ -30,7 +30,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.refit import Refit
 from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
-from controlplane.workload import Workload
+from experiments.lib.made_requests import poisson
 from experiments.lib.results import bar, flags, show
 from harness.served import ENGINE_FLAGS, fleet, tiny_model
 from tokenfleet.compare.replay import replay, served_model
@@ -41,20 +41,9 @@ from tokenfleet.profiles.library import find_profiles
 STEPS, QUICK_STEPS = 500, 100
 KIND = "TP1"
 RATE_RPS = {"vllm": 1.5, "emulated": 6.0}  # a worker
-PROMPT, OUTPUT, SPREAD = 120.0, 24.0, 0.6
+LENGTHS = (120.0, 0.6, 2, 1500), (24.0, 0.6, 2, 1500)
 MOST_S, MOST_ERROR = 30.0, 0.08
 NAMES = ("prefill_tokens", "sequences", "context_tokens", "prefill_sum_sq")
-
-
-def trace(rate_rps: float, requests: int, seed: int) -> Workload:
-    """Poisson arrivals and log-normal lengths."""
-    rng = np.random.default_rng(seed)
-    arrival = np.cumsum(rng.exponential(1 / rate_rps, requests))
-    prompt, output = (
-        np.clip(np.round(m * np.exp(SPREAD * rng.standard_normal(requests))), 2, 1500).astype(np.int64)
-        for m in (PROMPT, OUTPUT)
-    )
-    return Workload(arrival, prompt, output)
 
 
 def real(steps: int, seed: int, workers: int) -> dict[str, Any]:
@@ -64,7 +53,7 @@ def real(steps: int, seed: int, workers: int) -> dict[str, Any]:
         data = ("--data", str(model.parent / "data"))
         with fleet(model, "--workers", str(workers), *data, engine_flags=ENGINE_FLAGS[:-2]) as server:
             view = server.ask("GET", "/v1/fleet")
-            workload = trace(workers * RATE_RPS["vllm"], max(30, steps // 10), seed)
+            workload = poisson(workers * RATE_RPS["vllm"], max(30, steps // 10), seed, *LENGTHS)
 
             async def serve() -> None:
                 await replay(workload, await served_model(server.gateway, None), np.random.default_rng(seed))
@@ -98,7 +87,7 @@ async def _emulated(steps: int, seed: int, workers: int) -> dict[str, Any]:
     first = [engine.steps()[0] for engine in engines]
     bare = BareFleet(engines)
     rng = np.random.default_rng(seed)
-    workload = trace(workers * RATE_RPS["emulated"], max(30, steps // 5), seed)
+    workload = poisson(workers * RATE_RPS["emulated"], max(30, steps // 5), seed, *LENGTHS)
     begun = asyncio.get_running_loop().time()
     streams = []
     for i in range(len(workload)):

@@ -2,16 +2,15 @@
 
     python experiments/profiling/perf_models.py [--quick] [--format table|json]
 
-Five kinds of points:
+Four kinds of points:
 
-  2023        Splitwise's measured prompt and token times, one set per (model, GPU, TP): each interior point
-              is predicted by a fit without it, the choice of terms included; points alone at the end of the
-              range are always learned from. `sweeps_apart`: how far one of its sweeps was from the others, at
-              the batch they share, before it was put at their level (measured_profiles.py)
-  grid        aiconfigurator's grids over measured operations: every other point is held out
-  log         the real vLLM 0.19 log: fitted on even requests, judged on odd ones
-  all-reduce  Vidur's measured all-reduces: every other size is held out from the table
-  Eq 5        the library's profiles: each TP degree from the two nearest ones
+  2023  Splitwise's measured prompt and token times, one set per (model, GPU, TP): each interior point
+        is predicted by a fit without it, the choice of terms included; points alone at the end of the
+        range are always learned from. `sweeps_apart`: how far one of its sweeps was from the others, at
+        the batch they share, before it was put at their level (measured_profiles.py)
+  grid  aiconfigurator's grids over measured operations: every other point is held out
+  log   the real vLLM 0.19 log: fitted on even requests, judged on odd ones
+  Eq 5  the library's profiles: each TP degree from the two nearest ones
 
 The bar is on the mean of each measured set (2023 and log); grids are predictions of another model and are
 shown beside. Maxima are stated.
@@ -19,7 +18,6 @@ shown beside. Maxima are stated.
 
 from __future__ import annotations
 
-import csv
 import sys
 from typing import Any
 
@@ -47,11 +45,9 @@ from experiments.lib.published_models import (
     grid_samples,
 )
 from experiments.lib.results import bar, flags, show
-from experiments.lib.tensor_parallel import all_reduce_table
 from tokenfleet.profiles.library import library
 
 MEAN_BAR = 0.04
-VIDUR = {"a100_dgx": (2, 4, 8), "a100_pairwise_nvlink": (2, 4), "h100_dgx": (2, 4, 8)}
 
 
 def measured_2023(data: Any) -> list[dict[str, Any]]:
@@ -119,28 +115,6 @@ def log(data: Any) -> list[dict[str, Any]]:
     ]
 
 
-def all_reduce(data: Any) -> list[dict[str, Any]]:
-    rows = []
-    for topology, degrees in VIDUR.items():
-        with (data / "vidur_network" / f"{topology}.csv").open(encoding="utf-8", newline="") as file:
-            # One node only: a collective over several is another topology.
-            kept = [r for r in csv.DictReader(file) if r["num_workers"] == r["devices_per_node"]]
-        n = np.array([int(r["num_workers"]) for r in kept])
-        size = np.array([float(r["size"]) for r in kept])
-        seconds = np.array([float(r["time_stats.all_reduce.median"]) for r in kept]) / 1e3
-        sizes = np.unique(size)
-        held = np.isin(size, sizes[1:-1:2])
-        table = all_reduce_table(topology, n[~held], size[~held], seconds[~held])
-        for degree in degrees:
-            mine = held & (n == degree)
-            error = np.abs(table.time_s(size[mine], degree) / seconds[mine] - 1)
-            rows.append(
-                _row("all-reduce", f"{topology} TP{degree}", int(mine.sum()))
-                | {"held_out_mean": float(error.mean()), "held_out_max": float(error.max())}
-            )
-    return rows
-
-
 def degrees_left_out() -> list[dict[str, Any]]:
     """Eq 5 (`perfmodel.degrees`) on the library: each TP degree from the two nearest, where that is asked.
 
@@ -185,12 +159,11 @@ def _row(kind: str, what: str, points: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    asked = flags(__doc__, SPLITWISE_TABLE, "aic_grid", "vidur_network", REQUEST_LOG).parse_args()
+    asked = flags(__doc__, SPLITWISE_TABLE, "aic_grid", REQUEST_LOG).parse_args()
     rows = [
         *measured_2023(asked.data),
         *([] if asked.quick else log(asked.data)),
         *grids(asked.data, asked.quick),
-        *all_reduce(asked.data),
         *degrees_left_out(),
     ]
     measured = [row for row in rows if row["kind"] in ("2023", "log")]

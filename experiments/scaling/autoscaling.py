@@ -34,7 +34,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from controlplane.control import Settings, State, tick
@@ -62,7 +61,6 @@ from experiments.lib.autoscaling import (
 from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
-from experiments.lib.resume import Parts
 from tokenfleet.advise.advice import AdviceSettings
 from tokenfleet.advise.followers import BASELINES, RAY_SERVE
 from tokenfleet.advise.replay import ADVICE, ReplayedDay
@@ -190,40 +188,21 @@ def hired_s(column: Iterable[Run]) -> float:
     return sum(one.worker_s for one in column)
 
 
-@dataclass(frozen=True)
-class Hours:
-    """Which part of which series: all that `piece` needs to know, in any process."""
-
-    data: Path
-    name: str
-    day: int
-    from_h: float
-    hours: float
-    mean_rps: float
-    seed: int
-    line: tuple[float, float]
-    quick: bool
-    advice: bool
-
-
-def piece(asked: Hours, parts: Parts) -> list[Run]:
-    """The runs of one part; none where nothing arrived."""
-    told = (
-        f"{asked.name} {asked.mean_rps:g}rps day{asked.day} {asked.from_h:g}h {asked.hours:g}h {asked.seed}"
-    )
+def piece(of: tuple[str, int, float], asked: argparse.Namespace, line: tuple[float, float]) -> list[Run]:
+    """The runs of a part of a series: its name, the day, and its first hour; none where nothing arrived."""
+    (name, day, from_h), hours = of, 1.0 if asked.quick or asked.days else asked.hours
+    told = f"{name} {asked.mean_rps:g}rps day{day} {from_h:g}h {hours:g}h {asked.seed}"
 
     def work() -> list[dict[str, Any]]:
         lengths = sharegpt(asked.data)
-        drawn = asked.mean_rps, asked.hours, asked.seed, asked.day, asked.from_h
-        traffic = servegen(asked.data, asked.name, lengths, *drawn)
+        traffic = servegen(asked.data, name, lengths, asked.mean_rps, hours, asked.seed, day, from_h)
         if not len(traffic.workload):
             return []
-        found = advised_runs(traffic) if asked.advice else runs(traffic, lengths, asked.line, asked.quick)
+        found = advised_runs(traffic) if asked.advice else runs(traffic, lengths, line, asked.quick)
         return [asdict(one) for one in found]
 
-    return [
-        Run(**one) for one in parts.part(f"{told}{' quick' * asked.quick}{' advice' * asked.advice}", work)
-    ]
+    kept = asked.resume.part(f"{told}{' quick' * asked.quick}{' advice' * asked.advice}", work)
+    return [Run(**one) for one in kept]
 
 
 def pieces(asked: argparse.Namespace, line: tuple[float, float]) -> Iterator[tuple[str, list[list[Run]]]]:
@@ -234,15 +213,8 @@ def pieces(asked: argparse.Namespace, line: tuple[float, float]) -> Iterator[tup
         if asked.days
         else [(asked.day, 6.0)]
     )
-    hours = 1.0 if asked.quick or asked.days else asked.hours
-    parts = [
-        Hours(
-            asked.data, name, day, from_h, hours, asked.mean_rps, asked.seed, line, asked.quick, asked.advice
-        )
-        for name in names
-        for day, from_h in days
-    ]
-    work = partial(piece, parts=asked.resume)
+    parts = [(name, *of_day) for name in names for of_day in days]
+    work = partial(piece, asked=asked, line=line)
     with ProcessPoolExecutor(min(asked.jobs, len(parts)), get_context("spawn")) as processes:
         found = list(processes.map(work, parts))
     for at, name in enumerate(names):

@@ -49,7 +49,7 @@ from experiments.lib.other_engines import times
 from experiments.lib.public_data import SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
 from harness.served import Server, Stream, fleet, session, stream, tiny_model
-from tokenfleet.advise.hindsight import WINDOW_S, Schedule
+from tokenfleet.advise.hindsight import WINDOW_S
 from tokenfleet.profiles.library import library_folder
 
 WRONG = (1 / 1.3, 1.0, 1.3)
@@ -67,10 +67,6 @@ def paid_s(changes: list[tuple[float, int]], from_s: float, end_s: float) -> flo
     )
 
 
-def clairvoyant_s(counts: Schedule, end_s: float) -> float:
-    return paid_s(counts, SETTLED_S, end_s)
-
-
 def simulated(asked: argparse.Namespace, lengths: Lengths) -> Iterator[dict[str, Any]]:
     for day in [int(day) for day in asked.days.split(",")][: 1 if asked.quick else None]:
         hours = 0.5 if asked.quick else 2.0
@@ -79,7 +75,7 @@ def simulated(asked: argparse.Namespace, lengths: Lengths) -> Iterator[dict[str,
         end_s = float(traffic.workload.arrival_s[-1])
         known = bench.hindsight()
         fewest = asked.resume.part(f"{day} {hours} fewest", lambda: known.fewest()[0])  # noqa: B023
-        least_s = clairvoyant_s(list(zip(known.starts, fewest, strict=True)), end_s)
+        least_s = paid_s(list(zip(known.starts, fewest, strict=True)), SETTLED_S, end_s)
         for wrong in WRONG:
             line = asked.resume.part(
                 f"line {wrong:.3f}",
@@ -90,16 +86,20 @@ def simulated(asked: argparse.Namespace, lengths: Lengths) -> Iterator[dict[str,
                     f"{day} {hours} {wrong:.3f} {loop}",
                     lambda: one_run(bench, lengths, line, wrong, loop, asked.seed),  # noqa: B023
                 )
-                late = told["late"]
-                yield {
-                    "what": f"simulated, day {day}",
-                    "steps believed": f"× {wrong:.2f}",
-                    "loop": loop,
-                    "attainment": round(told["attainment"], 4),
-                    "of clairvoyant": round(told["paid_s"] / least_s, 3),
-                    "late, by 10 min": " ".join(f"{share:.1%}" for share in late),
-                    "factors": " ".join(f"{factor:.2f}" for factor in told["factors"]),
-                }
+                factors = " ".join(f"{factor:.2f}" for factor in told["factors"])
+                yield row(f"simulated, day {day}", wrong, loop, told | {"least_s": least_s}, factors)
+
+
+def row(what: str, believed: float, loop: str, told: dict[str, Any], factors: str) -> dict[str, Any]:
+    return {
+        "what": what,
+        "steps believed": f"× {believed:.2f}",
+        "loop": loop,
+        "attainment": round(told["attainment"], 4),
+        "of clairvoyant": round(told["paid_s"] / told["least_s"], 3),
+        "late, by 10 min": " ".join(f"{share:.1%}" for share in told["late"]),
+        "factors": factors,
+    }
 
 
 def believed_line(lengths: Lengths, wrong: float, seed: int) -> tuple[float, float]:
@@ -230,25 +230,16 @@ def run(asked: argparse.Namespace) -> int:
                 f"live {slower:.3f} {asked.minutes:g}",
                 lambda: live(asked, lengths, slower),  # noqa: B023
             )
-            table.append(
-                {
-                    "what": f"live, {asked.minutes:g} min",
-                    "steps believed": f"× {1 / slower:.2f}",
-                    "loop": "closed",
-                    "attainment": round(told["attainment"], 4),
-                    "of clairvoyant": round(told["paid_s"] / told["least_s"], 3),
-                    "late, by 10 min": " ".join(f"{share:.1%}" for share in told["late"]),
-                    "factors": f"refit {told['slowdown']:.2f}; workers {told['workers']}",
-                }
-            )
+            factors = f"refit {told['slowdown']:.2f}; workers {told['workers']}"
+            table.append(row(f"live, {asked.minutes:g} min", 1 / slower, "closed", told, factors))
     else:
         table += simulated(asked, lengths)
     bars = {}
-    for row in table:
-        if row["loop"] == "closed":
-            name = f"{row['what']}, {row['steps believed']}"
-            bars[f"{name}: attainment after 10 minutes"] = bar(row["attainment"], TARGET, at_least=True)
-            bars[f"{name}: worker-hours over the clairvoyant's"] = bar(row["of clairvoyant"], 1.10)
+    for one in table:
+        if one["loop"] == "closed":
+            name = f"{one['what']}, {one['steps believed']}"
+            bars[f"{name}: attainment after 10 minutes"] = bar(one["attainment"], TARGET, at_least=True)
+            bars[f"{name}: worker-hours over the clairvoyant's"] = bar(one["of clairvoyant"], 1.10)
     return show("closed loop", table, bars, asked)
 
 

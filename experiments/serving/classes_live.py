@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +35,7 @@ import numpy as np
 from controlplane.types import SloClass
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.command import timed_plan, tokenfleet
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
 from experiments.planning.classes import SHARES, dealt, slos
@@ -45,7 +45,8 @@ from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces import read_trace
 
 TRACE = ROOT / "examples" / "sample_trace.csv"
-MODEL, GPU, TP = "llama-3.1-70b", "a100", "4"
+MODEL = "llama-3.1-70b"
+MODEL_FLAGS = ("--model", MODEL, "--gpu", "a100", "--tp", "4")
 PLANNED_MIN, SENT_MIN, QUICK_MIN = (15, 30), (20.0, 21.4), (20.0, 20.5)
 SCALE = 0.3  # of the trace's rate, that plans are made for
 NEAR = 2.0  # times as many late as may be, of the class that misses most
@@ -54,11 +55,6 @@ WITHIN = 0.02
 BY_LOAD = "jsq"
 LAST_ID = 1000  # of tokens sent; any vocabulary has them
 WAYS = ("header", "field", "key")
-
-
-def tokenfleet(*words: str) -> str:
-    run = [sys.executable, "-m", "tokenfleet", *words]
-    return subprocess.run(run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def classed(classes: str, seed: int) -> Workload:
@@ -83,21 +79,9 @@ def planned(classes: str, seed: int) -> dict[str, Any]:
     """The plan's JSON."""
     with tempfile.TemporaryDirectory(prefix="tokenfleet-") as folder:
         trace = written(classed(classes, seed), Path(folder) / "trace.csv")
-        words = [
-            "plan",
-            "--trace",
-            str(trace),
-            "--model",
-            MODEL,
-            "--gpu",
-            GPU,
-            "--tp",
-            TP,
-            *asked_of(classes),
-        ]
-        words += ["--confidence", "0.8", "--window", "{}m..{}m".format(*PLANNED_MIN), "--format", "json"]
-        made: dict[str, Any] = json.loads(tokenfleet(*words, "--rate-scale", repr(SCALE)))
-    return made
+        words = ["--confidence", "0.8", "--window", "{}m..{}m".format(*PLANNED_MIN)]
+        words += ["--trace", str(trace), *MODEL_FLAGS, *asked_of(classes), "--rate-scale", repr(SCALE)]
+        return timed_plan(*words)[0]
 
 
 def near_its_limit(plan: PlanFile, load: Workload) -> float:
@@ -179,14 +163,9 @@ def served(document: dict[str, Any], load: Workload, seed: int, policy: str) -> 
         row = load.take(order)
         as_sent = replace(row, arrival_s=begun_s[order] - begun_s.min())
         write_profile(group.worker_type.profile, folder / "profile.yaml")
-        words = [
-            "simulate",
-            "--trace",
-            str(written(as_sent, folder / "sent.csv")),
-            "--workers",
-            str(plan.workers),
-        ]
-        words += ["--profile", str(folder / "profile.yaml"), "--policy", policy, "--format", "json"]
+        words = ["simulate", "--trace", str(written(as_sent, folder / "sent.csv"))]
+        words += ["--workers", str(plan.workers), "--profile", str(folder / "profile.yaml")]
+        words += ["--policy", policy, "--format", "json"]
         slo = [
             f"{c.name}:ttft={c.slo.ttft_s!r}s,tpot={c.slo.tpot_s!r}s,attainment={c.attainment}"
             for c in classes

@@ -9,8 +9,10 @@ two vLLM workers that must be empty within 15 s, each stream compared with its u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
+from urllib.error import HTTPError
 
 import numpy as np
 
@@ -18,7 +20,18 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo, WorkerId
 from controlplane.worker_type import WorkerGroup, WorkerType
+from dataplane.live.emulated.segment import Noise
+from dataplane.live.gateway.events import EventLog
+from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
+from dataplane.live.gateway.metrics import Metrics
+from dataplane.live.gateway.request import CURRENT_TICKET
+from dataplane.live.ledger.placement import Placement
+from dataplane.live.ledger.request import Ticket
+from dataplane.live.pool.emulated_host import EmulatedHost
+from dataplane.live.pool.fleet_types import FleetTypes
+from dataplane.live.pool.pool import WorkerPool
 from experiments.lib.results import bar, flags, show
+from harness.bare_fleet import token_request
 from harness.served import ENGINE_FLAGS, Server, Stream, begun, fleet, session, stream, tiny_model
 from tokenfleet.profiles.library import find_profiles
 
@@ -30,57 +43,17 @@ FAST = 25.0  # emulated engines run so many times faster than life before and af
 REAL_FLAGS = (*ENGINE_FLAGS[:2], "--max-model-len", "8192", "--kv-cache-memory-bytes", str(900 << 20))
 
 
-class Host:
-    """Launches emulated engines on one fabric."""
-
-    def __init__(self) -> None:
-        from dataplane.live.emulated.engine import EmulatedEngine, Fabric
-
-        self.fabric = Fabric(speed=FAST)
-        self.profile = find_profiles("llama-3.1-8b", ["h200-sxm"], [1])[0]
-        self._make: Callable[..., Any] = EmulatedEngine
-        self.engines: dict[WorkerId, Any] = {}
-
-    async def launch(self, worker: WorkerId, *_: object) -> Any:
-        engine = self._make(worker, self.profile, self.fabric, max_model_len=65536)
-        self.engines[worker] = engine
-        return engine
-
-    async def notices(self, source: str | None) -> dict[WorkerId, Any]:
-        return {}
-
-    def room(self, kind: str) -> str | None:
-        return None
-
-    async def stop(self, worker: WorkerId) -> None:
-        engine = self.engines.pop(worker, None)
-        if engine is not None:
-            await engine.close()
-
-    async def is_healthy(self, worker: WorkerId) -> bool:
-        return worker not in self.engines or not self.engines[worker].is_lost
-
-    async def close(self) -> None:
-        for worker in tuple(self.engines):
-            await self.stop(worker)
-
-
 class Fleet:
     """Four emulated workers behind a FleetCore, and every stream's tokens and end."""
 
     def __init__(self) -> None:
-        from dataplane.live.gateway.events import EventLog
-        from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
-        from dataplane.live.gateway.metrics import Metrics
-        from dataplane.live.ledger.placement import Placement
-        from dataplane.live.pool.fleet_types import FleetTypes
-        from dataplane.live.pool.pool import WorkerPool
-
-        self.host, self.events = Host(), EventLog()
+        types, self.events = FleetTypes([WorkerGroup(WorkerType(None), 4)]), EventLog()
+        profile = find_profiles("llama-3.1-8b", ["h200-sxm"], [1])[0]
+        self.host = EmulatedHost({types.only(): profile}, 65536, Noise())
+        self.host.fabric.speed = FAST
         placement = Placement({}, 8, LengthTable.constant(TOKENS), np.random.default_rng(0))
         settings = CoreSettings(8, SLO, QueueSettings())
         self.core = FleetCore(settings, placement, Metrics(), self.events, lambda _: TOKENS)
-        types = FleetTypes([WorkerGroup(WorkerType(None), 4)])
         self.pool = WorkerPool(self.host, self.core, 8, types)
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
@@ -95,10 +68,6 @@ class Fleet:
 
     async def begin(self, prompts: dict[str, list[int]]) -> None:
         """Start every stream on w0, and return once all decode."""
-        from dataplane.live.gateway.request import CURRENT_TICKET
-        from dataplane.live.ledger.request import Ticket
-        from harness.bare_fleet import token_request
-
         others = [at.worker for at in self.core.attached() if at.worker != W0]
         for worker in others:
             self.core.set_open(worker, False)
@@ -118,8 +87,6 @@ class Fleet:
 
 async def emulated_round(seed: int) -> dict[str, Any]:
     """One evacuation of emulated streams."""
-    from dataplane.live.emulated.segment import Noise
-
     rng = np.random.default_rng(seed)
     prompts = {f"r{i}": rng.integers(1, 2000, PROMPT_TOKENS).tolist() for i in range(STREAMS)}
     one = Fleet()
@@ -162,7 +129,7 @@ async def real_round(
                 break
             for r in away[:2]:
                 order = {"request_id": r["request_id"], "target": leaving}
-                with _refusals():
+                with suppress(HTTPError):  # too late, or while a move goes on
                     await ask(server.ask, "POST", "/v1/migrations", order)
             await asyncio.sleep(0.2)
         await ask(server.ask, "POST", f"/v1/workers/{leaving}/evacuate", {"deadline_s": REAL_SECONDS})
@@ -177,37 +144,28 @@ async def real_round(
     return row | {"on it": len(requests), "worst gap_s": max(s.worst_gap_s for s in got)}
 
 
-def _refusals() -> Any:
-    """An order that comes too late, or while a move goes on, is refused."""
-    from contextlib import suppress
-    from urllib.error import HTTPError
-
-    return suppress(HTTPError)
-
-
 def _evacuated(view: dict[str, Any], worker: str) -> dict[str, Any] | None:
     decisions = view["decisions"]
     return next((d for d in decisions if d["kind"] == "evacuated" and d["worker"] == worker), None)
 
 
-async def real_rounds(server: Server, asked: Any, rounds: int) -> list[dict[str, Any]]:
+def real_rounds(server: Server, asked: Any) -> list[dict[str, Any]]:
     """Rounds one after another, each once the fleet is whole again."""
     rng = np.random.default_rng(asked.seed)
     bodies = [
         {"prompt": rng.integers(5, 2000, int(n)).tolist(), "max_tokens": REAL_TOKENS}
         for n in rng.integers(2000, 6000, REAL_STREAMS)
     ]
-    expected = asked.resume.read("expected")
-    if expected is None:
+
+    async def undisturbed() -> list[Any]:
         async with session() as http:
             got = await asyncio.gather(*(stream(http, server.gateway, body) for body in bodies))
-        expected = asked.resume.write("expected", [list(s.content) for s in got])
+        return [list(s.content) for s in got]
+
+    expected = asked.resume.part("expected", lambda: asyncio.run(undisturbed()))
     wanted = [tuple(content) for content in expected]
-    rows = []
-    for number in range(rounds):
-        row = asked.resume.read(f"real {number}")
-        rows.append(row or asked.resume.write(f"real {number}", await real_round(server, bodies, wanted)))
-    return rows
+    one = partial(real_round, server, bodies, wanted)
+    return [asked.resume.part(f"real {n}", lambda: asyncio.run(one())) for n in range(asked.real)]
 
 
 def main() -> int:
@@ -219,12 +177,12 @@ def main() -> int:
         asked.resume.part(f"emulated {n}", lambda n=n: asyncio.run(emulated_round(asked.seed + n)))
         for n in range(2 if asked.quick else asked.rounds)
     ]
-    real = 0 if asked.quick else asked.real
-    if any(asked.resume.read(f"real {n}") is None for n in range(real)):
-        with tiny_model() as model, fleet(model, "--workers", "2", engine_flags=REAL_FLAGS) as server:
-            rows += asyncio.run(real_rounds(server, asked, real))
+    asked.real *= not asked.quick
+    if all(asked.resume.read(f"real {n}") for n in range(asked.real)):
+        rows += [asked.resume.read(f"real {n}") for n in range(asked.real)]
     else:
-        rows += [asked.resume.read(f"real {n}") for n in range(real)]
+        with tiny_model() as model, fleet(model, "--workers", "2", engine_flags=REAL_FLAGS) as server:
+            rows += real_rounds(server, asked)
     bars = {
         "streams lost": bar(sum(row["lost"] for row in rows), 0),
         "streams with lost or repeated tokens": bar(sum(row["wrong"] for row in rows), 0),

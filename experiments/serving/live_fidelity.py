@@ -19,7 +19,6 @@ the rows `one half to the other` show it: the same replay, cut once.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -34,6 +33,8 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.command import tokenfleet
+from experiments.lib.made_requests import poisson
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
 from harness.served import fleet, tiny_model
@@ -46,7 +47,7 @@ from tokenfleet.texts import parse_slo
 REQUESTS, QUICK_REQUESTS = 550, 80
 RATE_RPS = 3.0
 STRETCH_S = 20.0
-PROMPT, OUTPUT, SPREAD = 120.0, 24.0, 0.6  # medians, and the standard deviation of their logarithms
+LENGTHS = (120.0, 0.6, 2, 1500), (24.0, 0.6, 2, 1500)
 Columns = NDArray[np.float64]
 SLO = "ttft=1s,tpot=60ms"
 MADE = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
@@ -54,28 +55,15 @@ POLICY = "least-kv"  # a fleet without known step times places by KV alone
 KV_TOKENS = (256 << 20) // 2048  # served.ENGINE_FLAGS; 4 layers, 2 heads of 32, keys and values in float32
 
 
-def trace(path: Path, requests: int, rng: np.random.Generator) -> None:
-    """A plain trace."""
-    arrival = np.cumsum(rng.exponential(1 / RATE_RPS, requests))
-    lengths = [
-        np.clip(np.round(m * np.exp(SPREAD * rng.standard_normal(requests))), 2, 1500)
-        for m in (PROMPT, OUTPUT)
-    ]
-    rows = [f"{t:.4f},{p:.0f},{o:.0f}" for t, p, o in zip(arrival, *lengths, strict=True)]
-    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
-
-
-def tokenfleet(*words: str) -> str:
-    run = [sys.executable, "-m", "tokenfleet"]
-    return subprocess.run([*run, *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
 def replayed(requests: int, seed: int) -> dict[str, str]:
     """The requests and the steps of one replay, as the CSV that `compare` and `serve` write."""
     with tempfile.TemporaryDirectory(prefix="tokenfleet-") as name, tiny_model() as model:
         folder = Path(name)
         path = folder / "trace.csv"
-        trace(path, requests, np.random.default_rng(seed))
+        made = poisson(RATE_RPS, requests, seed, *LENGTHS)
+        columns = zip(made.arrival_s, made.prompt_tokens, made.output_tokens, strict=True)
+        rows = [f"{t:.4f},{p},{o}" for t, p, o in columns]
+        path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
         with fleet(model, "--workers", "2", "--data", str(folder / "data")) as server:
             words = ["compare", "--trace", str(path), "--endpoint", server.gateway]
             # Any profile will do here: the simulations that count come later.

@@ -45,6 +45,7 @@ from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
 from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.made_requests import poisson
 from experiments.lib.results import bar, flags, show
 from experiments.profiling.learned_profile import noise
 from harness.served import ENGINE_FLAGS, Server, fleet, tiny_model
@@ -59,25 +60,10 @@ WORKERS = 2
 LINK = KvLink(2e9)
 REQUESTS, QUICK_REQUESTS = 240, 60  # of each seed
 CHOSEN_ON, JUDGED = 99, (0, 1, 2)
-PROMPT, OUTPUT = 150.0, 12.0  # medians
-PROMPT_SPREAD, OUTPUT_SPREAD = 0.9, 0.4  # standard deviations of their logarithms
-LONGEST = 1500
+LENGTHS = (150.0, 0.9, 4, 1500), (12.0, 0.4, 2, 200)
 TTFT_TIMES, TPOT_TIMES = 5.0, 4.0
 WANTED = 0.97
 BATCH = ("prefill_tokens", "sequences", "context_tokens", "prefill_sum_sq")
-
-
-def trace(rate_rps: float, requests: int, seed: int) -> Workload:
-    """Poisson arrivals and log-normal lengths."""
-    rng = np.random.default_rng(seed)
-    arrival = np.cumsum(rng.exponential(1 / rate_rps, requests))
-    prompt = np.exp(np.log(PROMPT) + PROMPT_SPREAD * rng.standard_normal(requests))
-    output = np.exp(np.log(OUTPUT) + OUTPUT_SPREAD * rng.standard_normal(requests))
-    return Workload(
-        arrival,
-        np.clip(np.round(prompt), 4, LONGEST).astype(np.int64),
-        np.clip(np.round(output), 2, 200).astype(np.int64),
-    )
 
 
 def served(
@@ -94,9 +80,8 @@ def served(
             words += ["--profile", str(model.parent / "known.yaml")]
         with fleet(model, *words, engine_flags=ENGINE_FLAGS[:-2]) as server:
             began_s = time.time()
-            replays = [
-                asyncio.run(replayed(server, trace(rate_rps, requests, seed))) for seed in JUDGED if slo
-            ]
+            loads = [poisson(rate_rps, requests, seed, *LENGTHS) for seed in JUDGED if slo]
+            replays = [asyncio.run(replayed(server, load)) for load in loads]
         told = said_by_gateway(model.parent / "data", began_s) if slo else {}
         # The model's folder is a new one, so no profile of it was there.
         learned = "".join(path.read_text() for path in set(cache_folder("learned").glob("*.json")) - before)
@@ -148,7 +133,7 @@ def simulated(profile: Profile, policy: str, slo: Slo, workload: Workload) -> fl
 
 
 def targets(profile: Profile) -> Slo:
-    mean = round(float(trace(1.0, 2000, CHOSEN_ON).prompt_tokens.mean()))
+    mean = round(float(poisson(1.0, 2000, CHOSEN_ON, *LENGTHS).prompt_tokens.mean()))
     ttft_s, tpot_s = TTFT_TIMES * profile.alone_ttft_s(mean), TPOT_TIMES * profile.alone_tpot_s(mean)
     return Slo(round(ttft_s, 3), round(tpot_s, 3))
 
@@ -158,7 +143,7 @@ def chosen_rate(profile: Profile, slo: Slo, policy: str) -> float:
     low, high = 0.1, 100.0
     for _ in range(12):
         rate = float(np.sqrt(low * high))
-        enough = simulated(profile, policy, slo, trace(rate, 4000, CHOSEN_ON)) >= WANTED
+        enough = simulated(profile, policy, slo, poisson(rate, 4000, CHOSEN_ON, *LENGTHS)) >= WANTED
         low, high = (rate, high) if enough else (low, rate)
     return round(low, 2)
 
@@ -196,8 +181,8 @@ def main() -> int:
                 "name": f"{policy}, seed {seed}",
                 "live": attained(got, slo),
                 "at_gateway": attained(of_seed(part["seen"], i, requests), slo),
-                "simulated": simulated(profile, policy, slo, trace(rate, requests, seed)),
-                "as_served": simulated(own, policy, slo, trace(rate, requests, seed)),
+                "simulated": simulated(profile, policy, slo, poisson(rate, requests, seed, *LENGTHS)),
+                "as_served": simulated(own, policy, slo, poisson(rate, requests, seed, *LENGTHS)),
                 "errors": got["errors"],
             }
             for i, (seed, got) in enumerate(zip(JUDGED, part["replays"], strict=True))

@@ -13,7 +13,6 @@ simulates the requests as they were sent. A second replay goes to the same worke
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any
 
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.command import timed_plan, tokenfleet
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
 from harness.served import fleet, tiny_model
@@ -39,17 +39,6 @@ AIMED = 0.97
 RATES = (0.3, 1.5)  # between which the rate is looked for
 WITHIN = 0.02
 BY_LOAD = "least-kv"
-
-
-def tokenfleet(*words: str) -> str:
-    run = [sys.executable, "-m", "tokenfleet", *words]
-    return subprocess.run(run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def planned() -> dict[str, Any]:
-    """The plan's JSON."""
-    made: dict[str, Any] = json.loads(tokenfleet("plan", "--trace", TRACE, *ASKED, *SURE, "--format", "json"))
-    return made
 
 
 def load(plan: PlanFile, window: str, rate: float) -> Workload:
@@ -96,7 +85,7 @@ def main() -> int:
     parser = flags(__doc__, resumes=True)
     asked = parser.parse_args()
     window = QUICK_WINDOW if asked.quick else WINDOW
-    document = asked.resume.part("plan", planned)
+    document = asked.resume.part("plan", lambda: timed_plan("--trace", TRACE, *ASKED, *SURE)[0])
     plan = parse_plan(document, "plan.json")
     rate = near_its_limit(plan, window)
     rows, gaps = [], {}

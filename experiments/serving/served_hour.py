@@ -38,9 +38,10 @@ from dataplane.live.control.settings import Autoscale, ControllerSettings
 from dataplane.simulated.elastic import ElasticSettings
 from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, simulate
+from experiments.lib.command import timed_plan
 from experiments.lib.results import bar, flags, show
 from experiments.scaling.closed_loop import paid_s, played
-from experiments.serving.planned_fleet import TRACE, load, tokenfleet
+from experiments.serving.planned_fleet import TRACE, load
 from harness.served import fleet, tiny_model
 from tokenfleet.advise.hindsight import LEAD_IN_S, WINDOW_S
 from tokenfleet.planning.loop import planned_loop
@@ -51,11 +52,6 @@ ASKED = ("--model", "llama-3.1-70b", *GPUS, "--slo", "ttft=1.6s,tpot=75ms")
 WINDOW, QUICK_WINDOW = "0m..60m", "0m..4m"
 OVER = 1.08  # times the clairvoyant's worker-hours
 Counts = list[tuple[float, int]]  # from when, how many
-
-
-def planned() -> dict[str, Any]:
-    made: dict[str, Any] = json.loads(tokenfleet("plan", "--trace", TRACE, *ASKED, "--format", "json"))
-    return made
 
 
 def served(document: dict[str, Any], hour: Workload) -> dict[str, Any]:
@@ -133,7 +129,11 @@ def main() -> int:
     parser.add_argument("--simulated", type=float, metavar="COLD_START_S", help="on the simulated plane")
     parser.add_argument("--plan", type=Path, help="a plan of the sample trace, in place of the demo's")
     asked = parser.parse_args()
-    document = json.loads(asked.plan.read_text()) if asked.plan else asked.resume.part("plan", planned)
+    document = (
+        json.loads(asked.plan.read_text())
+        if asked.plan
+        else asked.resume.part("plan", lambda: timed_plan("--trace", TRACE, *ASKED)[0])
+    )
     plan = parse_plan(document, "plan.json")
     hour = load(plan, asked.window or (QUICK_WINDOW if asked.quick else WINDOW), 1.0)
     end_s = float(hour.arrival_s[-1])

@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -365,11 +366,8 @@ def moves(asked: Any, cluster: Cluster) -> tuple[list[dict[str, Any]], dict[str,
     found: dict[int, list[Any]] = {length: [] for length in LENGTHS}
     for n in range(each):
         for length in LENGTHS:
-
-            def one(length: int = length, n: int = n) -> Any:
-                return cluster.play(lambda http: _moved(cluster, http, length, asked.seed + n))
-
-            found[length].append(asked.resume.part(f"move {length} {n}", one))
+            one = partial(_moved, cluster, length=length, seed=asked.seed + n)
+            found[length].append(asked.resume.part(f"move {length} {n}", partial(cluster.play, one)))
     rows, bars = [], {}
     for length, results in found.items():
         moved = [r for r in results if r["moved"]]
@@ -402,23 +400,16 @@ def moves(asked: Any, cluster: Cluster) -> tuple[list[dict[str, Any]], dict[str,
 def faults(asked: Any, cluster: Cluster) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     rounds = 1 if asked.quick else asked.rounds
 
-    def undisturbed() -> Any:
-        async def story(http: aiohttp.ClientSession) -> Any:
-            got = await asyncio.gather(*(_one(cluster, http, number) for number in range(STREAMS)))
-            return [s.content for s in got]
+    async def undisturbed(http: aiohttp.ClientSession) -> Any:
+        got = await asyncio.gather(*(_one(cluster, http, number) for number in range(STREAMS)))
+        return [s.content for s in got]
 
-        return cluster.play(story)
-
-    plain = [list(content) for content in asked.resume.part("undisturbed", undisturbed)]
+    alone = asked.resume.part("undisturbed", partial(cluster.play, undisturbed))
+    plain = [list(content) for content in alone]
     rows, bars = [], {}
     for fault in asked.fault or FAULTS:
-        results = []
-        for n in range(rounds):
-
-            def one(fault: str = fault) -> Any:
-                return cluster.play(lambda http: _faulty(cluster, http, fault, plain))
-
-            results.append(asked.resume.part(f"{fault} {n}", one))
+        one = partial(cluster.play, partial(_faulty, cluster, fault=fault, plain=plain))
+        results = [asked.resume.part(f"{fault} {n}", one) for n in range(rounds)]
         row = {"what": fault, "rounds": len(results)}
         for name in ("streams", "failed", "silently wrong", "running when it was back", "replays"):
             row[name] = sum(r[name] for r in results)

@@ -22,7 +22,7 @@ class EmulatedHost:
     ) -> None:
         self._start_s = start_s
         self._profiles, self._max_model_len, self._noise = profiles, max_model_len, noise
-        self._fabric = Fabric()
+        self.fabric = Fabric()
         self._engines: dict[WorkerId, EmulatedEngine] = {}
 
     async def launch(
@@ -32,7 +32,7 @@ class EmulatedHost:
         engine = EmulatedEngine(
             worker,
             self._profiles[kind],
-            self._fabric,
+            self.fabric,
             model=revision.model,
             max_model_len=self._max_model_len,
             noise=self._noise,
