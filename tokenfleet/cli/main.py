@@ -142,11 +142,12 @@ def _run(arguments: list[str]) -> int:
         from tokenfleet.field_errors import nearest
 
         return _fail(BAD_INPUT, f"{name}: no such verb{nearest(name, VERBS)}; `tokenfleet --help` lists them")
-    from dataplane.startup import use_kernel_cache
+    from dataplane.startup import loading, use_kernel_cache
     from tokenfleet.cli.flags import take_option, with_config, with_new_names
 
     use_kernel_cache()
-    command = command_of(VERBS[name])
+    with loading():
+        command = command_of(VERBS[name])
     if "--help-all" in rest[: _end_of_flags(rest)]:
         command.is_whole, rest = True, ["--help" if word == "--help-all" else word for word in rest]
     rest = with_new_names(command, rest)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput
+from dataplane.startup import loading
 from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, takes_request
 from tokenfleet.planning.request import PlanRequest
 
@@ -89,10 +90,11 @@ def plan_command(
     counted = asked_range(usage, source)
     used = None if counted else asked_usage(usage, source)
     # Imported here: the flags are checked before the compiled simulator is loaded.
-    from tokenfleet.api.plan import answered, plan_texts
-    from tokenfleet.cli.terminal import answer, console, progress_bar, warn
-    from tokenfleet.files import refuse_unwritable, write_files
-    from tokenfleet.planning.inputs import gather
+    with loading():
+        from tokenfleet.api.plan import answered, plan_texts
+        from tokenfleet.cli.terminal import answer, console, progress_bar, warn
+        from tokenfleet.files import refuse_unwritable, write_files
+        from tokenfleet.planning.inputs import gather
 
     files = [] if output_dir is None else [output_dir / "plan.json", output_dir / "report.html"]
     refuse_unwritable(files)

@@ -21,9 +21,10 @@ from controlplane.perfmodel.profile import HostKv
 from controlplane.placement.policies import PlacementSettings
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
-from tokenfleet.planning.estimate import Estimate, Trial
+from tokenfleet.planning.estimate import Estimate
+from tokenfleet.planning.explain import hardest, holds_in
 from tokenfleet.planning.fleet import Fleet, of_one_kind
-from tokenfleet.planning.search import Hardest, Search, missed
+from tokenfleet.planning.search import Search, missed
 from tokenfleet.planning.sizing import (
     PER_REQUEST,
     Sizing,
@@ -48,6 +49,7 @@ SLO_SCALES = (0.7, 0.85, 1.0, 1.25, 1.6, 2.0)
 _HOPELESS = 3  # times the answer's count, where the search for a baseline ends
 # Each step looser than the one before by about a tenth; the last is a hundred times what was asked.
 LOOSER = tuple(1.1**i for i in range(49))
+JudgedOn = Literal["hardest resampled traces", "recorded trace"]
 Which = tuple[bool, bool, bool]  # of the targets TTFT, TPOT and time of sessions
 AROUND = 2  # counts on either side of the answer that are drawn
 _PLENTY = 8  # times the fluid bound: as good as endless workers
@@ -145,7 +147,7 @@ class ScaledTarget:
     scale: float
     slo: Slo
     fleet: Fleet | None
-    on: Literal["hardest resampled traces", "recorded trace"]
+    on: JudgedOn
 
 
 def baselines(search: Search, sizing: Sizing) -> tuple[Baseline, ...]:
@@ -239,14 +241,15 @@ def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
     asked = sizing.workers if on_trace else sizing.confirmed
     assert asked is not None
     most = 4 * asked + 4
-    # By the answer's misses alone: what else runs side by side changes no order.
-    search = replace(search, hardest=Hardest(sizing.missed))
+    numbers: list[int] = []
+    judged_on: JudgedOn = "recorded trace"
+    if not on_trace:
+        numbers, judged_on = hardest(search, sizing.missed), "hardest resampled traces"
 
     def holds(scale: float, workers: int) -> bool:
         eased, fresh = search.eased(scale, scale), replace(sizing, on_trace={}, fleets={})
-        if not passes_on_trace(eased, fresh, workers):
-            return False
-        return on_trace or Trial(eased, fresh.fleet(workers)).holds(screening=True)
+        # What fails does so at once, in the hardest.
+        return holds_in(eased, fresh.fleet(workers), numbers) and passes_on_trace(eased, fresh, workers)
 
     def count(scale: float, low: int, high: int) -> int | None:
         eased = search.eased(scale, scale)
@@ -268,7 +271,7 @@ def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
             scale,
             search.eased(scale, scale).terms.slo,
             None if (n := counts[scale]) is None else sizing.fleet(n),
-            "recorded trace" if on_trace else "hardest resampled traces",
+            judged_on,
         )
         for scale in SLO_SCALES
     )

@@ -46,15 +46,15 @@ class Binding:
     rate_scale: float  # 1, or how much more traffic there had to be before this fleet failed
 
 
-def binding(search: Search, fleet: Fleet, rate_scale: float = 1.0) -> Binding:
-    """The constraint that stops `fleet`, which fails the trace at `rate_scale`."""
+def binding(search: Search, fleet: Fleet, rate_scale: float = 1.0, failing: Outcome | None = None) -> Binding:
+    """The constraint that stops `fleet`, which fails the trace at `rate_scale`: so does it in `failing`."""
     constraints = CONSTRAINTS if search.terms.session_s is None else OF_SESSIONS
-    trials = [(search, fleet), *(_relieved(search, fleet, c) for c in constraints)]
+    failing = failing or search.replay(fleet, growth=rate_scale)
+    trials = [_relieved(search, fleet, constraint) for constraint in constraints]
     outcomes = search.threads.map(lambda trial: trial[0].replay(trial[1], growth=rate_scale), trials)
-    failing = outcomes[0]
     relief = {
         name: outcome.attainment - failing.attainment
-        for name, outcome in zip(constraints, outcomes[1:], strict=True)
+        for name, outcome in zip(constraints, outcomes, strict=True)
     }
     most = max(relief.values())
     # Where no relaxed constraint helps (a gain can be noise below one request), what was missed decides.
@@ -70,7 +70,7 @@ def binding(search: Search, fleet: Fleet, rate_scale: float = 1.0) -> Binding:
         fleet,
         failing.attainment,
         failing.prefix_hit_rate,
-        outcomes[1 + CONSTRAINTS.index("kv")].prefix_hit_rate,
+        outcomes[CONSTRAINTS.index("kv")].prefix_hit_rate,
         _worst_class(search, failing),
         rate_scale,
     )
@@ -208,14 +208,12 @@ def cheaper_prefill(profile: Profile) -> Profile:
     return replace(profile, step=eased, prefill=prefill)
 
 
-def failing_rate(search: Search, fleet: Fleet) -> float:
-    """A rate scale at which a fleet of one worker, which has no smaller one, fails the target."""
+def failing_rate(search: Search, fleet: Fleet) -> tuple[float, Outcome]:
+    """A rate scale at which a fleet of one worker, which has no smaller one, fails the target, and how."""
     scale = 1.25
-    while scale < 64.0:
-        if not search.meets(search.replay(fleet, growth=scale, most_missed=search.may_miss)):
-            return scale
+    while search.meets(outcome := search.replay(fleet, growth=scale)) and scale < 64.0:
         scale *= 1.25
-    return scale
+    return scale, outcome
 
 
 GROWTHS = (1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
@@ -236,26 +234,39 @@ class TrafficHeadroom:
 def headroom(search: Search, fleet: Fleet, missed: Mapping[int, float]) -> TrafficHeadroom | None:
     """How much more traffic `fleet` bears, to a step of `GROWTHS`; it `missed` so much in resampled traces.
 
-    None where prefixes are cached: there the search for more sessions tells it. The recorded trace comes
-    first, since it takes one replay a step; no more than it bears is tried in resampled ones.
+    None where prefixes are cached: there the search for more sessions tells it. As many of the hardest as are
+    too many to miss come first; how far they let it go is then tried in the others and the recorded trace.
     """
     if search.workload.prefixes is not None:
         return None
-    confidence, allowed = search.request.confidence, search.may_miss
-    hardest = Hardest(missed).first(range(1, replicates_for(confidence) + 1))[: screened(confidence)]
+    numbers, may = hardest(search, missed), may_fail(search.request.confidence)
 
-    def met(growth: float, replicate: int) -> bool:
-        return search.meets(search.replay(fleet, replicate, growth=growth, most_missed=allowed))
-
-    def fails(step: int, replicates: Sequence[int], may: int) -> bool:
-        failed = 0
-        for replicate in replicates:
-            failed += not met(GROWTHS[step], replicate)
-            if failed > may:
-                return True
-        return False
+    def fails(step: int, among: Sequence[int]) -> bool:
+        return not holds_in(search, fleet, among, GROWTHS[step])
 
     steps = range(len(GROWTHS))
-    most = bisect_left(steps, True, key=lambda step: fails(step, [AS_IT_IS], 0))
-    miss = bisect_left(steps[:most], True, key=lambda step: fails(step, hardest, may_fail(confidence)))
+    miss = bisect_left(steps, True, key=lambda step: fails(step, numbers[: may + 1]))
+    rest = numbers if may else numbers[1:]
+    while miss and (fails(miss - 1, rest) or not _meets(search, fleet, AS_IT_IS, GROWTHS[miss - 1])):
+        miss -= 1
     return TrafficHeadroom(GROWTHS[miss - 1] if miss else 1.0, GROWTHS[miss] if miss < len(GROWTHS) else None)
+
+
+def hardest(search: Search, missed: Mapping[int, float]) -> list[int]:
+    """The resampled traces that judge a neighbour of a fleet, which `missed` so much in each: its hardest."""
+    confidence = search.request.confidence
+    return Hardest(missed).first(range(1, replicates_for(confidence) + 1))[: screened(confidence)]
+
+
+def holds_in(search: Search, fleet: Fleet, replicates: Sequence[int], growth: float = 1.0) -> bool:
+    """Whether a fleet misses its target in no more of these than may; one after the other, until it does."""
+    left = may_fail(search.request.confidence)
+    for replicate in replicates:
+        left -= not _meets(search, fleet, replicate, growth)
+        if left < 0:
+            return False
+    return True
+
+
+def _meets(search: Search, fleet: Fleet, replicate: int, growth: float) -> bool:
+    return search.meets(search.replay(fleet, replicate, growth=growth, most_missed=search.may_miss))

@@ -29,7 +29,6 @@ from tokenfleet.profiles.library import (
 from tokenfleet.profiles.prices import kind_of, read_prices
 from tokenfleet.traces import Trace
 from tokenfleet.traces.check import LATEST_DATE_S, doctor_warnings
-from tokenfleet.traces.phases import phases_of
 
 RATE_POINTS = 120
 
@@ -105,8 +104,6 @@ def gather(
         *biased, *trace.warnings, *doctored, *length_warnings, *price_warnings, *kv_warnings, *slow, *ages,
     )  # fmt: skip
     inputs = described(trace.name, workload)
-    if request.agents is not None or trace.assumed is not None:  # the trace does not show real phases
-        inputs = replace(inputs, phases=())
     faster = time_scale(trace.workload, request.rate_scale)
     inputs = replace(
         inputs,
@@ -341,5 +338,4 @@ def described(name: str, workload: Workload, warnings: Sequence[str] = ()) -> In
         tuple(warnings),
         curve,
         ideal_hit_rate=ideal,
-        phases=phases_of(workload),
     )

@@ -49,6 +49,7 @@ from tokenfleet.planning.threads import Threads, Watch
 from tokenfleet.planning.traffic.replicates import Doubted
 from tokenfleet.planning.traffic.sample import LONG, SAMPLED, Sampler
 from tokenfleet.planning.verified import verified
+from tokenfleet.traces.phases import Phase
 
 R = TypeVar("R")
 
@@ -92,7 +93,8 @@ def make_plan(
         refuse_unmovable(search)
         levels = None if inputs.assumed is None else inputs.assumed.levels
         search = replace(search, traffic=replace(search.traffic, sampler=_sampler(search), levels=levels))
-        return _serving(Plan(request, inputs, search.types, None), search, explained, scheduled)
+        plan = _serving(Plan(request, inputs, search.types, None), search, explained, scheduled)
+        return replace(plan, inputs=replace(inputs, phases=_phases(search))) if explained else plan
 
     plan = serving(request)
     if request.reclaims_per_h is not None and plan.best is not None:
@@ -104,6 +106,12 @@ def make_plan(
     if plan.schedule is not None and request.cold_start_s is not None:
         plan = replace(plan, paid=paid(plan.schedule.stretches, request.cold_start_s))
     return replace(plan, classes=_classes(plan, workload, parts)) if explained else plan
+
+
+def _phases(search: Search) -> tuple[Phase, ...]:
+    """The traffic phases; none where a trace was drawn or agents set the rate, which show no real ones."""
+    is_real = search.traffic.levels is None and search.terms.agents is None
+    return search.traffic.phases if is_real else ()
 
 
 def strictest(request: PlanRequest, classes: Sequence[SloClass]) -> PlanRequest:
@@ -181,6 +189,8 @@ def _serving(blank: Plan, search: Search, explained: bool, scheduled: bool) -> P
         return _too_short(blank, search, few, possible)
     search.watch.stage("confirming in resampled traces", 0.2)
     confirm_cheapest(search, possible, 1)
+    if explained:  # what finds phases takes a second to load, and the mixes leave a core idle
+        search.threads.begin(lambda: _phases(search))
     search.watch.stage("looking for a cheaper mix", 0.45)
     single = min((s for s in possible if s.confirmed), key=lambda s: s.cost, default=None)
     mixed, mixes = cheapest_mix(search, sizings, single)
@@ -388,7 +398,7 @@ def _binding(search: Search, winner: Sizing) -> Binding:
     if winner.on_trace.get(enough - 1, 0.0) >= STILL_TELLING:
         return binding(search, winner.fleet(enough - 1))
     fleet = winner.fleet(enough)
-    return binding(search, fleet, failing_rate(search, fleet))
+    return binding(search, fleet, *failing_rate(search, fleet))
 
 
 def _doubt(search: Search, fleet: Fleet) -> Doubt:

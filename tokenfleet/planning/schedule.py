@@ -41,7 +41,6 @@ from tokenfleet.planning.search import LONGEST_WAIT_S, Search
 from tokenfleet.planning.sizing import Sizing, smallest
 from tokenfleet.planning.traffic.replicates import AS_IT_IS
 from tokenfleet.planning.traffic.sample import Sample
-from tokenfleet.traces.phases import phases_of
 
 WINDOW_S = 600.0
 DAY_S, WEEK_S, CELL_S = 86_400.0, 604_800.0, 10_800.0
@@ -179,7 +178,7 @@ def make_schedule(
     Work that waits, and sessions, outlast windows. Then the schedule is replayed as a whole, and has more
     workers where that falls short. None where that finds none.
     """
-    changes_s = [phase.start_s for phase in phases_of(search.workload)[1:]]
+    changes_s = [phase.start_s for phase in search.traffic.phases[1:]]
     if not waits(search) and search.terms.session_s is None:
         return _by_windows(search, sizing, full, changes_s, clock)
     level = levelled(search, sizing.worker_type.profile, changes_s) if waits(search) else search

@@ -33,6 +33,7 @@ from controlplane.workload import Workload
 from tokenfleet.planning.traffic.draws import Units, next_like, time_scale, units_of
 from tokenfleet.planning.traffic.drift import Drift, assumed_drift, drift_of
 from tokenfleet.planning.traffic.sample import CURVE, ROUGHLY, Sampler
+from tokenfleet.traces.phases import Phase, phases_of
 
 AS_IT_IS = 0
 Doubted = Literal["arrivals", "drift", "coefficients"]
@@ -61,6 +62,11 @@ class ResampledTraffic:
     def outline(self) -> Workload:
         """The workload, thinned where it is long: for bounds and means, which need no neighbours."""
         return self.workload.thinned(CURVE)
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The workload's phases, one where its rate is steady."""
+        return phases_of(self.workload)
 
     @cached_property
     def drift(self) -> Drift:
