@@ -44,7 +44,7 @@ LONG_LINES = 300  # of a module, and of a class
 BARS = {
     "product lines": 78_781,
     "product modules": 377,
-    "lines of experiments and benchmarks": 12_000,
+    "lines of experiments and benchmarks": 12_012,
     "modules over 300 lines": 57,
     "modules in the fullest folder": 19,
     "modules in a circle of imports": 0,

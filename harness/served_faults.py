@@ -2,7 +2,8 @@
 
 Schedules and judge are those of `fault_schedules`. Here the fleet is a `tokenfleet serve` with two gateways.
 Faults come from outside: signals to its processes, orders to its control API, and each client's link, a TCP
-relay. A schedule leaves the fleet as it found it, so that one fleet plays many.
+relay. A process's wall clock jumps by an hour, where the fleet began under `Clocks`. A schedule leaves the
+fleet as it found it, so that one fleet plays many.
 
 A client's connection may break where its own link is cut or its own gateway is killed, and nowhere else. An
 emulated worker is a part of its core's process, and dies with that. The link between core and gateways is a
@@ -26,6 +27,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import psutil
 
+from harness.clocks import Clocks
 from harness.fault_schedules import Fault, History, Schedule
 from harness.served import SILENT_S, Stream, by_role, stream
 
@@ -42,7 +44,19 @@ REAL = (
     *("kill core", "stop core", "kill gateway", "stop gateway", "kill controller", "move", "move", "leave"),
     *("slow link", "held link", "cut link"),
 )
-GATEWAYS = 2
+# Of a fleet under `Clocks`: jumps alone, which no client may notice, and among other faults.
+JUMPS = ("jump core", "jump gateway", "jump controller", "move")
+CLOCKS = (
+    *JUMPS[:3],
+    *JUMPS[:3],
+    "kill core",
+    "kill controller",
+    "kill gateway",
+    "evacuate",
+    "drain",
+    *JUMPS[3:],
+)
+GATEWAYS, HOUR_S = 2, 3600
 LOOK_S, HELD_S, HURRY_S = 0.01, 1.0, 2.0
 NO_ANSWER = (OSError, HTTPException, ValueError)  # of a core that dies as it is asked
 
@@ -129,9 +143,11 @@ class Client:
         return got.finish.upper() or "a clean end without a reason"
 
 
-async def played_served(fleet: Fleet, schedule: Schedule, workers: int, settle_s: float = 90.0) -> History:
+async def played_served(
+    fleet: Fleet, schedule: Schedule, workers: int, settle_s: float = 90.0, clocks: Clocks | None = None
+) -> History:
     """Play a schedule on a served fleet until every stream has ended and the fleet is whole again."""
-    play = _Play(fleet, schedule, workers, settle_s)
+    play = _Play(fleet, schedule, workers, settle_s, clocks)
     try:
         async with asyncio.timeout(settle_s):
             await asyncio.gather(play.send(), play.happen())
@@ -174,8 +190,10 @@ def _counted(fleet: Fleet) -> dict[str, float]:
 class _Play:
     """A served fleet that a schedule happens to."""
 
-    def __init__(self, fleet: Fleet, schedule: Schedule, workers: int, settle_s: float) -> None:
-        self.history = History(schedule)
+    def __init__(
+        self, fleet: Fleet, schedule: Schedule, workers: int, settle_s: float, clocks: Clocks | None = None
+    ) -> None:
+        self.history, self._clocks = History(schedule), clocks
         self._fleet, self._workers, self._settle_s = fleet, workers, settle_s
         self._clients: dict[str, Client] = {}
         self._undo: list[Callable[[], None]] = []
@@ -258,6 +276,11 @@ class _Play:
             client = self._chosen(fault, self._running())
             self.history.left.add(client.name)
             client.task.cancel()
+        elif verb == "jump":
+            processes = await asyncio.to_thread(self._processes, whom)
+            if not processes or self._clocks is None:
+                return False
+            self._jump(self._clocks, self._chosen(fault, processes).pid, HOUR_S * (-1) ** (fault.stream // 2))
         elif verb in ("kill", "stop", "hang", "full"):
             processes = await asyncio.to_thread(self._processes, "core" if verb == "full" else whom)
             if not processes:
@@ -310,6 +333,11 @@ class _Play:
             process.suspend()
             if verb == "stop":
                 self._later(held_s, process.resume)
+
+    def _jump(self, clocks: Clocks, process: int, ahead_s: int) -> None:
+        """Set a process's wall clock; it jumps back at the end of the schedule."""
+        clocks.set(process, ahead_s)
+        self._undo.append(partial(clocks.set, process, 0))
 
     def _part_from(self, gateway: psutil.Process) -> None:
         """Stop a gateway, so that it accepts no more; those connected to it may lose their streams."""

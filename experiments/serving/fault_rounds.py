@@ -1,12 +1,13 @@
 """Streams while processes are killed and stopped, links cut, workers moved away, and clients leave.
 
-    python experiments/serving/fault_rounds.py [--schedules N] [--served N] [--real N] [--seed FIRST]
+    python experiments/serving/fault_rounds.py [--schedules N] [--served N] [--clocks N] [--real N] [--seed N]
 
 Seeded schedules of ten faults each, and a judge that reads what every client saw. It names the seed of each
 violation, which `--seed` and a single schedule play again. `--schedules`: over a FleetCore and emulated
 engines in this process (harness/fault_schedules.py). `--served`: over the processes of `tokenfleet serve`
-with three emulated workers and two gateways (harness/served_faults.py), two fleets at a time. `--real`: the
-same with two vLLM workers, whose streams are compared with undisturbed ones.
+with three emulated workers and two gateways (harness/served_faults.py), two fleets at a time. `--clocks`: one
+such fleet, the wall clocks of whose processes jump by an hour among other faults; it needs a C compiler.
+`--real`: two vLLM workers, whose streams are compared with undisturbed ones.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.lib.results import bar, flags, show
+from harness.clocks import Clocks
 from harness.fault_schedules import History, played, schedule_of, violations
 from harness.served import ENGINE_FLAGS, Server, fleet, tiny_model
-from harness.served_faults import REAL, SERVED, TOGETHER, played_served, undisturbed
+from harness.served_faults import CLOCKS, REAL, SERVED, TOGETHER, played_served, undisturbed
 
 AT_A_TIME, FLEETS = 6, 2
 PATIENT = ("--gateways", "2", "--slo", "ttft=600s,tpot=60s", "--queue-wait", "10m")
@@ -73,15 +75,19 @@ async def schedules(seeds: Sequence[int]) -> Judged:
     return judged
 
 
-async def served(servers: Sequence[Server], seeds: Sequence[int], is_real: bool) -> Judged:
+async def served(
+    servers: Sequence[Server], seeds: Sequence[int], of: str, clocks: Clocks | None = None
+) -> Judged:
     """Play the schedules of seeds on served fleets, each fleet one after another."""
-    judged, left = Judged("real" if is_real else "served"), iter(seeds)
+    judged, left, is_real = Judged(of), iter(seeds), of == "real"
+    whats = {"real": REAL, "clocks": CLOCKS}.get(of, SERVED)
 
     async def on(server: Server) -> None:
         for seed in left:
-            schedule = schedule_of(seed, REAL if is_real else SERVED, TOGETHER)
+            schedule = schedule_of(seed, whats, TOGETHER)
             expected = await undisturbed(server, schedule) if is_real else None
-            history = await played_served(server, schedule, 2 if is_real else 3, 600.0 if is_real else 120.0)
+            workers, settle_s = (2, 600.0) if is_real else (3, 120.0)
+            history = await played_served(server, schedule, workers, settle_s, clocks)
             history.expected = expected
             judged.add(seed, history)
 
@@ -93,6 +99,7 @@ def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--schedules", type=int, help="in this process (default: 1000, quick 20)")
     parser.add_argument("--served", type=int, help="over processes (default: 40, quick 4)")
+    parser.add_argument("--clocks", type=int, default=0, help="with clocks that jump (default: 0)")
     parser.add_argument("--real", type=int, help="on real vLLM workers (default: 4, quick 0)")
     asked = parser.parse_args()
 
@@ -108,11 +115,16 @@ def main() -> int:
                 )
                 for i in range(min(FLEETS, len(emulated)))
             ]
-            found.append(asyncio.run(served(fleets, emulated, False)))
+            found.append(asyncio.run(served(fleets, emulated, "served")))
+            stack.pop_all().close()
+        if jumps := seeds(asked.clocks, 0, 0):
+            clocks = Clocks(model.parent)
+            began = fleet(model, *EMULATED, engine_flags=(), environment=clocks.environment)
+            found.append(asyncio.run(served([stack.enter_context(began)], jumps, "clocks", clocks)))
             stack.pop_all().close()
         if real := seeds(asked.real, 4, 0):
             server = stack.enter_context(fleet(model, *VLLM, engine_flags=ENGINE_FLAGS))
-            found.append(asyncio.run(served([server], real, True)))
+            found.append(asyncio.run(served([server], real, "real")))
     bars = {"violations": bar(sum(len(one.broken) for one in found), 0)}
     return show("fault_rounds", [row for one in found for row in one.rows()], bars, asked)
 
