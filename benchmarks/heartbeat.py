@@ -41,7 +41,7 @@ from dataplane.http.keys import KeyRing
 from dataplane.http.server import bind, until_answering
 from dataplane.live.control.api import control_app, control_server
 from dataplane.live.control.controller_process import ControllerProcess
-from dataplane.live.control.demand_count import DemandCount
+from dataplane.live.control.fleet_state import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
 from dataplane.live.control.settings import ControllerSettings
 from dataplane.live.control.step_times import StepTimes
@@ -50,9 +50,8 @@ from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
 from dataplane.live.gateway.history import History
 from dataplane.live.gateway.metrics import Metrics
-from dataplane.live.gateway.request import CURRENT_TICKET
 from dataplane.live.ledger.placement import Placement
-from dataplane.live.ledger.request import Ticket
+from dataplane.live.ledger.request import CURRENT_TICKET, Ticket
 from dataplane.live.pool.emulated_host import EmulatedHost
 from dataplane.live.pool.fleet_types import FleetTypes
 from dataplane.live.pool.pool import WorkerPool

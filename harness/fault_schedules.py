@@ -27,9 +27,8 @@ from dataplane.live.emulated.segment import Noise
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
 from dataplane.live.gateway.metrics import Metrics
-from dataplane.live.gateway.request import CURRENT_TICKET
 from dataplane.live.ledger.placement import Placement
-from dataplane.live.ledger.request import Ticket
+from dataplane.live.ledger.request import CURRENT_TICKET, Ticket
 from harness.bare_fleet import token_request
 
 WHATS = (

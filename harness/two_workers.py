@@ -80,7 +80,7 @@ def on_two_workers(
     import zmq.asyncio
 
     from dataplane.live.engine_api.vllm_surface import SamplingParams, VllmCodec
-    from dataplane.live.worker.door import new_key, public_key
+    from dataplane.live.engine_api.wire import new_key, public_key
     from dataplane.live.worker.launch import WorkerResources, launch_worker
     from dataplane.live.worker.link import WorkerLink
     from harness.bare_fleet import BareFleet

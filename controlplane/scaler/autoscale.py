@@ -9,7 +9,7 @@ The line follows the step times that the workers' refits give. The outcomes of t
 A rise is followed at once. A fall must last: `window.down_s`, and at least a cold start and a drain, since a
 worker let go and wanted back costs both.
 
-In a fleet of several types all of this but the limits counts in reference workers (scaler.weights). What is
+In a fleet of several types all of this but the limits counts in reference workers (scaler.line). What is
 wanted becomes the cheapest counts of each type within the limits (scaler.mix).
 """
 
@@ -21,7 +21,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
 from controlplane.scaler.correction import look
 from controlplane.scaler.forecast import foresee
-from controlplane.scaler.line import Line, carried_over, line_of
+from controlplane.scaler.line import PARTS, Line, carried_over, line_of, weigh
 from controlplane.scaler.mix import MixNeed
 from controlplane.scaler.mix_changes import ask, change, fixed_mix, next_mix, taken_up, units_in
 from controlplane.scaler.state import Rule, Scaling, ScalingSettings
@@ -36,7 +36,6 @@ from controlplane.scaler.target import (
     target,
 )
 from controlplane.scaler.traffic import Demand, Regime, blend, follow, observe, recent_rps
-from controlplane.scaler.weights import PARTS, weigh
 from controlplane.snapshot import SERVING, STARTING, Facts, Note, Scale, Snapshot
 from controlplane.types import Role
 from controlplane.worker_type import WorkerType

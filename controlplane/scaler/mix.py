@@ -25,7 +25,7 @@ import pulp
 
 from controlplane.errors import BadInput, Infeasible
 from controlplane.scaler.limits import keep_to, solve
-from controlplane.scaler.weights import HAIR, Weights, missing_share, most_missing
+from controlplane.scaler.line import HAIR, Weights, missing_share, most_missing
 from controlplane.worker_type import WorkerType
 
 Counts = Mapping[str, int]  # workers by the name of their type

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from controlplane.scaler.line import HAIR, PARTS, Weights, even, in_parts
 from controlplane.scaler.mix import Counts, MixNeed, MixSettings, choose, label, present
 from controlplane.scaler.target import may_give_back
-from controlplane.scaler.weights import HAIR, PARTS, Weights, even, in_parts
 from controlplane.snapshot import SERVING, Fact, Facts, Scale, Snapshot
 from controlplane.worker_type import WorkerType
 

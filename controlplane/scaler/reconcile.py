@@ -4,11 +4,15 @@ A starting worker counts, so it is not launched twice; one that never gets ready
 serve again before any is launched. Scaling in gives up those still starting first (they hold nothing), then
 drains the ones with least to move. A draining worker is stopped only when it is empty, however long its
 streams are.
+
+A rolling step from one fleet to another starts one worker, and stops its share of the old ones. Of n workers
+to start and m to stop, step j stops old ones until m * j // n have stopped. So the fleet's capacity lies
+between that of the two fleets at every step, where a worker starts before others stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from controlplane.errors import BadInput
@@ -101,3 +105,26 @@ def _fewer(surplus: int, coming: Sequence[Standing], serving: Sequence[Standing]
         *(Stop(s.worker, f"{reason}; it was not ready yet") for s in given_up),
         *(Drain(s.worker, f"{reason}; it holds {s.requests} requests, the fewest") for s in least),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class RollingStep:
+    """Start a worker of one type (None: start none), then stop one of each of these, by type."""
+
+    start: str | None
+    stops: tuple[str, ...] = ()
+
+
+def rolling_steps(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[RollingStep, ...]:
+    """The steps between two fleets, workers by type; none where they are the same."""
+    kinds = list(dict.fromkeys((*before, *after)))
+    more = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in kinds}
+    starts = [kind for kind in kinds for _ in range(max(more[kind], 0))]
+    stops = [kind for kind in kinds for _ in range(max(-more[kind], 0))]
+    if not starts:
+        return tuple(RollingStep(None, (kind,)) for kind in stops)
+    ends = [len(stops) * (j + 1) // len(starts) for j in range(len(starts))]
+    return tuple(
+        RollingStep(kind, tuple(stops[begin:end]))
+        for kind, begin, end in zip(starts, (0, *ends), ends, strict=False)
+    )

@@ -17,12 +17,11 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.scaler import correction
 from controlplane.scaler.correction import Correction
 from controlplane.scaler.forecast import ForecastSettings, Outlook
-from controlplane.scaler.line import Line
+from controlplane.scaler.line import Line, Weights
 from controlplane.scaler.mix import MixSettings, check_types
 from controlplane.scaler.mix_changes import MixState
 from controlplane.scaler.target import StabilizationWindow, Stabilized, TargetSettings
 from controlplane.scaler.traffic import Demand, Regimes, Traffic
-from controlplane.scaler.weights import Weights
 from controlplane.snapshot import Note
 from controlplane.types import ClassArrivals, SloClass
 from controlplane.worker_type import WorkerType

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 from controlplane.errors import BadInput
 from controlplane.scaler.forecast import Forecast
-from controlplane.scaler.line import Line
+from controlplane.scaler.line import PARTS, Line, Weights
 from controlplane.scaler.traffic import Demand, Regime
-from controlplane.scaler.weights import PARTS, Weights
 from controlplane.snapshot import SERVING, Snapshot
 
 SILENT_BINS = 6  # without an arrival, before a fleet that may go to zero is thought idle

@@ -25,7 +25,7 @@ Every segment is built by `segment.segment_request(request, output_token_ids, se
 first stay (no outputs yet), a continuation after a move (with a `Transfer`), and a replay after a worker
 died.
 
-FleetCore's duties in a move (`MovableFleet` in migration/engines.py)
+FleetCore's duties in a move (`MovableFleet` in migration/move.py)
 -------------------------------------------------------------------------
 `running(request)` gives a request's present segment, worker and live token list, or None once it is over.
 `cut_over(request, target, transfer)` switches the client's stream: stop listening to the old segment, send

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from controlplane import observe as fleet
+from controlplane import port
 from controlplane.migration.loads import loads
-from controlplane.observe import LedgerWorker, held_request
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.ledger import DRAINING, OFF, ROLES, Ledger
 from controlplane.placement.queue import REFUSALS, Queue, on_time
+from controlplane.port import LedgerWorker, held_request
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
@@ -63,7 +63,7 @@ def observe(
             )
         )
     return replace(
-        fleet.observe(ledger, loads(ledger), places, now_s),
+        port.observe(ledger, loads(ledger), places, now_s),
         moving=frozenset(RequestId(str(r)) for r in moving),
         busy=frozenset(WorkerId(str(w)) for w in busy),
     )

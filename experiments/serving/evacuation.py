@@ -24,9 +24,8 @@ from dataplane.live.emulated.segment import Noise
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
 from dataplane.live.gateway.metrics import Metrics
-from dataplane.live.gateway.request import CURRENT_TICKET
 from dataplane.live.ledger.placement import Placement
-from dataplane.live.ledger.request import Ticket
+from dataplane.live.ledger.request import CURRENT_TICKET, Ticket
 from dataplane.live.pool.emulated_host import EmulatedHost
 from dataplane.live.pool.fleet_types import FleetTypes
 from dataplane.live.pool.pool import WorkerPool

@@ -173,7 +173,7 @@ def _links() -> dict[str, Any]:
     from zmq.constants import SocketType
     from zmq.sugar.context import Context
 
-    from dataplane.live.worker.door import knock, new_key, public_key
+    from dataplane.live.engine_api.wire import knock, new_key, public_key
 
     def processor_s(is_clear: bool) -> float:
         context: Any = Context()

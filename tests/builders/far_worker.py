@@ -9,7 +9,7 @@ from controlplane.types import WorkerId
 from dataplane.live.engine_api import wire
 from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.engine_api.messages import SegmentOutput, StepOutputs
-from dataplane.live.worker.door import Door
+from dataplane.live.engine_api.wire import Door
 
 FAR = WorkerId("far")
 TELEMETRY = Telemetry(FAR, 0, 0, 0, 0, 0, 0, 0.0, 0, 4096, 0)

@@ -76,8 +76,7 @@ class Front:
                     self.ends.setdefault(output.request_id, asyncio.Event()).set()
 
     async def send(self, name, prompt=(1, 2, 3), ticket=None, **params):
-        from dataplane.live.gateway.request import CURRENT_TICKET
-        from dataplane.live.ledger.request import Ticket
+        from dataplane.live.ledger.request import CURRENT_TICKET, Ticket
         from harness.bare_fleet import token_request
 
         request = token_request(name, prompt, {"max_tokens": 100} | params)

@@ -2,9 +2,9 @@
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
+from controlplane.scaler.line import Weights
 from controlplane.scaler.mix import MixNeed, MixSettings
 from controlplane.scaler.traffic import Traffic
-from controlplane.scaler.weights import Weights
 from controlplane.types import ClassArrivals, EngineMode, Slo
 from controlplane.worker_type import WorkerType
 

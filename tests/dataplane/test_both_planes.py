@@ -18,8 +18,7 @@ from controlplane.placement.policies import PlacementSettings
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import EngineMode, Slo, WorkerId
 from controlplane.workload import Workload
-from dataplane.live.control.demand_count import DemandCount
-from dataplane.live.control.fleet_state import Observer, RequestRow, WorkerRow
+from dataplane.live.control.fleet_state import DemandCount, Observer, RequestRow, WorkerRow
 from dataplane.live.ledger.admission import Admission
 from dataplane.live.ledger.placement import Placement
 from dataplane.live.ledger.request import Ticket, Tracked

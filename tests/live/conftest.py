@@ -193,8 +193,8 @@ def pair_of_workers(model_folder: Path, kv_tokens: int, **engine: Any) -> Iterat
     import quiet_vllm  # noqa: F401  # first
     import ray
 
+    from dataplane.live.engine_api.wire import new_key, public_key
     from dataplane.live.kv.nixl import installed
-    from dataplane.live.worker.door import new_key, public_key
     from dataplane.live.worker.launch import WorkerResources, launch_worker
     from harness.two_workers import start_ray
 

@@ -14,7 +14,7 @@ from dataplane.live.control.fleet_state import FleetState, Observer
 def test_a_running_fleet_is_seen_as_it_is(live_extra):
     """Arrivals, tokens, a move, a killed worker, replays, ends: each look against the gateway's own."""
     from controlplane.placement.queue import QueueSettings
-    from dataplane.live.control.demand_count import DemandCount
+    from dataplane.live.control.fleet_state import DemandCount
     from dataplane.live.control.operations import FleetFacts, Operations
 
     async def story():

@@ -127,7 +127,7 @@ def test_a_move_sends_what_the_target_has_not_cached_and_all_of_it_once_that_is_
 
 
 def test_a_text_brought_to_another_workers_cache_is_hit_there_and_a_lost_one_is_computed_again(two_workers):
-    from dataplane.live.migration.engines import CopyFailed
+    from dataplane.live.migration.move import CopyFailed
     from harness.bare_fleet import token_request
 
     async def story(fleet):
@@ -349,7 +349,7 @@ def test_a_worker_answers_only_the_gateways_it_was_launched_for_and_is_told_from
 
     from controlplane.errors import BadInput
     from dataplane.live.engine_api.vllm_surface import VllmCodec
-    from dataplane.live.worker.door import new_key, public_key
+    from dataplane.live.engine_api.wire import new_key, public_key
     from dataplane.live.worker.link import WorkerLink
 
     info = two_workers.workers[0].info

@@ -20,8 +20,8 @@ from dataplane.live.engine_api.link import Lost
 from dataplane.live.engine_api.processes import RayDaemon
 from dataplane.live.engine_api.step_trace import StepTrace
 from dataplane.live.engine_api.vllm_surface import VllmCodec
+from dataplane.live.engine_api.wire import new_key, public_key
 from dataplane.live.worker.actor import Worker
-from dataplane.live.worker.door import new_key, public_key
 from dataplane.live.worker.gateway_peers import GatewayPeers
 from dataplane.live.worker.link import WorkerLink
 

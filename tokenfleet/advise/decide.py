@@ -26,10 +26,9 @@ from dataclasses import replace
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.scaler.autoscale import scale
-from controlplane.scaler.line import line_of
+from controlplane.scaler.line import PARTS, line_of
 from controlplane.scaler.mix import choose
 from controlplane.scaler.target import RATE_Z, StabilizationWindow
-from controlplane.scaler.weights import PARTS
 from controlplane.snapshot import SERVING, RunningRequest, Scale, Snapshot, WorkerLoad
 from controlplane.types import ClassArrivals, RequestId, WorkerId
 from tokenfleet.advise.advice import Advice, AdviceChange, AdviceSettings, AdviceState, TypeAdvice

@@ -1,7 +1,7 @@
 """A fleet that could be bought: groups of equal workers, its cost, simulation and standby workers on spot.
 
 Spot workers can be reclaimed, so N + k are bought for the N that must serve. The number that stand follows
-the binomial of scaler.weights, of rate r and cold start. While fewer than N stand, every request counts as
+the binomial of scaler.line, of rate r and cold start. While fewer than N stand, every request counts as
 missed. So does every request that was running on a worker when it was reclaimed (share 1 - exp(-r·d), d the
 mean time of a request). Both are more than is really lost.
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from controlplane.perfmodel.profile import Profile
-from controlplane.scaler.weights import enough_stand, missing_share
+from controlplane.scaler.line import enough_stand, missing_share
 from controlplane.types import Role
 from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.simulated.simulate import WorkerSpec

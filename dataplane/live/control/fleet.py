@@ -38,7 +38,7 @@ from dataplane.http.keys import ApiKey, KeyRing, read_control_keys
 from dataplane.http.server import Extension, address, follow, until_answering
 from dataplane.live.control.api import control_app, control_server
 from dataplane.live.control.controller_process import ControllerProcess
-from dataplane.live.control.demand_count import DemandCount
+from dataplane.live.control.fleet_state import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
 from dataplane.live.control.replanned import Replanned, TypeParts, taken_up
 from dataplane.live.control.settings import Autoscale, ControllerSettings
@@ -56,7 +56,7 @@ from dataplane.live.gateway.settings import GatewaySettings
 from dataplane.live.gateway.spans import Spans
 from dataplane.live.gateways.core_server import CoreServer
 from dataplane.live.gateways.keeper import Gateways
-from dataplane.live.gateways.shared import ProcessSettings
+from dataplane.live.gateways.wire import ProcessSettings
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.ledger.placement import Placement
 from dataplane.live.ledger.request import Tracked

@@ -16,8 +16,7 @@ from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.snapshot import Note, Scale
 from controlplane.types import Role, WorkerId
 from dataplane.http.rules import Conflict, UnknownName
-from dataplane.live.control.demand_count import DemandCount
-from dataplane.live.control.fleet_state import FleetState, MoveRow, RequestRow, WorkerRow, copied
+from dataplane.live.control.fleet_state import DemandCount, FleetState, MoveRow, RequestRow, WorkerRow, copied
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.control.updates import Updates

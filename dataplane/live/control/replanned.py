@@ -28,8 +28,7 @@ from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api.processes import Estate
 from dataplane.live.ledger.placement import Placement
 from dataplane.live.pool.fleet_types import FleetTypes
-from dataplane.live.pool.reshape import Reshape
-from dataplane.live.pool.rolling_change import State
+from dataplane.live.pool.rolling_change import Reshape, State
 from dataplane.live.pool.roster import PoolRecord
 
 FEWEST = 100  # requests that tell an attainment

@@ -11,7 +11,7 @@ from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.pool.member import Revision
 from dataplane.live.pool.pool import WorkerPool
-from dataplane.live.pool.reshape import Reshape
+from dataplane.live.pool.rolling_change import Reshape
 from dataplane.live.pool.rollout import Rollout
 
 

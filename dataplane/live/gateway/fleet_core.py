@@ -37,11 +37,10 @@ from dataplane.live.engine_api.step_trace import take_prefilled
 from dataplane.live.gateway.connections import AdapterBook, Attached, Attachments, FrontEndClient
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.metrics import Metrics
-from dataplane.live.gateway.request import tracked_from
 from dataplane.live.gateway.segments import LeftRequests, Segments
 from dataplane.live.ledger.mirrors import Found
 from dataplane.live.ledger.placement import Placement
-from dataplane.live.ledger.request import Ticket, Tracked
+from dataplane.live.ledger.request import Ticket, Tracked, tracked_from
 from dataplane.live.migration.move import MoveBudget
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,14 @@ from controlplane.types import Slo
 from dataplane.http.keys import PRIORITIES, ApiKey, KeyRing
 from dataplane.http.rules import error_reply, send_reply
 from dataplane.live.gateway.idempotency import LONGEST_KEY, KeyClaims, OtherBody, answer_once
-from dataplane.live.gateway.request import CURRENT_TICKET
-from dataplane.live.ledger.request import CLASS_HEADER, OBJECTIVE_HEADERS, TPOT_HEADERS, TTFT_HEADERS, Ticket
+from dataplane.live.ledger.request import (
+    CLASS_HEADER,
+    CURRENT_TICKET,
+    OBJECTIVE_HEADERS,
+    TPOT_HEADERS,
+    TTFT_HEADERS,
+    Ticket,
+)
 
 CLASS_FIELD = "slo_class"  # of the body, where the header is not there
 PRIORITY_HEADER = "x-tokenfleet-priority"

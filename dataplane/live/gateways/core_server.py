@@ -23,10 +23,9 @@ from dataplane.live.engine_api.messages import Codec, EngineRequest, SegmentOutp
 from dataplane.live.engine_api.processes import Tasks, cancel_all
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.idempotency import Answers, OtherBody, StoredAnswer
-from dataplane.live.gateway.request import CURRENT_TICKET
 from dataplane.live.gateways import wire
 from dataplane.live.gateways.wire import MessageType, NewRequest, TicketNews, Welcome, pack
-from dataplane.live.ledger.request import Ticket
+from dataplane.live.ledger.request import CURRENT_TICKET, Ticket
 
 log = logging.getLogger(__name__)
 BACK_S = 10.0  # within which an earlier core's gateways come, or are gone

@@ -24,9 +24,14 @@ from controlplane.errors import BadInput
 from dataplane.live.engine_api.processes import Estate, Tasks, cancel_all
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
-from dataplane.live.gateways import shared
 from dataplane.live.gateways.core_server import CoreServer
-from dataplane.live.gateways.shared import MOST_GATEWAYS, NOT_ACCEPTING, Loads, ProcessSettings
+from dataplane.live.gateways.wire import (
+    MOST_GATEWAYS,
+    NOT_ACCEPTING,
+    PROCESS_SETTINGS,
+    Loads,
+    ProcessSettings,
+)
 from dataplane.processes.fork_server import Forked
 from dataplane.processes.keeper import End, Inherited, Keeper, Process, Spec, end, tell
 
@@ -211,7 +216,7 @@ class Gateways:
         index = next(i for i in range(MOST_GATEWAYS) if all(kept.index != i for kept in self))
         name, self._next = f"g{self._next}", self._next + 1
         self._note()  # first: should this core die here, no other gateway gets the name
-        settings = shared.PROCESS_SETTINGS.dump_json(replace(self._told, name=name, index=index))
+        settings = PROCESS_SETTINGS.dump_json(replace(self._told, name=name, index=index))
         process = await Forked.start(self._estate.forks, GATEWAY, settings)
         kept = Kept(KeptRecord(name, index, process.pid), process)
         self._kept.append(kept)

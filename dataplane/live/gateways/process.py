@@ -23,7 +23,7 @@ from dataplane.live.engine_api.vllm_surface import VllmCodec
 from dataplane.live.gateway.middleware import DoorPolicy
 from dataplane.live.gateway.server import Gateway, stop_accepting
 from dataplane.live.gateways.remote_core import RemoteCore
-from dataplane.live.gateways.shared import NOT_ACCEPTING, PROCESS_SETTINGS, Loads, ProcessSettings, Unwritten
+from dataplane.live.gateways.wire import NOT_ACCEPTING, PROCESS_SETTINGS, Loads, ProcessSettings, Unwritten
 
 
 class GatewayDoor:

@@ -26,10 +26,9 @@ from dataplane.live.engine_api.messages import Adapter, Codec, EngineRequest, Fi
 from dataplane.live.gateway.connections import FrontEndClient
 from dataplane.live.gateway.idempotency import OtherBody, StoredAnswer
 from dataplane.live.gateway.middleware import Refusal
-from dataplane.live.gateway.request import CURRENT_TICKET
 from dataplane.live.gateways import wire
 from dataplane.live.gateways.wire import WIRE_VERSION, MessageType, NewRequest, TicketNews, Welcome, pack
-from dataplane.live.ledger.request import Rejection, Ticket
+from dataplane.live.ledger.request import CURRENT_TICKET, Rejection, Ticket
 
 IDLE_S = 10.0  # an idle connection of a gateway that leaves is closed after so long
 LAST_WORDS_S = 2.0

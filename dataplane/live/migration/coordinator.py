@@ -48,8 +48,16 @@ from dataplane.live.engine_api.segment import (
     loader_request,
     obstacle_to_move,
 )
-from dataplane.live.migration.engines import CopyFailed, EngineCalls, MovableFleet
-from dataplane.live.migration.move import Mode, MoveBudget, MovePaces, MoveRecord, Running
+from dataplane.live.migration.move import (
+    CopyFailed,
+    EngineCalls,
+    Mode,
+    MovableFleet,
+    MoveBudget,
+    MovePaces,
+    MoveRecord,
+    Running,
+)
 
 log = logging.getLogger(__name__)
 FIRST_TOKEN_S = 0.002  # between two looks for it

@@ -32,7 +32,7 @@ from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.coordinator import layout, meaning
-from dataplane.live.migration.engines import CopyFailed
+from dataplane.live.migration.move import CopyFailed
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.05

@@ -27,11 +27,11 @@ from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import Notice
 from dataplane.live.engine_api.processes import descendants, free_memory_bytes
 from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
+from dataplane.live.engine_api.wire import new_key, public_key
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.pool.fleet_types import FleetTypes, Market, Site, accelerator, market_of
-from dataplane.live.pool.joined_ray import JoinedRay, RayEnded, connect
 from dataplane.live.pool.member import Adopted, Revision
-from dataplane.live.worker.door import new_key, public_key
+from dataplane.live.pool.own_ray import JoinedRay, RayEnded, connect
 from dataplane.live.worker.launch import RayWorker, WorkerResources, adopt_worker, end_worker, launch_worker
 from dataplane.live.worker.link import WorkerLink, link_context
 

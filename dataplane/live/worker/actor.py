@@ -48,10 +48,10 @@ from dataplane.live.engine_api.vllm_surface import (
     VllmCodec,
     vllm_version,
 )
+from dataplane.live.engine_api.wire import Door
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.cause import own_log, start_failure
-from dataplane.live.worker.door import Door
 from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, tells_cached, warm_up, worker_info
 from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
 

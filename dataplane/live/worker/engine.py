@@ -36,8 +36,8 @@ from dataplane.live.engine_api.vllm_surface import (
     has_prompt_logprobs,
     vllm_version,
 )
+from dataplane.live.engine_api.wire import Door
 from dataplane.live.kv.nixl import Asked, check_installed
-from dataplane.live.worker.door import Door
 from dataplane.live.worker.host_checks import check_shared_room, files_digest, model_files
 
 CPU_KV_BYTES = 1 << 30

@@ -28,7 +28,7 @@ from dataplane.live.engine_api.link import (
 )
 from dataplane.live.engine_api.messages import Adapter, Codec, EngineRequest
 from dataplane.live.engine_api.processes import cancel_all
-from dataplane.live.worker.door import knock
+from dataplane.live.engine_api.wire import knock
 
 OUTGOING_MESSAGES = 1024
 UNREAD_EVENTS = 1024

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.cusum import BLOCK, SHIFT, Cusum, threshold
 from controlplane.perfmodel.profile import KvModel, Residuals
-from controlplane.perfmodel.refit import PART, SCALE, Refit
+from controlplane.perfmodel.refit import BLOCK, PART, SCALE, SHIFT, Cusum, Refit, threshold
 from controlplane.perfmodel.step import Hinge, StepModel
 
 TRUTH = StepModel(0.007, 2e-5, 2e-5, 5e-8, 1e-9, (Hinge("sequences", 64, 1e-5),), 2e-3)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from made_types import ask, made_type
 
 from controlplane.errors import BadInput, Infeasible
+from controlplane.scaler.line import enough_stand, missing_share, most_missing
 from controlplane.scaler.mix import MixSettings, cheapest, choose
 from controlplane.scaler.mix_changes import bridged, stepped
-from controlplane.scaler.weights import enough_stand, missing_share, most_missing
 
 some_kinds = st.lists(
     st.tuples(

@@ -10,11 +10,10 @@ from made_types import BIG, SLO, SMALL, made_type, seen
 
 from controlplane.scaler import mix_changes
 from controlplane.scaler.autoscale import has_line, scale
-from controlplane.scaler.line import line_of
+from controlplane.scaler.line import PARTS, line_of
 from controlplane.scaler.mix import MixSettings, choose
 from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import StabilizationWindow, TargetSettings
-from controlplane.scaler.weights import PARTS
 from controlplane.snapshot import Snapshot, WorkerLoad
 from controlplane.types import ClassArrivals, WorkerId
 

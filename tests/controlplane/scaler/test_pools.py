@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_types import BIG, SLO
 
+from controlplane.control import together, within
 from controlplane.scaler.line import decode_rps, prefill_rps
-from controlplane.scaler.pools import together, within
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.snapshot import Scale, Snapshot

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.scaler.rolling import RollingStep, rolling_steps
+from controlplane.scaler.reconcile import RollingStep, rolling_steps
 
 FLEETS = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 9))
 

@@ -7,12 +7,11 @@ import pytest
 from made_types import BIG, SMALL, made_type, profile_of, seen
 
 from controlplane.errors import BadInput
-from controlplane.scaler.line import capacity_rps
+from controlplane.scaler.line import Weights, capacity_rps, even, weigh
 from controlplane.scaler.mix import MixNeed, MixSettings
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.scaler.traffic import Traffic
-from controlplane.scaler.weights import Weights, even, weigh
 
 
 def test_a_weight_is_what_one_carries_over_what_the_lightest_carries():

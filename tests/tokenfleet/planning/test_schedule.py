@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planning_builders import plan, planned, poisson, save, search_of, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.scaler.weights import enough_stand, missing_share
+from controlplane.scaler.line import enough_stand, missing_share
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import Infeasible
+from controlplane.scaler.line import Weights
 from controlplane.scaler.mix import MixNeed, MixSettings, cheapest
-from controlplane.scaler.weights import Weights
 from controlplane.worker_type import WorkerGroup
 from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.fleet import Fleet, is_allowed

@@ -21,8 +21,7 @@ from controlplane.types import ClassArrivals, Slo, SloClass, WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.history.fleet_log import FleetLog, read_fleet_log
 from dataplane.live.control.controller import LivePlane
-from dataplane.live.control.demand_count import since
-from dataplane.live.control.fleet_state import Observer, RequestRow, WorkerRow
+from dataplane.live.control.fleet_state import Observer, RequestRow, WorkerRow, since
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
 
 

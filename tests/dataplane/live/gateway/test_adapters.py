@@ -33,8 +33,7 @@ def adapter(named=1, **more):
 
 async def ask(front, name, lora):
     """Begin a long request of an adapter and return where it went."""
-    from dataplane.live.gateway.request import CURRENT_TICKET
-    from dataplane.live.ledger.request import Ticket
+    from dataplane.live.ledger.request import CURRENT_TICKET, Ticket
     from harness.bare_fleet import token_request
 
     request = token_request(name, [len(name), 2, 3], {"max_tokens": 3000})

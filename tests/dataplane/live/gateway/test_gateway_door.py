@@ -16,7 +16,7 @@ SLO = Slo(1.0, 0.1)
 def through_the_door():
     pytest.importorskip("vllm")
     from dataplane.live.gateway.middleware import DoorPolicy, FrontDoor
-    from dataplane.live.gateway.request import tracked_from
+    from dataplane.live.ledger.request import tracked_from
 
     async def posted(parts):
         """The parts of a posted request, as the core tracks them 20 s after they came."""

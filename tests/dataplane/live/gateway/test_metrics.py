@@ -70,7 +70,7 @@ def test_a_request_is_a_hit_by_its_own_figures_and_one_token_is_judged_by_ttft_a
 
 @pytest.mark.parametrize(("waited_s", "of"), [(0.5, 0), (16.0, 1)])
 def test_a_request_given_up_by_its_client_is_a_miss_once_it_is_beyond_its_target(metrics, waited_s, of):
-    from dataplane.live.control.demand_count import DemandCount
+    from dataplane.live.control.fleet_state import DemandCount
     from dataplane.live.ledger.request import Ticket, Tracked
 
     ticket, came_s = Ticket("", "k", Slo(1.0, 0.1), 0), time.monotonic() - waited_s

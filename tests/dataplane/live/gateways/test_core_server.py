@@ -13,11 +13,10 @@ from controlplane.errors import BadInput
 from controlplane.placement.queue import QueueSettings
 from dataplane.http.keys import ApiKey
 from dataplane.live.gateway.idempotency import OtherBody, StoredAnswer
-from dataplane.live.gateway.request import CURRENT_TICKET
 from dataplane.live.gateways.core_server import CoreServer
 from dataplane.live.gateways.remote_core import CoreGone, RemoteCore
 from dataplane.live.gateways.wire import MessageType, message, next_message, pack
-from dataplane.live.ledger.request import Ticket
+from dataplane.live.ledger.request import CURRENT_TICKET, Ticket
 from harness.bare_fleet import token_request
 
 STORY_S = 60.0
@@ -435,7 +434,7 @@ def test_what_a_gateway_counts_is_in_the_file_that_all_share_once_it_is_written(
     from prometheus_client.multiprocess import MultiProcessCollector
     from prometheus_client.values import MultiProcessValue
 
-    from dataplane.live.gateways.shared import Unwritten
+    from dataplane.live.gateways.wire import Unwritten
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     unwritten = Unwritten(MultiProcessValue())

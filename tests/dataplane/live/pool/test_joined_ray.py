@@ -8,7 +8,7 @@ from dataplane.live.engine_api.processes import replace_text
 
 ray = pytest.importorskip("ray")
 
-from dataplane.live.pool import joined_ray  # noqa: E402
+from dataplane.live.pool import own_ray  # noqa: E402
 
 
 async def until(holds):
@@ -22,7 +22,7 @@ def did(monkeypatch):
     """The order of what was asked of Ray."""
     done = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(joined_ray, "AGAIN_S", 0.01)
+    monkeypatch.setattr(own_ray, "REJOIN_S", 0.01)
     monkeypatch.setattr(ray, "init", lambda address, **_: done.append(address))
     monkeypatch.setattr(ray, "shutdown", lambda: done.append("left"))
     return done
@@ -39,14 +39,14 @@ def test_a_core_leaves_a_ray_that_has_ended_before_it_joins_the_next(did, tmp_pa
             raise
 
     async def story():
-        here = joined_ray.JoinedRay(own, lambda: did.append("told"))
+        here = own_ray.JoinedRay(own, lambda: did.append("told"))
         replace_text(own, "first")
         await here.join()
         assert await here.call(asyncio.sleep(0, "answered")) == "answered"
         call = asyncio.create_task(here.call(asks()))
         await asyncio.sleep(0)
         own.unlink()
-        with pytest.raises(joined_ray.RayEnded):
+        with pytest.raises(own_ray.RayEnded):
             await call
         assert not here.is_there.is_set()
         replace_text(own, "\ndid not start in 3 attempts: busy")
@@ -64,7 +64,7 @@ def test_a_core_leaves_a_ray_that_has_ended_before_it_joins_the_next(did, tmp_pa
 
 def test_a_call_that_is_cancelled_is_so_and_does_not_say_that_ray_has_ended(did, tmp_path):
     async def story():
-        call = asyncio.create_task(joined_ray.JoinedRay(tmp_path, list).call(asyncio.Event().wait()))
+        call = asyncio.create_task(own_ray.JoinedRay(tmp_path, list).call(asyncio.Event().wait()))
         await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -304,7 +304,7 @@ def test_a_gateway_links_to_a_thousand_workers():
 
     from plain_codec import PlainCodec
 
-    from dataplane.live.worker.door import new_key, public_key
+    from dataplane.live.engine_api.wire import new_key, public_key
     from dataplane.live.worker.link import WorkerLink, link_context
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

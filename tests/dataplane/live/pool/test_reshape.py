@@ -29,7 +29,7 @@ class Story:
         self.fault, self.ends, self.least = None, [], 4.0
 
     def reshape(self, refusal=lambda kinds: None, **after):
-        from dataplane.live.pool.reshape import Reshape
+        from dataplane.live.pool.rolling_change import Reshape
 
         self.pool.types.add([WorkerGroup(WorkerType(None, 2), 2)], {})
         self.pool.wanted_kinds = {SMALL: 4, LARGE: 0}
@@ -73,10 +73,10 @@ class Story:
 @pytest.fixture
 def play(monkeypatch):
     from dataplane.live.engine_api import processes
-    from dataplane.live.pool import reshape
+    from dataplane.live.pool import rolling_change
 
     monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(reshape, "WATCH_S", 0.001)
+    monkeypatch.setattr(rolling_change, "WATCH_S", 0.001)
 
     def run(play_it, most=8):
         async def scene():

@@ -328,7 +328,7 @@ class Reign:
 
     def __init__(self, front, pool, revised=lambda model, flags: {}):
         from controlplane.placement.policies import Policy
-        from dataplane.live.control.demand_count import DemandCount
+        from dataplane.live.control.fleet_state import DemandCount
         from dataplane.live.control.operations import FleetFacts, Operations
 
         facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
@@ -442,7 +442,7 @@ def test_a_stream_goes_on_with_its_own_model_or_not_at_all_where_a_core_dies_in_
     monkeypatch, tmp_path, dies_too
 ):
     from dataplane.live.control import updates
-    from dataplane.live.gateway.request import CURRENT_TICKET
+    from dataplane.live.ledger.request import CURRENT_TICKET
     from dataplane.live.pool.rollout import Rollout
 
     monkeypatch.setattr(updates, "Rollout", partial(Rollout, gate_s=0.02))

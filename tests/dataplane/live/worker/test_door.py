@@ -7,7 +7,7 @@ import pytest
 try:
     import zmq.asyncio
 
-    from dataplane.live.worker.door import Door, knock, new_key, public_key
+    from dataplane.live.engine_api.wire import Door, knock, new_key, public_key
 except ModuleNotFoundError:
     pytest.skip("ZMQ is not installed (requirements/live-cpu.txt)", allow_module_level=True)
 

@@ -15,7 +15,7 @@ from controlplane.placement.queue import QueueSettings
 from dataplane.live.emulated.engine import EmulatedEngine, Fabric
 from dataplane.live.engine_api import wire
 from dataplane.live.engine_api.link import Lost, Silence
-from dataplane.live.worker.door import new_key, public_key
+from dataplane.live.engine_api.wire import new_key, public_key
 from dataplane.live.worker.link import WorkerLink
 
 
