@@ -34,9 +34,8 @@ from experiments.lib.public_data import SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
 from tokenfleet.advise.advice import AdviceSettings, AdviceState
 from tokenfleet.advise.decide import ORIGIN_S, advise, looked_at
-from tokenfleet.advise.followers import LOOK_S
+from tokenfleet.advise.followers import LOOK_S, FleetMeter
 from tokenfleet.advise.look import Watched, look
-from tokenfleet.advise.meter import FleetMeter
 from tokenfleet.profiles.library import find_profiles
 
 NAME, START = "m-mid", 12

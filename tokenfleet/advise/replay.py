@@ -2,7 +2,7 @@
 
 Every fleet starts with what the hindsight optimum starts with, and pays for starts and drains. Requests go to
 the replica with the fewest in the system, as gateways do; one row shows the placement of `serve` instead. The
-advice sees the metrics that vLLM would show (`advise.meter`).
+advice sees the metrics that vLLM would show (`followers.FleetMeter`).
 
 Of several worker types, each has an autoscaler of its own. The optimum is that of each type alone, without
 its limits; the cheapest of those within the target comes first. Every fleet starts with the counts that the

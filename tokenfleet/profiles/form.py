@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Field, create_model
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import (
-    UNSEEN,
     EngineLimits,
     FittedRange,
     Frontend,
@@ -104,6 +103,25 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "host_kv": {"capacity_bytes": Positive, "bytes_per_s": Annotated[Seconds, Field(gt=0)]},
     "ranks": {"count": Positive},
 }
+# A group that begins with ? is left out where its first field is as usual.
+_WRITTEN = {
+    "frontend": ("per_request_s per_prompt_token_s", "?doubt_s", "?late_s"),
+    "speculation": ("acceptance draft_s round_s",),
+    "host_kv": ("capacity_bytes bytes_per_s",),
+    "ranks": ("of count shared_token_s",),
+    "kv": (
+        *("capacity_tokens block_tokens bytes_per_token", "?gpu_memory_bytes gpu_memory_utilization"),
+        *("?request_tokens window_tokens", "?window_is_chunk", "?vocabulary step_token_bytes"),
+        "?measured_per_token measured_per_request measured_error",
+    ),
+    "engine": ("name version mode max_batched_tokens max_seqs", "?steps_ahead"),
+    "residuals": (
+        *("mean_relative p95_relative max_relative samples", "?held_out_mean", "?held_out_max"),
+        *("unseen_relative", "?unseen_prefill_relative"),
+    ),
+    "fitted": ("prefill_tokens sequences context_tokens",),
+    "source": ("kind what licence date", "?host_s"),
+}
 _PARTS: dict[str, Any] = {name: _part(noun, **_BOUNDS.get(name, {})) for name, noun in _NOUNS.items()}
 _NEEDED = ("kv", "residuals", "source")
 _PLAIN = ("engine", "frontend")  # those that have a default for each field
@@ -177,66 +195,32 @@ def profile_document(profile: Profile) -> dict[str, Any]:
             prefill["hinges"] = _hinge_rows(profile.prefill.hinges)
         content["prefill"] = prefill
     content["hinges"] = _hinge_rows(profile.step.hinges)
-    if profile.frontend != Frontend():
-        content["frontend"] = _numbers(profile.frontend, "per_request_s per_prompt_token_s")
-        for name in ("doubt_s", "late_s"):
-            if seconds := getattr(profile.frontend, name):
-                content["frontend"][name] = seconds
-    if profile.speculation is not None:
-        drafts = profile.speculation
-        content["speculation"] = {"acceptance": list(drafts.acceptance)} | _numbers(drafts, "draft_s round_s")
-    if profile.host_kv is not None:
-        content["host_kv"] = _numbers(profile.host_kv, "capacity_bytes bytes_per_s")
-    if profile.ranks is not None:
-        content["ranks"] = _numbers(profile.ranks, "of count shared_token_s")
-    content["kv"] = _kv_document(profile.kv)
+    content |= _parts(profile, "frontend", "speculation", "host_kv", "ranks", "kv")
     content["context_limit_tokens"] = profile.context_limit_tokens
     if profile.workers_per_gpu > 1:
         content["workers_per_gpu"] = profile.workers_per_gpu
-    engine = profile.engine
-    content["engine"] = {
-        "name": engine.name,
-        "version": engine.version,
-        "mode": str(engine.mode),
-        "max_batched_tokens": engine.max_batched_tokens,
-        "max_seqs": engine.max_seqs,
-    }
-    if engine.steps_ahead:
-        content["engine"]["steps_ahead"] = engine.steps_ahead
-    content["residuals"] = _residuals_document(profile.residuals)
-    if profile.fitted is not None:
-        content["fitted"] = _numbers(profile.fitted, "prefill_tokens sequences context_tokens")
-    source = _numbers(profile.source, "kind what licence date")
-    if profile.source.host_s:
-        source["host_s"] = profile.source.host_s
-    content["source"] = source
-    return content
+    return content | _parts(profile, "engine", "residuals", "fitted", "source")
 
 
-def _residuals_document(residuals: Residuals) -> dict[str, Any]:
-    document = _numbers(residuals, "mean_relative p95_relative max_relative samples")
-    for name in ("held_out_mean", "held_out_max", *UNSEEN):
-        value = getattr(residuals, name)
-        if value is not None and (value or name != UNSEEN[1]):
-            document[name] = value
-    return document
+def _parts(profile: Profile, *names: str) -> dict[str, Any]:
+    nouns = {name: getattr(profile, name) for name in names}
+    return {name: _written(noun, name) for name, noun in nouns.items() if noun not in (None, Frontend())}
 
 
-def _kv_document(kv: KvModel) -> dict[str, Any]:
-    names = "capacity_tokens block_tokens bytes_per_token"
-    if kv.gpu_memory_bytes:
-        names += " gpu_memory_bytes gpu_memory_utilization"
-    if kv.request_tokens:
-        names += " request_tokens window_tokens" + " window_is_chunk" * kv.window_is_chunk
-    if kv.vocabulary:
-        names += " vocabulary step_token_bytes"
-    if kv.measured_per_token:
-        names += " measured_per_token measured_per_request measured_error"
-    return _numbers(kv, names)
+def _written(noun: Any, name: str) -> dict[str, Any]:
+    """The fields of a noun that a file states, in the order of _WRITTEN."""
+    usual = {field.name: field.default for field in fields(noun)}
+    stated: dict[str, Any] = {}
+    for group in _WRITTEN[name]:
+        head, *more = group.removeprefix("?").split()
+        if not group.startswith("?") or getattr(noun, head) != usual[head]:
+            stated |= {one: _plain(getattr(noun, one)) for one in (head, *more)}
+    return stated
 
 
-def _numbers(noun: object, names: str) -> dict[str, Any]:
-    return {name: getattr(noun, name) for name in names.split()}
+def _plain(value: Any) -> Any:
+    """A value as YAML has it."""
+    return str(value) if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
 
 
 def _stated(model: StepModel | PrefillModel, terms: Iterable[Term]) -> dict[str, Any]:

@@ -8,8 +8,7 @@ import pytest
 from test_advice import EVERY_S, Fleet, asked
 
 from tokenfleet.advise.advice import Spent
-from tokenfleet.advise.day.history import APART_S, KEPT_S, AdviceHistory
-from tokenfleet.advise.day.page import page_document
+from tokenfleet.advise.day import APART_S, KEPT_S, AdviceHistory, page_document
 from tokenfleet.advise.view import lines, spent_text
 
 USD = 2.69

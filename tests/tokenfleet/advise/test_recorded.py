@@ -8,7 +8,7 @@ from counted_servers import OUTPUT, PROMPT, CountedServer
 
 from controlplane.errors import BadInput
 from tokenfleet.advise.look import NoCounts, Watched, look
-from tokenfleet.advise.recorded import ENOUGH, TrafficRecord
+from tokenfleet.advise.watch import ENOUGH, TrafficRecord
 from tokenfleet.traces.from_metrics import trace_of_metrics
 
 EVERY_S = 5.0

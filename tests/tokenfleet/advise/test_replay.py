@@ -15,8 +15,15 @@ from controlplane.workload import Workload
 from dataplane.live.control.settings import Autoscale
 from tokenfleet.advise.advice import AdviceSettings
 from tokenfleet.advise.decide import looked_at
-from tokenfleet.advise.followers import BASELINES, LOOK_S, RAY_SERVE, Autoscalers, advised
-from tokenfleet.advise.meter import EDGES_S, FleetMeter
+from tokenfleet.advise.followers import (
+    BASELINES,
+    EDGES_S,
+    LOOK_S,
+    RAY_SERVE,
+    Autoscalers,
+    FleetMeter,
+    advised,
+)
 from tokenfleet.advise.replay import ADVICE, HINDSIGHT, PLACED, TOLERANT, ReplayedDay, best
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.library import find_profiles

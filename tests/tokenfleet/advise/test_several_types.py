@@ -24,8 +24,7 @@ from tokenfleet.advise.servers import TypedServers
 from tokenfleet.advise.view import document, verdict
 from tokenfleet.advise.watch import first_pages
 from tokenfleet.cli.advise.command import _profile
-from tokenfleet.cli.advise.flags import AdviseFlags
-from tokenfleet.cli.advise.kinds import kinds_asked
+from tokenfleet.cli.advise.flags import AdviseFlags, kinds_asked
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.engine_metrics import EngineCounts
 from tokenfleet.profiles.library import find_profiles

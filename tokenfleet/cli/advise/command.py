@@ -94,7 +94,7 @@ async def _watch(
     cleanup: ExitStack,
 ) -> WatchedTraffic | None:
     """Watch until a signal; with `watched_s` for that long, and what was seen."""
-    from tokenfleet.advise.day.page import page_document
+    from tokenfleet.advise.day import page_document
     from tokenfleet.advise.external_scaler import demand_of, scaler_at
     from tokenfleet.advise.gauges import AdviceGauges
     from tokenfleet.advise.watch import FleetWatch, answering, first_pages, some_answer

@@ -6,11 +6,14 @@ Between two points the numbers hold, as replicas do. While metrics are missing t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tokenfleet.advise.advice import Advice, Spent
+from tokenfleet.advise.advice import Advice, AdviceSettings, Spent
+from tokenfleet.advise.view import Clock, document
 
+SCHEMA = "tokenfleet.advice-page/1"
 KEPT_S = 86_400.0
 APART_S = 60.0  # between two points where nothing changes
 
@@ -70,3 +73,42 @@ class AdviceHistory:
             wanted_usd += (one.wanted_usd_per_h or 0.0) * passed_h
         costs = (usd, wanted_usd) if is_priced else None
         return Spent(hours, had, wanted, (low, high), costs) if hours > 0 else None
+
+
+def page_document(
+    settings: AdviceSettings, advice: Advice, history: AdviceHistory, clock: Clock
+) -> dict[str, Any]:
+    """The page. Its sentences are those of the terminal; its charts bring their own words."""
+    points = history.until_now()
+    times = [clock(point.at_s).timestamp() for point in points]
+
+    def line(name: str, tone: str, value: Callable[[AdvicePoint], float | None]) -> dict[str, Any]:
+        pairs = [list(pair) for pair in zip(times, map(value, points), strict=True)]
+        return {"name": name, "kind": "steps", "tone": tone, "points": pairs}
+
+    band = [[at, *(point.likely or (None, None))] for at, point in zip(times, points, strict=True)]
+    replicas = [
+        {"name": "90 % sure", "kind": "band", "tone": "b", "points": band},
+        line("has", "a", lambda point: point.has),
+        line("wants", "b dashed", lambda point: point.wanted),
+    ]
+    charts = [
+        _chart("Replicas", "What the fleet has, and what the traffic needs.", "replicas", replicas),
+        _chart(
+            "Traffic",
+            "Requests per second since each change point.",
+            "req/s",
+            [line("req/s", "a", lambda point: point.rate_rps)],
+        ),
+    ]
+    if advice.usd_per_h is not None:
+        cost = [
+            line("has", "a", lambda point: point.usd_per_h),
+            line("wants", "b dashed", lambda point: point.wanted_usd_per_h),
+        ]
+        charts.append(_chart("Cost", "What the fleet costs, and what the advice would.", "$/h", cost))
+    return {"schema": SCHEMA, "now": document(settings, advice, clock), "charts": charts}
+
+
+def _chart(title: str, says: str, unit: str, series: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"title": title, "says": says, "unit": unit, "series": series}
