@@ -25,9 +25,9 @@ from controlplane.migration.overload import ShedSettings, shed
 from controlplane.migration.room import make_room
 from controlplane.migration.usage import Reading, WorkerView, worker_views
 from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Policy
-from controlplane.scaler.autoscale import has_line, scale
+from controlplane.scaler.autoscale import scale
 from controlplane.scaler.load import LoadSettings, scale_by_load
-from controlplane.scaler.state import Scaling, ScalingSettings
+from controlplane.scaler.state import Scaling, ScalingSettings, has_line
 from controlplane.scaler.target import Stabilized, may_give_back
 from controlplane.snapshot import SERVING, Action, Move, Note, Scale, Snapshot
 from controlplane.types import RequestId, WorkerId

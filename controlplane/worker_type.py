@@ -105,6 +105,15 @@ class WorkerType:
         n = self.workers_per_gpu
         return replace(self, known_profile=profile if n == 1 else profile.shared(n))
 
+    def slowed(self, factor: float) -> WorkerType:
+        """The type if its steps took `factor` times as long."""
+        profile = self.known_profile
+        if profile is None:
+            return self
+        prefill = None if profile.prefill is None else profile.prefill.scaled(factor)
+        slow = replace(profile, step=profile.step.scaled(factor, factor), prefill=prefill)
+        return replace(self, known_profile=slow)
+
     def shared(self, workers: int) -> WorkerType:
         """The type with `workers` workers on each GPU, each at its part of the price. Raises BadInput."""
         usd = None if self.usd_per_h is None else self.usd_per_h / workers

@@ -17,14 +17,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.step import StepModel
 from controlplane.scaler.correction import look
-from controlplane.scaler.forecast import foresee
-from controlplane.scaler.line import PARTS, Line, carried_over, line_of, weigh
+from controlplane.scaler.line import PARTS, Line, bounded, weigh
 from controlplane.scaler.mix import MixNeed
 from controlplane.scaler.mix_changes import ask, change, fixed_mix, next_mix, taken_up, units_in
-from controlplane.scaler.state import Rule, Scaling, ScalingSettings
+from controlplane.scaler.state import Rule, Scaling, ScalingSettings, followed, line_now, types_now
 from controlplane.scaler.target import (
     StabilizationWindow,
     Stabilized,
@@ -35,13 +32,10 @@ from controlplane.scaler.target import (
     stabilize,
     target,
 )
-from controlplane.scaler.traffic import Demand, Regime, blend, follow, observe, recent_rps
-from controlplane.snapshot import SERVING, STARTING, Facts, Note, Scale, Snapshot
-from controlplane.types import Role
-from controlplane.worker_type import WorkerType
+from controlplane.scaler.traffic import Demand, Regime, recent_rps
+from controlplane.snapshot import SERVING, STARTING, Facts, Scale, Snapshot
 
 STALE_S = 60.0  # older counts are taken as missing
-MOST = 3.0  # what refit and correction together may make of the workers that the line asks for
 
 
 def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Scale | None]:
@@ -52,7 +46,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     """
     now_s, window = snapshot.now_s, settings.window
     window = replace(window, down_s=max(window.down_s, snapshot.cold_start_s + snapshot.drain_s))
-    state = _followed(settings, state, snapshot)
+    state = followed(settings, state, snapshot)
     demand, regime, bounds = state.demand, state.regimes.current, settings.target
     assert demand is not None
     stale = state.counted_s is None or now_s - state.counted_s > STALE_S
@@ -95,9 +89,9 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     if need is not None:
         return _mixed(settings, state, snapshot, need, found, facts, window)
     if found.is_limited:
-        state = _said_over(state, found.reason, settings.limits.limited_by or "MAX")
+        state = state.over_limit(found.reason, settings.limits.limited_by or "MAX")
     elif stable.wanted != settings.limits.high:  # a target that comes and goes is noted once
-        state = _said_over(state, "", "")
+        state = state.over_limit("", "")
     if stable.wanted == snapshot.wanted:
         return state, None
     return state, Scale(stable.wanted, found.reason, facts)
@@ -159,7 +153,7 @@ def _rule(
     settings: ScalingSettings, state: Scaling, snapshot: Snapshot, found: Target, line: Line | None
 ) -> Rule | None:
     """The number of workers that demand asked for, if it did and workers are counted."""
-    given = _line(settings, state, settings.worker_types)
+    given = line_now(settings, state, settings.worker_types)
     if found.workers is None or line is None or given is None:
         return None
     if settings.is_mix or snapshot.fixed is not None:
@@ -167,24 +161,19 @@ def _rule(
     return Rule(found.workers, line, given.workers_per_rps)
 
 
-def has_line(settings: ScalingSettings, state: Scaling) -> bool:
-    """Whether demand says how many workers: else another rule must."""
-    return _line(settings, state, settings.worker_types) is not None
-
-
 def _corrected(
     settings: ScalingSettings, state: Scaling, snapshot: Snapshot, demand: Demand, regime: Regime | None
 ) -> tuple[Scaling, Line | None]:
     """The line by the refitted step times and by what became of the requests, and what was learned of it."""
-    types, given = _types_now(settings, state), _line(settings, state, settings.worker_types)
-    line = _bounded(_line(settings, state, types), given)
+    types, given = types_now(settings, state), line_now(settings, state, settings.worker_types)
+    line = bounded(line_now(settings, state, types), given)
     if line is None or regime is None:
         return state, line
 
     def line_if(factor: float) -> Line:
         if not types or types[0].known_profile is None:
             return Line(line.workers_per_rps * factor, line.intercept)
-        slowed = _bounded(_line(settings, state, tuple(_slowed(t, factor) for t in types)), given) or line
+        slowed = bounded(line_now(settings, state, tuple(t.slowed(factor) for t in types)), given) or line
         return replace(slowed, intercept=line.intercept)  # the correction takes it as known
 
     of = {} if state.weights is None else state.weights.of
@@ -207,132 +196,16 @@ def _corrected(
     return state, line if correction.factor == 1.0 else line_if(correction.factor)
 
 
-def _bounded(line: Line | None, given: Line | None) -> Line | None:
-    """The line, its slope at most `MOST` times the given one's.
-
-    Where a lone request is about as slow as its target, a tiny change of step times is worth any number of
-    workers.
-    """
-    if line is None or given is None:
-        return line
-    most = MOST * given.workers_per_rps
-    return line.times(most / line.workers_per_rps) if line.workers_per_rps > most else line
-
-
-def _slowed(worker_type: WorkerType, factor: float) -> WorkerType:
-    """The type if its steps took `factor` times as long."""
-    profile = worker_type.known_profile
-    if profile is None:
-        return worker_type
-    prefill = None if profile.prefill is None else profile.prefill.scaled(factor)
-    return replace(
-        worker_type,
-        known_profile=replace(profile, step=profile.step.scaled(factor, factor), prefill=prefill),
-    )
-
-
-def _said_over(state: Scaling, why: str, by: str) -> Scaling:
-    """The state with a note where a limit begins, or ceases, to hold the fleet below what is wanted."""
-    over = by if why else ""
-    if over == state.over:
-        return state
-    note = Note("limit", why or f"what is wanted is allowed again: no longer over {state.over}")
-    return replace(state, over=over, notes=(*state.notes, note))
-
-
-def _types_now(settings: ScalingSettings, state: Scaling) -> tuple[WorkerType, ...]:
-    """The types, with the step times that were last told of their workers."""
-    return tuple(
-        t
-        if t.known_profile is None or t.name not in state.steps
-        else replace(t, known_profile=replace(t.known_profile, step=state.steps[t.name]))
-        for t in settings.worker_types
-    )
-
-
-def _line(settings: ScalingSettings, state: Scaling, types: tuple[WorkerType, ...]) -> Line | None:
-    """The line for this traffic. Of a mix it is in reference workers, and None until those are known.
-
-    `types`: the settings' own, with the step times to use.
-    """
-    weights, given = state.weights, settings.worker_types
-    if not settings.is_mix:
-        if not types:
-            return settings.target.line
-        return _line_of_type(settings, state, given[0].known_profile, types[0].known_profile, types[0].role)
-    if weights is None:
-        return None
-    name = weights.reference if settings.target.line is None else types[0].name
-    profile, before = (next(t.known_profile for t in of if t.name == name) for of in (types, given))
-    line = _line_of_type(settings, state, before, profile)
-    return weights.scaled(line, name) if line is not None and name in weights.of else None
-
-
-def _line_of_type(
-    settings: ScalingSettings,
-    state: Scaling,
-    before: Profile | None,
-    now: Profile | None,
-    role: Role = "any",
-) -> Line | None:
-    """The target's own line, carried over to the step times and lengths seen; else the profile's."""
-    line = settings.target.line
-    if before is None or now is None:
-        return line
-    if line is None:
-        return line_of(now, state.traffic, role)
-    return carried_over(line, settings.learned_at, before, now, state.traffic)
-
-
 def _mix_need(
     settings: ScalingSettings, state: Scaling, snapshot: Snapshot, window: StabilizationWindow
 ) -> tuple[Scaling, MixNeed]:
     """The state with this traffic's weights; what to choose from, its demand still open."""
-    types = _types_now(settings, state)
+    types = types_now(settings, state)
     weights = weigh(types, snapshot.wanted_kinds, state.traffic, state.weights)
     limits = settings.target.low, settings.target.high
     need = ask(settings.worker_types, settings.mix, weights, limits, snapshot)
     mix = taken_up(state.fleet_mix, need, snapshot.now_s, window.down_s)
     return replace(state, weights=weights, fleet_mix=mix), need
-
-
-def _followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> Scaling:
-    """The state with what has arrived: counts in all bins, lengths, the traffic phase, and forecasts."""
-    now_s, arrivals = snapshot.now_s, snapshot.arrivals
-    ahead, near = settings.ahead, settings.near
-    far, soon = state.far, state.soon
-    far_bins = near_bins = None
-    demand = observe(state.demand or Demand(settings.bin_s), now_s, arrivals)
-    if ahead is not None:
-        far_bins = observe(far.past or Demand(ahead.bin_s, ahead.keep), now_s, arrivals)
-    if near is not None:
-        near_bins = observe(soon.past or Demand(near.bin_s, near.keep), now_s, arrivals)
-    traffic = blend(state.traffic, snapshot.by_class, now_s)
-    regimes = follow(state.regimes, demand)
-    rate_rps = 0.0 if regimes.current is None else regimes.current.rate_rps
-    if ahead is not None and far_bins is not None:
-        far = foresee(ahead, far, far_bins, rate_rps, snapshot.cold_start_s)
-    if near is not None and near_bins is not None:
-        soon = foresee(near, soon, near_bins, rate_rps, snapshot.cold_start_s)
-    return replace(
-        state,
-        steps={**state.steps, **_steps_told(settings, snapshot)},
-        notes=(),
-        demand=demand,
-        regimes=regimes,
-        counted_s=state.counted_s if arrivals is None else now_s,
-        traffic=traffic,
-        far=far,
-        soon=soon,
-    )
-
-
-def _steps_told(settings: ScalingSettings, snapshot: Snapshot) -> dict[str, StepModel]:
-    """The step times that this look tells, by type."""
-    steps = {w.kind: w.step for w in snapshot.workers if w.step is not None}
-    if len(settings.worker_types) == 1:  # whatever its workers call themselves
-        return dict.fromkeys([settings.worker_types[0].name], next(iter(steps.values()))) if steps else {}
-    return steps
 
 
 def _mixed(
@@ -362,9 +235,9 @@ def _mixed(
     asked = replace(need, demand=mix.units / PARTS)
     if not asked.is_enough(mix.chosen) and snapshot.fixed is None:
         carries = asked.carries(mix.chosen)
-        state = _said_over(state, f"{why}, but all that is allowed carries {carries:.3g}", "the mix's limits")
+        state = state.over_limit(f"{why}, but all that is allowed carries {carries:.3g}", "the mix's limits")
     else:
-        state = _said_over(state, "", "")
+        state = state.over_limit("", "")
     if found.workers is not None and found.workers < mix.units and snapshot.fixed is None:
         why += f", {mix.units / PARTS} for now"  # a fall goes no further yet
     return state, change(before, mix, need, why, facts)

@@ -56,6 +56,7 @@ HEADROOM = 1.2  # traffic is not even: the planner's own first guess is as much 
 SPARE = 0.5
 LATE = 4.6  # -ln of the share of prompts that may come too late to a prefill worker: 1 %
 GAMMA = 0.95  # of KV memory: the share that placement promises
+MOST = 3.0  # what refit and correction together may make of the workers that the line asks for
 LEAST_REQUESTS = 5.0  # before lengths are believed
 DRIFT = 0.1
 PARTS = 10  # of a reference worker: what demand is rounded up to
@@ -72,6 +73,18 @@ class Line:
     def times(self, factor: float) -> Line:
         """The line if a worker carried 1 / factor of the requests."""
         return Line(self.workers_per_rps * factor, self.intercept * factor)
+
+
+def bounded(line: Line | None, given: Line | None) -> Line | None:
+    """The line, its slope at most `MOST` times the given one's.
+
+    Where a lone request is about as slow as its target, a tiny change of step times is worth any number of
+    workers.
+    """
+    if line is None or given is None:
+        return line
+    most = MOST * given.workers_per_rps
+    return line.times(most / line.workers_per_rps) if line.workers_per_rps > most else line
 
 
 def line_of(profile: Profile, traffic: Traffic, role: Role = "any") -> Line | None:

@@ -1,9 +1,10 @@
 """The scaler's settings, its state between heartbeats, and the part that outlives a controller.
 
-That part is the line's correction, and the counts that forecasts are made from. A season is learned over
-days, and a controller that starts again has none of its own. Bins have no dates here: the caller that keeps
-them says how old they are, and what lies between is not counted (`None`). The rest of the state (traffic
-phase, stabilization window, mix) is of minutes, and is found again in minutes.
+`followed` takes a look at the fleet into the state; `line_now` is the line by it. What outlives a controller
+is the line's correction, and the counts that forecasts are made from. A season is learned over days, and a
+controller that starts again has none of its own. Bins have no dates here: the caller that keeps them says how
+old they are, and what lies between is not counted (`None`). The rest of the state (traffic phase,
+stabilization window, mix) is of minutes, and is found again in minutes.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
 from controlplane.scaler import correction
 from controlplane.scaler.correction import Correction
-from controlplane.scaler.forecast import ForecastSettings, Outlook
-from controlplane.scaler.line import Line, Weights
+from controlplane.scaler.forecast import ForecastSettings, Outlook, foresee
+from controlplane.scaler.line import Line, Weights, carried_over, line_of
 from controlplane.scaler.mix import MixSettings, check_types
 from controlplane.scaler.mix_changes import MixState
 from controlplane.scaler.target import StabilizationWindow, Stabilized, TargetSettings
-from controlplane.scaler.traffic import Demand, Regimes, Traffic
-from controlplane.snapshot import Note
-from controlplane.types import ClassArrivals, SloClass
+from controlplane.scaler.traffic import Demand, Regimes, Traffic, blend, follow, observe
+from controlplane.snapshot import Note, Snapshot
+from controlplane.types import ClassArrivals, Role, SloClass
 from controlplane.worker_type import WorkerType
 
 
@@ -117,6 +119,102 @@ class Scaling:
     needed: int | None = None
     notes: tuple[Note, ...] = ()
     rule: Rule | None = None
+
+    def over_limit(self, why: str, by: str) -> Scaling:
+        """The state with a note where a limit begins, or ceases, to hold the fleet below what is wanted."""
+        over = by if why else ""
+        if over == self.over:
+            return self
+        note = Note("limit", why or f"what is wanted is allowed again: no longer over {self.over}")
+        return replace(self, over=over, notes=(*self.notes, note))
+
+
+def followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> Scaling:
+    """The state with what has arrived: counts in all bins, lengths, the traffic phase, and forecasts."""
+    now_s, arrivals = snapshot.now_s, snapshot.arrivals
+    ahead, near = settings.ahead, settings.near
+    far, soon = state.far, state.soon
+    far_bins = near_bins = None
+    demand = observe(state.demand or Demand(settings.bin_s), now_s, arrivals)
+    if ahead is not None:
+        far_bins = observe(far.past or Demand(ahead.bin_s, ahead.keep), now_s, arrivals)
+    if near is not None:
+        near_bins = observe(soon.past or Demand(near.bin_s, near.keep), now_s, arrivals)
+    traffic = blend(state.traffic, snapshot.by_class, now_s)
+    regimes = follow(state.regimes, demand)
+    rate_rps = 0.0 if regimes.current is None else regimes.current.rate_rps
+    if ahead is not None and far_bins is not None:
+        far = foresee(ahead, far, far_bins, rate_rps, snapshot.cold_start_s)
+    if near is not None and near_bins is not None:
+        soon = foresee(near, soon, near_bins, rate_rps, snapshot.cold_start_s)
+    return replace(
+        state,
+        steps={**state.steps, **_steps_told(settings, snapshot)},
+        notes=(),
+        demand=demand,
+        regimes=regimes,
+        counted_s=state.counted_s if arrivals is None else now_s,
+        traffic=traffic,
+        far=far,
+        soon=soon,
+    )
+
+
+def _steps_told(settings: ScalingSettings, snapshot: Snapshot) -> dict[str, StepModel]:
+    """The step times that this look tells, by type."""
+    steps = {w.kind: w.step for w in snapshot.workers if w.step is not None}
+    if len(settings.worker_types) == 1:  # whatever its workers call themselves
+        return dict.fromkeys([settings.worker_types[0].name], next(iter(steps.values()))) if steps else {}
+    return steps
+
+
+def has_line(settings: ScalingSettings, state: Scaling) -> bool:
+    """Whether demand says how many workers: else another rule must."""
+    return line_now(settings, state, settings.worker_types) is not None
+
+
+def types_now(settings: ScalingSettings, state: Scaling) -> tuple[WorkerType, ...]:
+    """The types, with the step times that were last told of their workers."""
+    return tuple(
+        t
+        if t.known_profile is None or t.name not in state.steps
+        else replace(t, known_profile=replace(t.known_profile, step=state.steps[t.name]))
+        for t in settings.worker_types
+    )
+
+
+def line_now(settings: ScalingSettings, state: Scaling, types: tuple[WorkerType, ...]) -> Line | None:
+    """The line for this traffic. Of a mix it is in reference workers, and None until those are known.
+
+    `types`: the settings' own, with the step times to use.
+    """
+    weights, given = state.weights, settings.worker_types
+    if not settings.is_mix:
+        if not types:
+            return settings.target.line
+        return _line_of_type(settings, state, given[0].known_profile, types[0].known_profile, types[0].role)
+    if weights is None:
+        return None
+    name = weights.reference if settings.target.line is None else types[0].name
+    profile, before = (next(t.known_profile for t in of if t.name == name) for of in (types, given))
+    line = _line_of_type(settings, state, before, profile)
+    return weights.scaled(line, name) if line is not None and name in weights.of else None
+
+
+def _line_of_type(
+    settings: ScalingSettings,
+    state: Scaling,
+    before: Profile | None,
+    now: Profile | None,
+    role: Role = "any",
+) -> Line | None:
+    """The target's own line, carried over to the step times and lengths seen; else the profile's."""
+    line = settings.target.line
+    if before is None or now is None:
+        return line
+    if line is None:
+        return line_of(now, state.traffic, role)
+    return carried_over(line, settings.learned_at, before, now, state.traffic)
 
 
 def to_keep(state: Scaling, now_s: float) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from made_types import BIG, SLO, SMALL, made_type, seen
 
 from controlplane.scaler import mix_changes
-from controlplane.scaler.autoscale import has_line, scale
+from controlplane.scaler.autoscale import scale
 from controlplane.scaler.line import PARTS, line_of
 from controlplane.scaler.mix import MixSettings, choose
-from controlplane.scaler.state import Scaling, ScalingSettings
+from controlplane.scaler.state import Scaling, ScalingSettings, has_line
 from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.snapshot import Snapshot, WorkerLoad
 from controlplane.types import ClassArrivals, WorkerId
