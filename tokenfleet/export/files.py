@@ -166,13 +166,13 @@ KINDS: Mapping[str, Callable[[Deployment, ExportSettings], dict[str, str]]] = {
 }
 
 USES: Mapping[str, str] = {
-    "kuberay": "kubectl apply -f {folder}/kuberay.yaml",
+    "kuberay": "create the secret that line 2 of the file names, then kubectl apply -f {folder}/kuberay.yaml",
     "production-stack": "helm install {name} vllm/vllm-stack -f {folder}/values.yaml",
     "keda": "kubectl apply -f {folder}/keda.yaml",
     "prometheus": "kubectl apply -f {folder}/prometheusrule.yaml",
     "grafana": "in Grafana, Dashboards, New, Import: {folder}/tokenfleet.json",
-    "systemd": "cp {folder}/plan.json /etc/tokenfleet; cp {folder}/tokenfleet.service /etc/systemd/system;"
-    " systemctl enable --now tokenfleet",
+    "systemd": "put keys.env, tls.crt and tls.key into /etc/tokenfleet, then cp {folder}/plan.json"
+    " /etc/tokenfleet; cp {folder}/tokenfleet.service /etc/systemd/system; systemctl enable --now tokenfleet",
 }
 
 
@@ -215,7 +215,10 @@ def _documents(heading: str, objects: Sequence[dict[str, Any]]) -> str:
 
 
 class _Whole(yaml.SafeDumper):
-    """Writes equal parts out each time, as people who read them expect."""
+    """Writes equal parts out each time, and the plan line by line, as people who read them expect."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_scalar(self, tag: str, value: Any, style: str | None = None) -> yaml.ScalarNode:
+        return super().represent_scalar(tag, value, "|" if "\n" in value else style)

@@ -37,6 +37,7 @@ from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import ScheduleInterval, paid
 from tokenfleet.portfolios.request import AdapterTraffic, Model, Portfolio
+from tokenfleet.report.tables import gpu_text
 from tokenfleet.traces import Trace, merged, read_traces
 from tokenfleet.whatifs.axes import Task
 from tokenfleet.whatifs.cache import Cache
@@ -67,7 +68,7 @@ class GpuPurchase(NamedTuple):
 
     def __str__(self) -> str:
         part = f" x 1/{self.workers_per_gpu}" if self.workers_per_gpu > 1 else ""
-        return f"{self.gpu}{part}{' on spot' if self.is_spot else ''}"
+        return f"{MIXED.join(map(gpu_text, self.gpus))}{part}{' on spot' if self.is_spot else ''}"
 
 
 Without = dict[tuple[int, GpuPurchase], str]  # why a model, by its number, has no fleet of a kind of GPU

@@ -180,10 +180,9 @@ def _shared(plan: PortfolioPlan) -> Iterator[tuple[str, str]]:
     for row in plan.rows:
         if row.kind.workers_per_gpu > 1 and row.name not in told:
             told |= {row.name, *row.beside}
-            zone = f", {row.zone}" if row.zone else ""
+            at = str(row.kind) + (f", {row.zone}" if row.zone else "")
             names = ", ".join([row.name, *row.beside])
-            text = f"{row.kind}{zone}: any {row.kind.workers_per_gpu} workers of {names} share one"
-            yield "Shared GPUs", text
+            yield "Shared GPUs", f"{at}: any {row.kind.workers_per_gpu} workers of {names} share one"
     if plan.free_usd_per_h > 0.005:
         yield "Unused parts", f"of shared GPUs cost {usd_text(plan.free_usd_per_h)}"
 

@@ -197,12 +197,9 @@ def _enough(trace: Trace, shape: Shape) -> Finding:
     if crowd > 1:
         statement += f" (±{together:.2f} if latency is correlated within a minute)"
     if shape.requests < shape.requests_needed:
-        rule = f"±{ASKED_HALF_WIDTH * 100:g} points (95 % confidence) take {shape.requests_needed:,}"
-        return Finding(
-            "enough for p99",
-            True,
-            f"{shape.requests:,} requests are too few for a p99: {rule}; {statement}",
-        )
+        rule = f"{shape.requests_needed:,} would give ±{ASKED_HALF_WIDTH * 100:g} points (95 % confidence)"
+        few = f"{shape.requests:,} requests are too few for a p99: {statement}; {rule}"
+        return Finding("enough for p99", True, few)
     if shape.duration_s < SHORTEST_S:
         short = f"the trace is only {shape.duration_s:.0f} s long and lacks slow swings of load"
         return Finding("enough for p99", True, f"{short}; {statement}")

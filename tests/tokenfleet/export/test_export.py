@@ -97,6 +97,7 @@ def test_the_command_in_every_export_is_one_that_serve_takes() -> None:
     assert (context.params["max_workers"], context.params["engine_flags"]) == (5, ())
     made = export_files(fleet(), ["kuberay", "systemd"], ExportSettings(), Path("out"))
     assert "--insecure" in made[Path("out/kuberay/kuberay.yaml")]
+    assert "\n  plan.json: |\n    {" in made[Path("out/kuberay/kuberay.yaml")]
     assert "--tls-cert /etc/tokenfleet/tls.crt" in made[Path("out/systemd/tokenfleet.service")]
     pod = yaml.safe_load((ROOT / "deploy/kustomize/base/deployment.yaml").read_text())["spec"]["template"][
         "spec"
