@@ -15,7 +15,9 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+from tokenize import COMMENT, generate_tokens
 
 ROOT = Path(__file__).parents[1]
 LONG_SENTENCE_WORDS = 30
@@ -121,6 +123,13 @@ def printed_texts(source: str) -> Iterator[tuple[int, str]]:
             text = node.value
         if isinstance(node, ast.expr) and " " in text.strip():
             yield node.lineno, text
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """The comments of a Python module, each with its line."""
+    for token in generate_tokens(StringIO(source).readline):
+        if token.type == COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
 
 
 def shown_texts(source: str) -> Iterator[tuple[int, str]]:

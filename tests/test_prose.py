@@ -17,6 +17,7 @@ from harness.prose import (
     OLD_WORDS,
     Prose,
     class_of,
+    comments,
     documents,
     markdown_prose,
     missed,
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("controlplane", "dataplane", "tokenfleet")
 TESTS = ("harness", "tests")
 PRODUCT = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+COMMENTED = [*PRODUCT, *sorted((ROOT / "harness").rglob("*.py"))]
 DOCUMENTED = [*PRODUCT, *sorted(path for room in TESTS for path in (ROOT / room).rglob("*.py"))]
 FIRST_SENTENCE = re.compile(r".+?[.:](?=\s|$)", re.DOTALL)
 INDIRECT = ("What", "How", "Which", "Who", "Whose", "Whoever", "Whether", "Where", "When", "Why")
@@ -129,7 +131,23 @@ def test_texts_that_people_are_shown_are_plain(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     texts = printed_texts if path.suffix == ".py" else shown_texts
     assert turned(texts(text)) == []
+    assert path.suffix != ".py" or long_sentences(printed_texts(text)) == []
     assert PERCENT_FORMAT.findall(text) == [], "a percentage has a space before its sign: 99 %"
+
+
+@pytest.mark.parametrize("path", COMMENTED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_comments_have_no_banned_turns(path: Path) -> None:
+    assert turned(comments(path.read_text(encoding="utf-8"))) == []
+
+
+def long_sentences(texts: Iterator[tuple[int, str]]) -> list[str]:
+    """Printed sentences of more than 30 words; a database's tables are none."""
+    return [
+        f"line {line}: {sentence}"
+        for line, text in texts
+        if "CREATE TABLE" not in text
+        for sentence in prose_of(text.split("\n\n")).long_sentences
+    ]
 
 
 def turned(texts: Iterator[tuple[int, str]]) -> list[str]:
@@ -173,6 +191,8 @@ raise ValueError("computed anew: " f"{key}")
         "line 3: by …, … of which … `so many`",
         "line 4: computed anew: …",
     ]
+    assert turned(comments("a = 1  # what of it\nb = 'anew'\n")) == ["line 1: what of it"]
+    assert len(long_sentences(printed_texts(f"print('{'a word ' * 16}.')"))) == 1
     script = "/** by turns\n so many */\nconst a = 'https://a'; // anew\nconst b = `is told ${a}`;\n"
     assert turned(shown_texts(script)) == ["line 4: const b = 'is told ${a}';"]
 
@@ -241,6 +261,12 @@ def test_links_of_pages_lead_to_pages_and_headings() -> None:
 def test_every_document_is_in_the_navigation_of_the_site() -> None:
     """Also without mkdocs: a page that mkdocs.yml lacks is in no menu."""
     assert sorted(name for _, _, name in navigation()) == sorted(documents())
+
+
+def test_every_guide_has_a_picture() -> None:
+    guides = [name for section, _, name in navigation() if section.startswith("Guides")]
+    assert len(guides) > 30
+    assert [name for name in guides if "![" not in (ROOT / name).read_text(encoding="utf-8")] == []
 
 
 def headings(page: Path) -> set[str]:

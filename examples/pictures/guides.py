@@ -357,12 +357,81 @@ def scorecard() -> str:
     )
 
 
+def advise_scaling() -> str:
+    """The advice, and the three that may set the replicas."""
+    return flow(
+        "tokenfleet advise publishes a number; one of three sets it",
+        [
+            Part(0, 1, "tokenfleet advise", ("has 8, wants 5", "replicas")),
+            Part(1, 0, "Prometheus, KEDA", ("tokenfleet_wanted_replicas", "through a ScaledObject")),
+            Part(1, 1, "KEDA", ("an external scaler,", "without Prometheus")),
+            Part(1, 2, "--apply", ("a Deployment, or a", "command of yours")),
+            Part(2, 1, "vLLM servers", ("within your floor", "and ceiling")),
+        ],
+        [
+            Pass("tokenfleet advise", "Prometheus, KEDA", "--listen"),
+            Pass("tokenfleet advise", "KEDA", "--scaler"),
+            Pass("tokenfleet advise", "--apply", ""),
+            Pass("Prometheus, KEDA", "vLLM servers", "replicas"),
+            Pass("KEDA", "vLLM servers", "replicas"),
+            Pass("--apply", "vLLM servers", "replicas"),
+        ],
+    )
+
+
+def export() -> str:
+    """A plan's files, and what runs or reads them."""
+    return flow(
+        "tokenfleet export writes a plan as files for what you run",
+        [
+            Part(0, 1, "plan.json", ("fleet, step times,", "targets, schedule")),
+            Part(1, 0, "kuberay, systemd", ("carry the plan itself",)),
+            Part(1, 1, "production-stack, keda", ("carry its numbers",)),
+            Part(1, 2, "prometheus, grafana", ("carry its targets",)),
+            Part(2, 0, "serve --plan", ("places and scales by", "the plan's code")),
+            Part(2, 1, "Your vLLM pods", ("their own router, or", "yours")),
+            Part(2, 2, "Your monitoring", ("alerts, dashboard",)),
+        ],
+        [
+            Pass("plan.json", "kuberay, systemd"),
+            Pass("plan.json", "production-stack, keda"),
+            Pass("plan.json", "prometheus, grafana"),
+            Pass("kuberay, systemd", "serve --plan", "start"),
+            Pass("production-stack, keda", "Your vLLM pods", "configure"),
+            Pass("prometheus, grafana", "Your monitoring", "watch"),
+        ],
+    )
+
+
+def http() -> str:
+    """A plan as a job: its trace, its events and its answer."""
+    return flow(
+        "A plan over HTTP is a job that survives restarts",
+        [
+            Part(0, 0, "POST /v1/traces", ("uploads a trace,", "answers its id")),
+            Part(1, 0, "POST /v1/plans", ("orders a plan,", "answers the job's id")),
+            Part(2, 0, "GET /v1/plans/JOB", ("state, then the", "whole plan")),
+            Part(1, 1, "tokenfleet api", ("plans in a process", "of its own")),
+            Part(2, 1, "GET …/JOB/events", ("progress, as a stream",)),
+        ],
+        [
+            Pass("POST /v1/traces", "POST /v1/plans", "id"),
+            Pass("POST /v1/plans", "GET /v1/plans/JOB", "JOB"),
+            Pass("POST /v1/plans", "tokenfleet api"),
+            Pass("tokenfleet api", "GET …/JOB/events", "", True),
+        ],
+    )
+
+
 GUIDES = {
+    "advise-scaling.svg": advise_scaling,
     "agents.svg": agents,
     "already-run-vllm.svg": already_run,
     "caches.svg": caches,
     "classes.svg": classes,
+    "export.svg": export,
     "history.svg": history,
+    "http.svg": http,
     "measure-your-gpu.svg": measure,
     "models.svg": models,
     "prefill-and-decode.svg": prefill_and_decode,

@@ -110,7 +110,7 @@ def test_the_console_says_what_yesterday_cost_over_the_cheapest(fleet):
     told = served.until(lambda: (g := served.ask("GET", "/v1/fleet")["gap"])["day"] and g, 120)
     with running_chromium() as browser:
         tab = Tab.open(browser, f"{served.control}/live")
-        tab.until("#gap", f"Excess cost: {told['line']}.")
+        tab.until("#gap", f"Cost over the hindsight optimum: {told['line']}.")
         assert tab.page.locator("#gap").is_visible()
         assert tab.wrongs == []
         tab.close()

@@ -39,7 +39,7 @@ def test_the_fleet_is_shown_as_it_is(emulated_fleet, live):
         assert says in row.inner_text()
     assert view["engine"] in live.text("#facts")
     assert f"{view['slo']['ttft_s']:g} s" in live.text("#attainment-says")
-    assert live.text("#gap") == f"Excess cost: {view['gap']['line']}."
+    assert live.text("#gap") == f"Cost over the hindsight optimum: {view['gap']['line']}."
 
 
 def test_an_event_appears_by_itself_with_its_reason(emulated_fleet, live):
