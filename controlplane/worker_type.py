@@ -10,7 +10,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode, Role
 
-HANDOVER_S = 0.01  # latency of a hand-over without its bytes: the pause of a move (migration.move.Price)
+HANDOVER_S = 0.01  # latency of a KV transfer without its bytes: the pause of a move (migration.move.Price)
 
 
 @dataclass(frozen=True, slots=True)

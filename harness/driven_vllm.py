@@ -240,7 +240,7 @@ class DrivenVllm:
         # What engines with several groups have cached, gateways only predict.
         self.told, self.predicted = Mirror(profile, True), Mirror(profile, False)
         self.is_mirrored = not kv.window_groups
-        self.wrong_mirrors = 0  # steps after which what was told is not what is cached
+        self.wrong_mirrors = 0  # steps after which the events and the cache differ
 
     def run(self, workload: Workload, texts: list[np.ndarray]) -> Seen:
         """Serve every request; request i is to generate what follows its prompt in `texts[i]`."""

@@ -289,7 +289,7 @@ class _Play:
         """Count what is left once all that will be freed is, and end the fleet."""
         living = [e for e in self.engines.values() if not e.is_lost]
         with suppress(TimeoutError):
-            async with asyncio.timeout(FREE_S):  # a hold that nobody released has its own time limit
+            async with asyncio.timeout(FREE_S):  # a hold that was not released has its own time limit
                 await asyncio.gather(*self._moves, return_exceptions=True)
                 while any(e.batch.free_blocks < e.batch.total_blocks for e in living):
                     await asyncio.sleep(0.005)

@@ -31,7 +31,7 @@ from harness.clocks import Clocks
 from harness.fault_schedules import Fault, History, Schedule
 from harness.served import SILENT_S, Stream, by_role, stream
 
-# Faults that happen at one moment are those within so many received tokens.
+# Faults within this number of received tokens happen at one moment.
 TOGETHER = 120
 SERVED = (
     *("kill core", "kill core", "stop core", "kill gateway", "stop gateway"),
@@ -58,7 +58,7 @@ CLOCKS = (
 )
 GATEWAYS, HOUR_S = 2, 3600
 LOOK_S, HELD_S, HURRY_S = 0.01, 1.0, 2.0
-NO_ANSWER = (OSError, HTTPException, ValueError)  # of a core that dies as it is asked
+NO_ANSWER = (OSError, HTTPException, ValueError)  # a core dies while it answers
 
 
 class Fleet(Protocol):

@@ -207,7 +207,7 @@ async def answering(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **server_options(None)
         )
     )
-    listening.listen()  # whoever calls before the server has started waits, and is not refused
+    listening.listen()  # a call before the server has started waits, and is not refused
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         yield

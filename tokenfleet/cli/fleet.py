@@ -366,7 +366,7 @@ def _details(view: dict[str, Any]) -> Iterator[RenderableType]:
         since = f"{datetime.fromtimestamp(times['since_s']).astimezone():%H:%M:%S}"
         off = f"recent error {_percent(times['refit_error'])}" if times["steps"] else "no step served yet"
         source = times["source"].partition(";")[0].partition(": ")[0]
-        yield f"Step times of {times['variant']}: in use since {since}, {off}; {source}"
+        yield f"Step times of {times['variant']}: in use since {since}, {off}; source: {source}"
     if hits := view["says"]["prefix_hits"]:
         yield hits
     yield from _transfers(view)

@@ -34,7 +34,7 @@ class PickGauges(Collector):
         times.add_metric([], fleet.times.buckets(), fleet.times.sum_s)
         yield times
         yield _counter("prompts", "prompts by the source of their token count", "by", fleet.lengths.counts)
-        yield _counter("unseen", "requests corrected by the servers' metrics", "how", self._unseen.counts)
+        yield _counter("unseen", "requests with unseen tokens", "how", self._unseen.counts)
         if self._events is not None:
             yield _counter("kv_event_messages", "KV event messages", "how", self._events)
         running: dict[str, float] = {server: fleet.placement.load(server) for server in fleet.servers}
@@ -44,7 +44,7 @@ class PickGauges(Collector):
         }
         yield _gauge("tells_cache", "1 if the picker follows the server's KV events", "server", told)
         yield _gauge("waiting", "requests that wait for room", "", {"": len(fleet.admission)})
-        yield _gauge("bytes_per_token", "to estimate prompts", "", {"": fleet.lengths.bytes_a_token})
+        yield _gauge("bytes_per_token", "bytes a token, for estimates", "", {"": fleet.lengths.bytes_a_token})
 
 
 def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

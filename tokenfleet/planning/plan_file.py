@@ -69,7 +69,7 @@ class FleetPart(_Part):
     workers: Annotated[Count, means("of this type")]
     gpus: Annotated[int, Field(ge=1), means("of all these workers")]
     usd_per_hour: Annotated[Amount | None, means("US dollars; null: a price is not known")] = None
-    role: Annotated[Literal["any", "prefill", "decode"], means("any: does both")] = "any"
+    role: Annotated[Literal["any", "prefill", "decode"], means("any: prefill and decode")] = "any"
 
     def of(self, workers: int) -> FleetPart:
         """The part with another number of workers."""
@@ -142,7 +142,7 @@ class Quantiles(_Part):
 class _AnyLine(_Part):
     """A line through (rate or sessions, workers)."""
 
-    intercept: Annotated[Number, means("workers at rate 0")]
+    intercept: Annotated[Number, means("workers without any load")]
     r2: Annotated[Number | None, means("fit of the line, 1: exact")] = None
     points: Annotated[list[Pair], means("(requests per second or sessions, workers), as fitted")] = []
     mean_prompt_tokens: Annotated[Positive | None, means("of the requests it holds for")] = None

@@ -57,7 +57,7 @@ R = TypeVar("R")
 ALTERNATIVES = 1
 DOUBT_REPLICATES = 6
 _REASONS = 13  # parts of a plan's explanation
-STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say what binds
+STILL_TELLING = 0.5  # attainment below which a fleet misses too much to name a bottleneck
 
 
 def make_plan(

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Kind = Literal["slo", "duration", "number", "count", "switch", "choice", "file", "word"]
-# A promise is made to clients, a choice is how it is kept, a circumstance is not ours to choose.
+# A promise is made to clients, a choice decides how it is kept, the user cannot choose the third.
 Role = Literal["promise", "choice", "circumstance"]
 DEFAULT_PLACEMENT = "spread"
 POLICY_HELP = (

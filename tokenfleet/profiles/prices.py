@@ -6,8 +6,8 @@
     - {gpu: h100-sxm, provider: coreweave, on_demand: 6.16, spot: 2.46, date: 2026-09-28, source: where from}
     - {gpu: a100-sxm, on_demand: 1.39, host_memory_gib: 0.004, date: 2026-03-10, source: where from}
 
-Where no provider is asked for, a GPU's price of a kind is that of its first row that has one. A row may also
-price a GiB of host memory that keeps KV. Where it does not, the GPU's price is taken to include it.
+Without `--provider`, the first row of a GPU that has the price (on demand, spot) counts. A row may also price
+a GiB of host memory that keeps KV. Where it does not, the GPU's price is taken to include it.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ Source = UploadedTrace | InlineTrace | SampleTrace | HistoryTrace
 
 
 Timeout = Annotated[
-    float | None, Field(gt=0, le=86_400, description="less than the service allows a job, if wished")
+    float | None, Field(gt=0, le=86_400, description="limit of this job, within the service's own")
 ]
 
 
@@ -131,7 +131,7 @@ class PlanOrder(_Options):  # type: ignore[misc, valid-type]
 
 
 class PortfolioOrder(_Form):
-    """A portfolio file, and the files that it names, each by the name that stands there."""
+    """A portfolio file, and the files that it names, each by its name in the portfolio."""
 
     portfolio: Annotated[str, Field(min_length=1, max_length=1_000_000, description="YAML or JSON")]
     traces: Annotated[
@@ -232,7 +232,7 @@ class PortfolioBrief(BaseModel):
 
 
 class PortfolioJobBrief(_AnyJob):
-    """The job of a portfolio; `brief` stands once it is done."""
+    """The job of a portfolio; `brief` is there once it is done."""
 
     brief: Annotated[PortfolioBrief | None, means("null until it is done")]
 
@@ -250,7 +250,7 @@ class PortfolioJobList(BaseModel):
 
 
 class JobBrief(_AnyJob):
-    """A plan job; `brief` stands once it is done."""
+    """A plan job; `brief` is there once it is done."""
 
     simulations: Annotated[int, means("run so far")]
     trace: Annotated[TraceSummary, means("that is planned for")]

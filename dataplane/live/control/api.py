@@ -46,9 +46,9 @@ class ScaleOrder(_Order):
 
 
 class NeedOrder(_Order):
-    """The number of workers that the traffic needs, of those that the controller asks for."""
+    """The number of workers that the traffic needs. The controller may ask for more."""
 
-    workers: Workers = Field(description="of all kinds")
+    workers: Workers = Field(description="of all worker types")
 
 
 class ShareOrder(_Order):
@@ -92,9 +92,9 @@ class UpdateOrder(RestartOrder):
 class ScaleDecision(_Order):
     """The controller's decision on the number of workers, and on `kinds` if the fleet has several."""
 
-    workers: Workers = Field(description="of all kinds together")
+    workers: Workers = Field(description="of all worker types together")
     kinds: dict[str, int] = Field(default_factory=dict, max_length=64, description="workers by kind")
-    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict, description="what it rests on")
+    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict, description="the figures behind it")
     reason: str = Field(min_length=1, max_length=500, description="a sentence")
     advisory: bool = Field(False, description="only record it")
 
@@ -103,7 +103,7 @@ class NoteDecision(_Order):
     """The controller's remark while the number of workers stays the same."""
 
     kind: Literal["correction", "limit"] = Field(description="of the note")
-    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict, description="what it rests on")
+    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict, description="the figures behind it")
     reason: str = Field(min_length=1, max_length=500, description="a sentence")
 
 

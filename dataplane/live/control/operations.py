@@ -185,7 +185,7 @@ class Operations:
             "attainment_target": self.facts.attainment,
             "placement": {
                 "policy": self._policy,
-                # Without step times of every kind only KV and seats bound what a worker takes.
+                # Without step times of every kind only KV and `max_num_seqs` bound what a worker takes.
                 "by": "targets" if self.core.placement.goes_by_targets else "load",
                 "step_times_known": self.core.placement.kinds.knows_step_times,
                 "unmeasured": dict(self._unmeasured),

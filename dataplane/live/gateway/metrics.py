@@ -85,9 +85,9 @@ class Metrics:
         self.preemptions = gauge("tokenfleet_worker_preemptions", started, by_worker)
         self.prefix_tokens = gauge(
             "tokenfleet_worker_prefix_tokens",
-            "Prompt tokens since the worker started: queried, hit (cached), loaded (hits from CPU memory),"
-            " expected (predicted hits), off (difference of expected and hit, summed over requests),"
-            " ideal (hits of an unlimited cache shared by all workers); by placement policy",
+            "Prompt tokens since the worker started, by placement policy: queried, hit (cached), loaded (hits"
+            " from CPU memory), expected (predicted hits), off, ideal. Off sums how far each request's hits"
+            " were from the expected ones. Ideal is what an unlimited cache shared by all workers would hit.",
             ["worker", "what", "policy"],
         )
         self.migrations = counter("tokenfleet_migrations", "Moves of a request by outcome", ["outcome"])

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 Places = NDArray[np.uint64]  # [runs, 2]: address and bytes of each, as the kernel's iovec has them
 PIECE = 1 << 20  # bytes per call, between two looks at the pace; more at once is no cheaper
-SLICE = 4 << 20  # bytes per call of a thread that reads beside others; smaller reads are not cut
+SLICE = 4 << 20  # bytes per call of a thread that reads while others do; smaller reads are not cut
 MAX_RUNS = 1024  # per call, Linux' IOV_MAX
 MAX_PLACES = 32_768  # runs of bytes; more are sent
 MEMORY = "process memory"

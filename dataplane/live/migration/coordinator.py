@@ -62,7 +62,7 @@ from dataplane.live.migration.move import (
 log = logging.getLogger(__name__)
 FIRST_TOKEN_S = 0.002  # between two looks for it
 REMEMBERED_MOVES = 1000
-MOST_MOVES = 16  # at once, hand-overs not counted
+MOST_MOVES = 16  # at once, without those from prefill to decode
 MOST_STAGES = 8  # of pre-copies, before the rest is copied in a pause
 
 

@@ -151,7 +151,9 @@ def test_status_says_which_step_times_are_in_force_since_when_and_how_far_off(
     assert main(["fleet", "--control", control, "status", "--verbose"]) == 0
     said = capsys.readouterr().out
     assert "Placement: spread, for TTFT 400 ms, TPOT 30 ms" in said
-    times = r"Step times of cpu TP1: in use since \d\d:\d\d:\d\d, recent error 4\.12 %; learned from 893"
+    times = (
+        r"Step times of cpu TP1: in use since \d\d:\d\d:\d\d, recent error 4\.12 %; source: learned from 893"
+    )
     assert re.search(times, said)
     unmeasured = {"TP1": "no step was measured in time"}
     monkeypatch.setitem(FLEET, "placement", placement | {"by": "load", "unmeasured": unmeasured})

@@ -37,7 +37,7 @@ INSTALL = (
     "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
 )
 # Warnings of every start on CPUs, of Ray in a thread, of a server's end, or of each request turned away, by
-# their loggers: they read like faults. The fleet itself says of a request why it failed.
+# their loggers: they read like faults. The fleet itself states why a request failed.
 EXPECTED = {
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
     "vllm.config.vllm": ("Model Runner V2 requires Triton",),

@@ -27,8 +27,8 @@ COUNTED = ("workers", "prefill", "decode", "tp")  # flags that say how many work
 EMULATED = ("llama-3.1-8b", "h100-sxm")  # what an emulated engine is like unless something says
 ATTAINMENT = 0.99  # asked of a fleet without a plan
 AS_IS_MEANS = (
-    "--as-is: the plan's step times are of other hardware or another model and are left out; without"
-    " --profile, the workers are measured as they start, and requests are placed by what they show"
+    "--as-is: the plan's step times are of other hardware or another model and are left out."
+    " Without --profile, the workers are measured as they start, and requests are placed by those figures"
 )
 NAMES = ("gpu", "tp", "workers", "role", "max", "usd", "reclaims")
 KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38,reclaims=0.05 (tp and workers default to 1)"
