@@ -131,6 +131,7 @@ class Scaling:
 
 def followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> Scaling:
     """The state with what has arrived: counts in all bins, lengths, the traffic phase, and forecasts."""
+    steps = {**state.steps, **_steps_told(settings, snapshot)}
     now_s, arrivals = snapshot.now_s, snapshot.arrivals
     ahead, near = settings.ahead, settings.near
     far, soon = state.far, state.soon
@@ -149,7 +150,7 @@ def followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> S
         soon = foresee(near, soon, near_bins, rate_rps, snapshot.cold_start_s)
     return replace(
         state,
-        steps={**state.steps, **_steps_told(settings, snapshot)},
+        steps=steps,
         notes=(),
         demand=demand,
         regimes=regimes,

@@ -27,13 +27,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from controlplane.errors import BadInput
-from dataplane.processes.keeper import Pauses
 
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
-LONGEST_PAUSE_S = 30.0
 # vLLM and Ray send no usage statistics. vLLM's log goes to stderr, where `worker.cause` looks for the reason
 # of a failed start: stdout is for our one line.
 QUIET = {
@@ -47,11 +45,6 @@ PULSE_BYTES = 16
 RECORD_VERSION = 2  # of what a core writes down for its successor
 TURNS = 64  # workers that may come to hold one share of the cores
 SEGMENTS = "/dev/shm/psm_"  # as Python's multiprocessing.shared_memory, and so vLLM, names them
-
-
-def pause_s(last_s: float, lived_s: float = 0.0) -> float:
-    """How long to wait before another takes the place of what lived so long; `last_s`: the wait before."""
-    return Pauses(longest_s=LONGEST_PAUSE_S).after(last_s, lived_s)
 
 
 class Tasks(set[asyncio.Task[Any]]):

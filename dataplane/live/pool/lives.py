@@ -18,11 +18,12 @@ from controlplane.errors import ControlPlaneError
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, steps_to
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import EngineLink
-from dataplane.live.engine_api.processes import Tasks, cancel_all, pause_s
+from dataplane.live.engine_api.processes import Tasks, cancel_all
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.leaving import Exit, bring_to
 from dataplane.live.pool.member import Host, Life, LifeEvent, Loss, Member, Revision
 from dataplane.live.pool.roster import Roster
+from dataplane.processes import keeper
 
 Gate = Callable[[Member], Awaitable[None]]
 Measure = Callable[[EngineLink, str, bool], Awaitable[None]]
@@ -186,8 +187,8 @@ class Lives:
 
     def _replace(self, member: Member, cause: str, go_on: Sequence[bool] | None) -> None:
         """Launch another in place of a lost worker, after a pause if it died young."""
-        kind = member.kind
-        wait_s = self._pause_s[kind] = pause_s(self._pause_s[kind], time.monotonic() - member.since_s)
+        kind, lived_s = member.kind, time.monotonic() - member.since_s
+        wait_s = self._pause_s[kind] = keeper.PAUSES.after(self._pause_s[kind], lived_s)
         self._early[kind] = self._early[kind] + 1 if wait_s else 0
         self._tell_loss("lost", member, cause, go_on, wait_s)
         for tell in self.on_gone:

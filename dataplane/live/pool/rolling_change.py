@@ -27,9 +27,9 @@ from typing import Any, Literal
 
 from controlplane.errors import BadInput
 from controlplane.scaler.reconcile import RollingStep, rolling_steps
-from dataplane.live.engine_api.processes import pause_s
 from dataplane.live.pool.member import Life, Member, Revision
 from dataplane.live.pool.pool import WorkerPool
+from dataplane.processes import keeper
 
 State = Literal["running", "rolling-back", "done", "rolled-back", "failed"]
 GATE_S = 3.0
@@ -101,14 +101,14 @@ class RollingChange:
 
     async def _go_back(self, walk: Callable[[], Awaitable[None]]) -> None:
         """Walk back, however often it takes."""
-        wait_s = pause_s(0.0)
+        wait_s = keeper.PAUSES.after(0.0)
         while True:
             try:
                 return await walk()
             except RolloutFailed as error:
                 self._say(f"{self.what}: rolling back goes on in {wait_s:g} s: {error}")
                 await asyncio.sleep(wait_s)
-                wait_s = pause_s(wait_s)
+                wait_s = keeper.PAUSES.after(wait_s)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Wait for the fleet. Raises RolloutFailed once it is to be rolled back."""

@@ -18,12 +18,12 @@ FAST, SLOW = "h100-sxm TP2", "a100-sxm TP1"
 def play(monkeypatch):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
-    from dataplane.live.engine_api import processes
     from dataplane.live.ledger.placement import Placement
     from dataplane.live.pool import pool as cluster
     from dataplane.live.pool.fleet_types import FleetTypes
+    from dataplane.processes import keeper
 
-    monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(keeper, "PAUSES", keeper.Pauses(longest_s=0.01))
     slow = profile()
     profiles = {FAST: replace(slow, gpu="h100-sxm", tp_degree=2), SLOW: replace(slow, gpu="a100-sxm")}
 

@@ -89,11 +89,11 @@ def orders(pool, front, host, rng):
 def test_a_pool_comes_to_the_wanted_number_whatever_befalls_it(monkeypatch, seed):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
-    from dataplane.live.engine_api import processes
     from dataplane.live.pool.fleet_types import FleetTypes
     from dataplane.live.pool.pool import WorkerPool
+    from dataplane.processes import keeper
 
-    monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(keeper, "PAUSES", keeper.Pauses(longest_s=0.01))
     rng, faults = random.Random(seed), []
 
     async def story():

@@ -19,11 +19,11 @@ HEALTH_EVERY_S = 0.01
 def play(monkeypatch):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
-    from dataplane.live.engine_api import processes
     from dataplane.live.pool import pool as cluster
     from dataplane.live.pool.fleet_types import FleetTypes
+    from dataplane.processes import keeper
 
-    monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)  # else a replacement waits a second
+    monkeypatch.setattr(keeper, "PAUSES", keeper.Pauses(longest_s=0.01))  # else a replacement waits a second
 
     def run(story, workers=2, **sizes):
         async def scene():

@@ -72,10 +72,10 @@ class Story:
 
 @pytest.fixture
 def play(monkeypatch):
-    from dataplane.live.engine_api import processes
     from dataplane.live.pool import rolling_change
+    from dataplane.processes import keeper
 
-    monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(keeper, "PAUSES", keeper.Pauses(longest_s=0.01))
     monkeypatch.setattr(rolling_change, "WATCH_S", 0.001)
 
     def run(play_it, most=8):

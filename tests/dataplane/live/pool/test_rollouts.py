@@ -60,9 +60,9 @@ class Story:
 
 @pytest.fixture
 def play(monkeypatch):
-    from dataplane.live.engine_api import processes
+    from dataplane.processes import keeper
 
-    monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)  # else a replacement waits a second
+    monkeypatch.setattr(keeper, "PAUSES", keeper.Pauses(longest_s=0.01))  # else a replacement waits a second
 
     def run(play_it, workers=3, most=6):
         async def scene():
@@ -374,10 +374,10 @@ class Reign:
 def reigns(monkeypatch, tmp_path):
     """A fleet of two, whose first core dies at a note of it; how its rollout ends under the next."""
     from dataplane.live.control import updates
-    from dataplane.live.engine_api import processes
     from dataplane.live.pool import rollout
+    from dataplane.processes import keeper
 
-    monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(keeper, "PAUSES", keeper.Pauses(longest_s=0.01))
     monkeypatch.setattr(updates, "Rollout", partial(rollout.Rollout, gate_s=0.02))
 
     def run(what, most, note, **second):
