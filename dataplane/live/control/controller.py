@@ -213,14 +213,14 @@ class DemandFile:
 
 def _age_s(said: Mapping[str, Any]) -> float:
     """Seconds since a file was written. Within one boot of a machine no set clock changes them."""
-    if said.get("boot") == _boot():
+    if said.get("boot") and said["boot"] == _boot():
         return time.monotonic() - float(said["up_s"])
     return max(time.time() - float(said["unix_s"]), 0.0)
 
 
 def _boot() -> str:
-    """The running boot of this machine."""
-    return BOOT.read_text(encoding="utf-8").strip()
+    """The running boot of this machine; empty where it is not Linux."""
+    return BOOT.read_text(encoding="utf-8").strip() if BOOT.exists() else ""
 
 
 def run(settings: ControllerSettings) -> None:
