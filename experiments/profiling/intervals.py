@@ -1,6 +1,6 @@
 """Do 90 % intervals of predicted latencies hold what was measured? With each stack left out; and their table.
 
-    python experiments/profiling/intervals.py [--write] [--resume FOLDER] [--data DIR] [--format table|json]
+    python experiments/profiling/intervals.py [--write] [--learn] [--resume FOLDER] [--format table|json]
 
 A stack is a source, an engine and a GPU. Its runs are `accuracy.py`'s sweeps, at most RATES rates of each,
 and the first requests of `vllm_logs`, before its queue grows. Each rate has three errors: of decode, of first
@@ -10,11 +10,14 @@ two, and p90 and p99 together the third, by halving. `uncertainty.DENSE` and CAL
 each stack counted once. They are widened, since the median of a few stacks is uncertain itself. LEFT_OUT is
 judged but not learned from: its prompts are not answered by the engine alone.
 
-Profiles are drawn by the errors of the other stacks, and by their residuals; a mixture's by those of all
-dense stacks. An interval is from the 5th to the 95th percentile of DRAWS draws, its width relative to the
-prediction. Rates past the measured saturation point, those calibrated on, and calibrations that are refused
-are not judged. "Composed, later rates" are the library's on the rates of calibrated ones. `--write` writes
-the tables, and what is held to FROZEN, which may not get worse (tests/experiments/test_accuracy_ratchet.py).
+Profiles are drawn by the errors of the other stacks; a mixture's by those of all dense stacks. An interval
+is from the 5th to the 95th percentile of DRAWS draws, its width relative to the prediction. Rates past the
+measured saturation point, those calibrated on, and calibrations that are refused are not judged. "Composed,
+later rates" are the library's on the rates of calibrated ones.
+
+Drawn are the errors in FROZEN, as plans draw them. `--learn` learns them again, from today's library.
+`--write` puts them into the tables, and what is held into FROZEN, which may not get worse
+(tests/experiments/test_accuracy_ratchet.py).
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from datetime import date
 from functools import cache, partial
 from itertools import product
@@ -47,9 +49,9 @@ from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 RTX, UNQUEUED = "rtx-pro-6000", 120
 LLMD = ("l70-ocp-llmd", "l70-a100-llmd", "l8-ocp-llmd")
 STACKS = ("l70-k8s", "l70-h100", "l8-ocp-vllm", "apr29-llmd", "apr29", RTX)  # beginnings of sweeps' names
-DENSE, LEFT_OUT = (*DEVELOPMENT, *JUDGED, RTX), ("l8-ocp-llmd-long-low",)
+DENSE = (*DEVELOPMENT, *JUDGED, RTX)
+LEFT_OUT = ("l8-ocp-llmd-long-low",)
 COMPOSED, LATER, CALIBRATED = "composed", "composed, later rates", "calibrated"
-ELSEWHERE = "other stacks' errors"
 FROZEN = Path(__file__).with_suffix(".json")
 RATES, DRAWS, STEP, MOST, LATEST, HALVINGS = 7, 59, 0.1, 1.6, 16.0, 9
 FIGURES = ("TTFT mean", "TTFT p99", "TPOT", "whole time")
@@ -151,11 +153,9 @@ def quantiles(values: Any, weights: Any, stacks: int) -> tuple[float, ...]:
     return tuple(np.round([low, *found, high], 3).tolist())
 
 
-def intervals(name: str, data: Path, kind: str, known: ErrorsElsewhere | None) -> list[Any]:
+def intervals(name: str, data: Path, kind: str, known: ErrorsElsewhere) -> list[Any]:
     """Of each rate and figure: whether the interval holds it, and how wide it is."""
     sweep, profile, runs = judged(name, data, kind)
-    if known is None:  # by its residuals, as a measured one is
-        profile = replace(profile, source=replace(profile.source, kind="published"))
     drawn = [draw_profile(profile, np.random.default_rng(k), known) for k in range(DRAWS)]
     rows = []
     for run in runs:
@@ -176,14 +176,13 @@ def shares(rates: list[Any]) -> dict[str, list[float]]:
 
 def table_of(found: dict[Any, Any]) -> tuple[list[dict[str, str]], dict[str, Any]]:
     rows, bars = [], {}
-    for (whose, how), sweeps in found.items():
+    for whose, sweeps in found.items():
         rates = [rate for sweep in sweeps.values() for rate in sweep]
-        line = {"profile": whose, "drawn by": how, "rates": str(len(rates))}
+        line = {"profile": whose, "rates": str(len(rates))}
         for figure, (share, width) in shares(rates).items():
             line[figure] = f"{100 * share:.0f} %, {width:.2f}"
-            if how == ELSEWHERE:
-                bars[f"{whose}: {figure}, points from 90 % held"] = bar(abs(round(100 * share) - 90.0), 4.0)
-                bars[f"{whose}: {figure}, width"] = bar(round(width, 2), 0.3)
+            bars[f"{whose}: {figure}, points from 90 % held"] = bar(abs(round(100 * share) - 90.0), 4.0)
+            bars[f"{whose}: {figure}, width"] = bar(round(width, 2), 0.3)
         rows.append(line)
     return rows, bars
 
@@ -191,16 +190,18 @@ def table_of(found: dict[Any, Any]) -> tuple[list[dict[str, str]], dict[str, Any
 def main() -> int:
     parser = flags(__doc__, LMBENCH, REQUEST_LOG, resumes=True)
     parser.add_argument("--write", action="store_true", help="put the tables where they are read")
+    parser.add_argument("--learn", action="store_true", help="learn the errors again")
     asked = parser.parse_args()
     found = defaultdict(dict)
-    seen = {kind: seen_in(kind, asked) for kind in (COMPOSED, CALIBRATED)}
+    seen = json.loads(FROZEN.read_text(encoding="utf-8"))["seen"]
+    if asked.learn:
+        seen = {kind: seen_in(kind, asked) for kind in (COMPOSED, CALIBRATED)}
     for kind, name in product((COMPOSED, LATER, CALIBRATED), (*DENSE, *MIXTURES)):
         known = learned(seen, CALIBRATED if kind == CALIBRATED else COMPOSED, stack_of(name))
         whose = f"{kind}, {'Scout' if name in MIXTURES else 'dense'}"
-        for how, drawn_by in {"residuals": None, ELSEWHERE: known}.items():
-            part = partial(intervals, name, asked.data, kind, drawn_by)
-            if rates := asked.resume.part(f"{whose} {name} {how}", part):
-                found[whose, how][name] = rates
+        part = partial(intervals, name, asked.data, kind, known)
+        if rates := asked.resume.part(f"{whose} {name}", part):
+            found[whose][name] = rates
     rows, bars = table_of(found)
     if asked.write:
         for table, kind in (("DENSE", COMPOSED), ("CALIBRATED", CALIBRATED)):
@@ -210,8 +211,7 @@ def main() -> int:
         held = {
             whose: {name: shares(rates) for name, rates in sweeps.items()}
             | {"all": shares([rate for rates in sweeps.values() for rate in rates])}
-            for (whose, how), sweeps in found.items()
-            if how == ELSEWHERE
+            for whose, sweeps in found.items()
         }
         FROZEN.write_text(json.dumps({"seen": seen, "held": held}, indent=1) + "\n", encoding="utf-8")
     return show("intervals", rows, bars, asked)
