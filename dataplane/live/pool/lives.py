@@ -1,8 +1,7 @@
 """Lives: what a worker's states take. Launch, watch, drain, evacuate and stop workers, and replace lost ones.
 
-The steps to the wanted number are those of scaler.reconcile, as in the simulated plane. A lost worker is
-replaced. Pauses before a replacement grow when replacements fail early, so that a model that cannot run does
-not relaunch without end. A start that takes too long is given up.
+The steps to the wanted number are those of scaler.reconcile, in both planes. A lost worker is replaced, after
+pauses that grow when replacements fail early. A start that takes too long is given up.
 """
 
 from __future__ import annotations
