@@ -33,18 +33,8 @@ CASES: dict[str, list[str]] = {
     ],
     "spot": [
         *("plan", "--trace", TRACE, "--model", "llama-3.1-8b", "--gpu", "h100", "--gpu", "a100", "--tp", "1"),
-        *(
-            "--slo",
-            "ttft=400ms,tpot=30ms",
-            "--rate-scale",
-            "4",
-            "--spot",
-            "--reclaims-per-h",
-            "0.5",
-            "--cold-start",
-            "2m",
-        ),
-        *("--window", "0m..10m"),
+        *("--slo", "ttft=400ms,tpot=30ms", "--rate-scale", "4", "--spot", "--reclaims-per-h", "0.5"),
+        *("--cold-start", "2m", "--window", "0m..10m"),
     ],
     "split": [
         *("plan", "--trace", TRACE, "--model", "llama-3.1-8b", "--gpu", "h100", "--tp", "1"),

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from controlplane.errors import BadInput
+from controlplane.errors import BadInput, no_offload
 from controlplane.figures import duration_text
 from controlplane.types import Slo, SloClass
 
@@ -160,8 +160,8 @@ def parse_host_kv(text: str) -> tuple[int, float | None] | None:
     size = float(found[1]) * BYTES[found[2]] if found else 0.0
     rate = float(found[3]) * 1e9 if found and found[3] else None
     if found is None or not 0 < size <= 1 << 50 or (rate is not None and not 0 < rate <= 1e15):
-        raise BadInput(
-            f"--host-kv: expected memory of a worker and what a GPU loads of it: 64GiB@25GB/s, got {text!r}"
+        raise no_offload(
+            f"expected memory of a worker and what a GPU loads of it: 64GiB@25GB/s, got {text!r}"
         )
     return int(size), rate
 

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import KvModel, Profile, Residuals
+from controlplane.perfmodel.profile import OF_EVERY_DEGREE, KvModel, Profile, Residuals
 from controlplane.perfmodel.step import Hinge, HingeOf, Model, coefficients
 
 # Standard deviations of step times, from degrees of the library left out (profiling/perf_models.py).
@@ -50,7 +50,7 @@ def at_degree(profiles: tuple[Profile, Profile], degree: int) -> Profile:
 
 
 def _comparable(small: Profile, large: Profile, degree: int) -> None:
-    for what in ("model", "gpu", "ranks", "speculation", "host_kv", "workers_per_gpu"):
+    for what in OF_EVERY_DEGREE:
         of = getattr(small, what), getattr(large, what)
         if of[0] != of[1]:
             raise BadInput(f"--from: two profiles that differ in TP degree alone; {what}: {of[0]}, {of[1]}")

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from controlplane.errors import BadInput
+from controlplane.errors import BadInput, no_offload
 from controlplane.perfmodel.engine_memory import release_of, taken_bytes
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.speculation import Speculation, verified_base_s, verified_step
@@ -30,6 +30,8 @@ GROUP_ROUNDING = 0.01  # of tokens in whole numbers
 NORMAL_MEAN_ABS = 0.7978845608  # E|z| of a standard normal
 MEAN_RANK = 0.575  # share of normal errors below their mean size
 UNSEEN = ("unseen_relative", "unseen_prefill_relative")
+# Fields that profiles of one worker at several TP degrees have in common.
+OF_EVERY_DEGREE = ("model", "gpu", "ranks", "speculation", "host_kv", "workers_per_gpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +305,7 @@ class Profile:
         if self.engine.mode == EngineMode.PREFILL_FIRST and self.ranks is not None:
             raise BadInput(f"profile: ranks: {self.ranks.name} engines chunk prefill, not {self.engine.mode}")
         if self.host_kv is not None:
-            self._refuse_host_kv()
+            _refuse_offload(self)
 
     @property
     def _whole_gpus_since(self) -> str | None:
@@ -315,19 +317,6 @@ class Profile:
         if self.speculation is not None or self.host_kv is not None:
             return "workers with drafts or KV in host memory share no GPU"
         return None
-
-    def _refuse_host_kv(self) -> None:
-        """Raise BadInput where a tier in host memory is not simulated."""
-        if self.engine.mode != EngineMode.CHUNKED or self.ranks is not None:
-            what = f"{self.engine.mode} engines" if self.ranks is None else f"workers of {self.ranks.name}"
-            raise BadInput(f"--host-kv: {self.label}: only chunked engines are simulated with it, no {what}")
-        if not self.kv.bytes_per_token or self.kv.request_tokens:
-            what = (
-                "it keeps windows or states"
-                if self.kv.request_tokens
-                else "its profile has no bytes_per_token"
-            )
-            raise BadInput(f"--host-kv: {self.label}: what a block takes in host memory is not known: {what}")
 
     @property
     def gpus(self) -> int:
@@ -347,9 +336,22 @@ class Profile:
         return f"{self.gpu} TP{self.tp_degree}{ranks}"
 
     @property
+    def host_bytes(self) -> int:
+        """Host memory that keeps its KV, bytes; 0 where none does."""
+        return 0 if self.host_kv is None else self.host_kv.capacity_bytes
+
+    @property
     def host_tokens(self) -> int:
         """Tokens of KV that its host memory keeps; 0 where none does."""
-        return 0 if self.host_kv is None else self.host_kv.capacity_bytes // max(self.kv.bytes_per_token, 1)
+        return self.host_bytes // max(self.kv.bytes_per_token, 1)
+
+    def load_s(self, block_bytes: int, gpus: int) -> float | None:
+        """Seconds in which GPUs load a block from host memory; None where none is kept there."""
+        return None if self.host_kv is None else block_bytes / (self.host_kv.bytes_per_s * gpus)
+
+    def with_host_memory_of(self, other: Profile | None) -> Profile:
+        """With the host memory of another profile; None: without."""
+        return replace(self, host_kv=None if other is None else other.host_kv)
 
     @property
     def label(self) -> str:
@@ -442,6 +444,22 @@ class Profile:
     def alone_tpot_s(self, context_tokens: int) -> float:
         """Seconds of a decode step of one sequence."""
         return float(self.step.step_s(0, 1, context_tokens))
+
+
+def _refuse_offload(profile: Profile) -> None:
+    """Raise BadInput where a tier in host memory is not simulated."""
+    if profile.engine.mode != EngineMode.CHUNKED or profile.ranks is not None:
+        what = (
+            f"{profile.engine.mode} engines" if profile.ranks is None else f"workers of {profile.ranks.name}"
+        )
+        raise no_offload(f"{profile.label}: only chunked engines are simulated with it, no {what}")
+    if not profile.kv.bytes_per_token or profile.kv.request_tokens:
+        what = (
+            "it keeps windows or states"
+            if profile.kv.request_tokens
+            else "its profile has no bytes_per_token"
+        )
+        raise no_offload(f"{profile.label}: what a block takes in host memory is not known: {what}")
 
 
 def relative_error(residuals: Residuals, confidence: float) -> float:

@@ -9,7 +9,7 @@ from typing import TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.errors import BadInput
+from controlplane.errors import BadInput, no_offload
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile, rank_of
 from controlplane.perfmodel.speculation import paces
@@ -127,7 +127,7 @@ def prepare(
     caches = _caches(workload, profiles, variant) if options.get("prefix_caching", True) else None
     tier, host = records.new_tier(caches, workload.prefixes, profiles, variant)
     if tier is not None and migrates:
-        raise BadInput("--host-kv: not simulated with moves; plan with a policy without +migrate")
+        raise no_offload("not simulated with moves; plan with a policy without +migrate")
     ledger = new_ledger(
         np.stack([coefficient_row(p) for p in profiles]),
         variant,

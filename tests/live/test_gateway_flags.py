@@ -44,9 +44,9 @@ def test_host_memory_below_kv_is_the_engines_and_not_the_servers(model_folder: P
     from dataplane.live.gateway.server import Gateway, engine_settings_of
     from dataplane.live.gateway.settings import GatewaySettings
     from tokenfleet.cli.serve.flags import ServeFlags
-    from tokenfleet.cli.serve.workers import engine_words
 
-    words = engine_words(ServeFlags(model=[str(model_folder)], host_kv="1.5GiB", engine_flags=["--seed=1"]))
+    flags = ServeFlags(model=[str(model_folder)], host_kv="1.5GiB", engine_flags=["--seed=1"])
+    words = flags.engine_words()
     gateway = Gateway(GatewaySettings(str(model_folder), "127.0.0.1", 8000, tuple(words)))
     assert engine_settings_of(gateway.arguments)["kv_offloading_size"] == 1.5
     assert gateway.config.kv_transfer_config is None

@@ -26,13 +26,12 @@ from tokenfleet.api.options import Targets, request_of
 from tokenfleet.planning.classes import classed, present
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.inputs import (
-    refuse_without_prefixes,
     refuse_without_sessions,
     trimmed,
     within_context,
 )
 from tokenfleet.planning.moves import unmovable
-from tokenfleet.planning.request import PlanRequest, placement_settings
+from tokenfleet.planning.request import PlanRequest, placement_settings, refuse_unshared
 from tokenfleet.planning.result import latency
 from tokenfleet.planning.reuse import sessions_per_h
 from tokenfleet.report.plan_json import latency_json
@@ -149,7 +148,7 @@ def as_asked(
     BadInput for what the workload does not have.
     """
     refuse_without_sessions(workload, request, agents)
-    refuse_without_prefixes(workload, request)
+    refuse_unshared(request, workload)
     if request.no_prefix_cache:
         workload = replace(workload, prefixes=None)
     sessions = workload.sessions

@@ -132,7 +132,7 @@ def _unwritten(groups: Sequence[WorkerGroup]) -> str | None:
         return (
             "speculate: what makes the drafts is not in the plan; `serve --plan` takes it as vLLM's own flag"
         )
-    if any(profile.host_kv is not None for profile in profiles):
+    if any(profile.host_bytes for profile in profiles):
         return "host_kv: pods are given no memory for it here; `serve --plan` on their hosts keeps it"
     return None
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from controlplane.perfmodel.profile import HostKv
+from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import PlacementSettings
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
@@ -170,12 +170,12 @@ def baselines(search: Search, sizing: Sizing) -> tuple[Baseline, ...]:
 class TierWorth:
     """The worth of KV offload to CPU memory on the trace.
 
-    `host_kv`: a worker's. `hit_rate`: of the plan's fleet; `from_host`: the part of it that is loaded;
+    `profile`: a worker's. `hit_rate`: of the plan's fleet; `from_host`: the part of it that is loaded;
     `hit_rate_without`: without the memory. `fleet` and `fleet_without`: the fewest workers on the trace;
     None: more than `tried`. The price of `fleet` includes the memory.
     """
 
-    host_kv: HostKv
+    profile: Profile
     hit_rate: float
     from_host: float
     hit_rate_without: float
@@ -196,16 +196,15 @@ def tier_worth(search: Search, sizing: Sizing) -> TierWorth | None:
     answer = sizing.answer
     assert sizing.workers is not None
     assert answer is not None
-    held = [g.worker_type.profile.host_kv for g in answer.groups]
-    host_kv = next((host for host in held if host is not None), None)
-    if host_kv is None:
+    profile = next((g.worker_type.profile for g in answer.groups if g.worker_type.profile.host_bytes), None)
+    if profile is None:
         return None
     cap = _HOPELESS * sizing.workers + 2
     mix = None if sizing.mix is None else _without_tier(sizing.mix)
     bare = replace(sizing, worker_type=_bare(sizing.worker_type), mix=mix)
     with_tier, without = search.replay(answer), search.replay(_without_tier(answer))
     return TierWorth(
-        host_kv,
+        profile,
         with_tier.prefix_hit_rate or 0.0,
         with_tier.host_hit_rate or 0.0,
         without.prefix_hit_rate or 0.0,
@@ -220,7 +219,7 @@ def _bare(worker_type: WorkerType) -> WorkerType:
     usd_per_h = worker_type.usd_per_h
     return replace(
         worker_type,
-        known_profile=replace(worker_type.profile, host_kv=None),
+        known_profile=worker_type.profile.with_host_memory_of(None),
         usd_per_h=None if usd_per_h is None else usd_per_h - worker_type.host_usd_per_h,
         host_usd_per_h=0.0,
     )

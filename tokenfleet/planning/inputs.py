@@ -9,12 +9,12 @@ from datetime import date
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import HostKv, Profile, speculating, with_times
+from controlplane.perfmodel.profile import Profile, with_times
 from controlplane.perfmodel.speculation import pays_up_to
 from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.planning.classes import classed, in_shares, present, shares_asked
-from tokenfleet.planning.request import PlanRequest, value_of
+from tokenfleet.planning.request import PlanRequest, asked_of, refuse_unshared, value_of
 from tokenfleet.planning.result import Inputs
 from tokenfleet.planning.traffic.draws import busier, in_sessions, time_scale
 from tokenfleet.planning.traffic.sample import LONG
@@ -22,7 +22,6 @@ from tokenfleet.profiles.library import (
     age_warning,
     canonical_model,
     find_profiles,
-    host_gb_per_s,
     network_gb_per_s,
     read_profile,
 )
@@ -84,7 +83,7 @@ def gather(
     workload = workload.longer(request.prompt_scale, request.output_scale)
     if request.no_prefix_cache:
         workload = replace(workload, prefixes=None)
-    refuse_without_prefixes(workload, request)
+    refuse_unshared(request, workload)
     workload, length_warnings = within_context(workload, profiles, request.drop_too_long, trace.name)
     workload, classes = present(workload, request, trace.name)
     usable, kv_warnings = within_kv(workload, worker_types, trace.name)
@@ -147,13 +146,6 @@ def without_work(workload: Workload, request: PlanRequest) -> list[str]:
     return [f"--agents: {request.agents:,}; {most}"]
 
 
-def refuse_without_prefixes(workload: Workload, request: PlanRequest) -> None:
-    """Raise BadInput where host memory is to keep KV of a workload that never needs it again."""
-    shared = workload.prefixes is not None and workload.ideal_hits.any()
-    if value_of(request.host_kv) is not None and not shared:
-        raise BadInput("--host-kv: requests share no prefixes, so nothing would be loaded back")
-
-
 def chosen_profiles(request: PlanRequest) -> list[Profile]:
     """The profiles asked for, in the engine mode asked for. Raises BadInput, ProfileMissing."""
     model = request.model
@@ -173,19 +165,7 @@ def chosen_profiles(request: PlanRequest) -> list[Profile]:
     if request.kv_tokens is not None and len(profiles) > 1:
         names = ", ".join(profile.type_name for profile in profiles)
         raise BadInput(f"--kv-tokens: is of one kind of worker, got {names}; choose with --gpu and --tp")
-    return [_as_asked(profile, request) for profile in profiles]
-
-
-def _as_asked(profile: Profile, request: PlanRequest) -> Profile:
-    """The profile with the engine's memory, mode and drafts that are asked for."""
-    profile = profile.with_kv(request.gpu_memory_utilization, request.kv_tokens)
-    profile = profile if request.engine is None else profile.with_engine(mode=request.engine)
-    if (host := value_of(request.host_kv)) is not None:
-        size, bytes_per_s = host
-        rate = host_gb_per_s(profile.gpu) * 1e9 if bytes_per_s is None else bytes_per_s
-        profile = replace(profile, host_kv=HostKv(size, rate))
-    drafts = value_of(request.speculate)
-    return profile if drafts is None else speculating(profile, drafts)
+    return [asked_of(request, profile) for profile in profiles]
 
 
 def what_drafts_do(workload: Workload, request: PlanRequest) -> list[str]:
@@ -228,7 +208,7 @@ def priced(profiles: Sequence[Profile], request: PlanRequest) -> tuple[list[Work
         of = f" at {request.provider}" if request.provider else ""
         source = f"{prices.whose}{kind.replace('_', ' ')}{of}, {price.date}, {price.source}"
         usd_per_h = price.usd * profile.gpus * scale / profile.workers_per_gpu
-        host_gib = 0.0 if profile.host_kv is None else profile.host_kv.capacity_bytes / 2**30
+        host_gib = profile.host_bytes / 2**30
         host_usd_per_h = host_gib * price.host_memory_gib * scale
         if host_usd_per_h:
             source += f", with {host_gib:.4g} GiB of host memory at ${price.host_memory_gib:g} each"

@@ -73,7 +73,7 @@ def unmovable(fleet: Fleet, workload: Workload) -> str:
         return "Requests do not move between split prefill and decode workers"
     if any(kind.ranks is not None and kind.ranks.count > 1 for kind in types):
         return "Requests do not move between data- or pipeline-parallel workers"
-    if workload.prefixes is not None and any(kind.profile.host_kv is not None for kind in types):
+    if workload.prefixes is not None and any(kind.profile.host_bytes for kind in types):
         return "Moves are not simulated together with KV offload"
     return ""
 

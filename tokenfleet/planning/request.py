@@ -28,7 +28,7 @@ from typing import (
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from controlplane.errors import BadInput
+from controlplane.errors import BadInput, no_offload
 from controlplane.types import EngineMode, Slo, SloClass
 from tokenfleet.field_errors import first_fault
 from tokenfleet.texts import (
@@ -43,8 +43,10 @@ from tokenfleet.texts import (
 )
 
 if TYPE_CHECKING:
+    from controlplane.perfmodel.profile import Profile
     from controlplane.placement.policies import PlacementSettings
     from controlplane.worker_type import WorkerType
+    from controlplane.workload import Workload
 
 T = TypeVar("T")
 Kind = Literal["slo", "duration", "number", "count", "switch", "choice", "file", "word"]
@@ -406,7 +408,7 @@ class PlanRequest:
             if value is not None and not self.profiles and self.engine != EngineMode.SPLIT:
                 raise BadInput(f"{flag}: only a split fleet hands KV over; give --engine split too")
         if value_of(self.host_kv) is not None and self.no_prefix_cache:
-            raise BadInput("--host-kv: contradicts --no-prefix-cache: nothing would be kept there")
+            raise no_offload("contradicts --no-prefix-cache: nothing would be kept there")
         self._check_spot()
         return self
 
@@ -619,6 +621,28 @@ def placement_settings(request: PlanRequest) -> PlacementSettings:
     from controlplane.placement.strictness import NORMAL
 
     return PlacementSettings.of(value_of(request.strictness) or NORMAL, request.priority_headroom)
+
+
+def refuse_unshared(request: PlanRequest, workload: Workload) -> None:
+    """Raise BadInput where host memory is to keep KV of a workload that never needs it again."""
+    shared = workload.prefixes is not None and workload.ideal_hits.any()
+    if value_of(request.host_kv) is not None and not shared:
+        raise no_offload("requests share no prefixes, so nothing would be loaded back")
+
+
+def asked_of(request: PlanRequest, profile: Profile) -> Profile:
+    """The profile with the engine's memory, mode and drafts that are asked for."""
+    from controlplane.perfmodel.profile import HostKv, speculating  # loads numpy
+    from tokenfleet.profiles.library import host_gb_per_s
+
+    profile = profile.with_kv(request.gpu_memory_utilization, request.kv_tokens)
+    profile = profile if request.engine is None else profile.with_engine(mode=request.engine)
+    if (host := value_of(request.host_kv)) is not None:
+        size, bytes_per_s = host
+        rate = host_gb_per_s(profile.gpu) * 1e9 if bytes_per_s is None else bytes_per_s
+        profile = replace(profile, host_kv=HostKv(size, rate))
+    drafts = value_of(request.speculate)
+    return profile if drafts is None else speculating(profile, drafts)
 
 
 def value_of(parsed: Parsed[T] | None) -> T | None:

@@ -387,10 +387,11 @@ def _spares(spares: StandbyWorkers) -> dict[str, Any]:
 
 def _tier(tier: TierWorth) -> dict[str, Any]:
     """The worth of KV offload on the trace; `workers`: the fewest with it."""
-    without = tier.fleet_without
+    without, host = tier.fleet_without, tier.profile.host_kv
+    assert host is not None
     return {
-        "gib": _figures(tier.host_kv.capacity_bytes / 2**30),
-        "gb_per_s": _figures(tier.host_kv.bytes_per_s / 1e9),
+        "gib": _figures(host.capacity_bytes / 2**30),
+        "gb_per_s": _figures(host.bytes_per_s / 1e9),
         "prefix_hit_rate": _share(tier.hit_rate),
         "loaded": _share(tier.from_host),
         "prefix_hit_rate_without": _share(tier.hit_rate_without),

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.errors import BadInput
+from controlplane.errors import no_offload
 from dataplane.live.engine_api.processes import free_memory_bytes
 from dataplane.live.engine_api.vllm_surface import (
     CPUOffloadingSpec,
@@ -50,12 +50,12 @@ class TieredConnector(MigrationConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self._why_fixed:
-            raise BadInput(f"--host-kv: not for this engine: {self._why_fixed}")
+            raise no_offload(f"not for this engine: {self._why_fixed}")
         if role == KVConnectorRole.SCHEDULER:
             has, ranks = self._settings["cpu_bytes_to_use"], vllm_config.parallel_config.world_size
             needs = max(self._cache["block_bytes"] * ranks, 1)
             if has < needs:
-                raise BadInput(f"--host-kv: {has:,} bytes hold no block of KV, which takes {needs:,}")
+                raise no_offload(f"{has:,} bytes hold no block of KV, which takes {needs:,}")
         self._host = OffloadingConnector(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self._cache["host_blocks"] = host_chunks(self._host)
@@ -193,7 +193,7 @@ class CpuMemorySpec(CPUOffloadingSpec):  # type: ignore[misc]
             asked, free = self.num_chunks * self.cpu_page_size_per_worker, free_memory_bytes()
             if asked > free:
                 has = f"{free / 2**30:.1f} GiB are free"
-                raise BadInput(f"--host-kv: a rank is to keep {asked / 2**30:.1f} GiB, {has} on its host")
+                raise no_offload(f"a rank is to keep {asked / 2**30:.1f} GiB, {has} on its host")
             self._worker = CpuCopies(kv_caches, self.num_chunks)
         return self._worker
 

@@ -121,8 +121,8 @@ class Account:
         self._led = self._mirrors.attach(self._led, w, info)
         self.become(info, kind, role)
         profile = self.kinds.profiles.get(kind)
-        if profile is not None and (planned := profile.host_kv) is not None:
-            self._load_at(w, info.block_bytes / (planned.bytes_per_s * info.tp_degree))
+        if profile is not None and (load_s := profile.load_s(info.block_bytes, info.tp_degree)) is not None:
+            self._load_at(w, load_s)
         self._led.workers[w]["status"] = state.SERVING
 
     def become(self, info: WorkerInfo, kind: str, role: Role) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from controlplane.errors import BadInput
+from controlplane.errors import BadInput, no_offload
 from controlplane.perfmodel.profile import EngineLimits, Profile
 from controlplane.types import Role
 from controlplane.worker_type import WorkerGroup, WorkerType
@@ -289,8 +289,8 @@ class FleetTypes:
     def host_bytes(self, kind: str) -> int:
         """The CPU memory for KV offload that a plan gives a worker; 0 for none."""
         profile = self[kind].known_profile
-        has = kind in self.planned and not self.as_is and profile is not None and profile.host_kv is not None
-        return profile.host_kv.capacity_bytes if has else 0  # type: ignore[union-attr]
+        has = kind in self.planned and not self.as_is
+        return profile.host_bytes if has and profile is not None else 0
 
     def check_host_memory(self, arguments: Any) -> None:
         """Raise BadInput where KV offload would be combined with what was not tried with it."""
@@ -299,15 +299,15 @@ class FleetTypes:
         for kind, gib in planned.items() if self.planned and not self.as_is else ():
             if asked not in (None, gib):
                 was = f"with {gib:g} GiB" if gib else "without"
-                raise BadInput(f"--host-kv: {kind} was planned {was}, not with {asked:g} GiB; {AS_IS}")
+                raise no_offload(f"{kind} was planned {was}, not with {asked:g} GiB; {AS_IS}")
         if asked is None and not any(planned.values()):
             return
         if any(t.role != "any" for t in self):
-            raise BadInput("--host-kv: not with prefill and decode workers")
+            raise no_offload("not with prefill and decode workers")
         if arguments.speculative_config:
-            raise BadInput("--host-kv: not with --speculative-config")
+            raise no_offload("not with --speculative-config")
         if arguments.enable_prefix_caching is False:
-            raise BadInput("--host-kv: what leaves KV is found by prefixes, which are not cached")
+            raise no_offload("what leaves KV is found by prefixes, which are not cached")
 
     def check_flags(self, arguments: object) -> None:
         """Raise BadInput where an operator's vLLM flags contradict what a plan fixed."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from controlplane.errors import BadInput
+from controlplane.errors import BadInput, no_offload
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.penalties import penalties_of
@@ -120,7 +120,7 @@ def _take_host_bytes(settings: dict[str, Any]) -> int:
     if backend not in (None, "native"):
         raise BadInput(f"engine argument kv_offloading_backend: a fleet has native, got {backend!r}")
     if settings.get("enable_prefix_caching") is False:
-        raise BadInput("--host-kv: what leaves KV is found by prefixes; leave out --no-enable-prefix-caching")
+        raise no_offload("what leaves KV is found by prefixes; leave out --no-enable-prefix-caching")
     return int(size_gib * (1 << 30))
 
 

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from controlplane.errors import BadInput
+from controlplane.errors import BadInput, no_offload
 from dataplane.live.engine_api import RAY_VERSION, VLLM_VERSION
 from dataplane.live.kv.nixl import installed as nixl_package
 
@@ -269,7 +269,7 @@ def check_shared_room(host_bytes: int, folder: str = "/dev/shm") -> None:
         has = (
             f"a worker keeps {host_bytes / 2**30:.1f} GiB in {folder}, {free / 2**30:.1f} GiB are free there"
         )
-        raise BadInput(f"--host-kv: {has}; enlarge it (mount -o remount,size=..., or a pod's emptyDir)")
+        raise no_offload(f"{has}; enlarge it (mount -o remount,size=..., or a pod's emptyDir)")
 
 
 def _memory() -> HostFinding:

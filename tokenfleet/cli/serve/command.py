@@ -37,7 +37,6 @@ from tokenfleet.cli.serve.workers import (
     AS_IS_MEANS,
     ATTAINMENT,
     check_budget,
-    engine_words,
     headroom_of,
     most_workers,
     strictness_of,
@@ -198,7 +197,7 @@ def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
 
     if flags.engine == "vllm" and current_platform.is_cpu():
         checked.types.check_cpus()
-    arguments = parse_flags(["--model", checked.model, *engine_words(flags)])
+    arguments = parse_flags(["--model", checked.model, *flags.engine_words()])
     if checked.plan is not None:
         checked.types.check_flags(arguments)
     if flags.engine == "vllm":
@@ -212,7 +211,7 @@ def _checked(member: ServedFleet) -> Checked:
         raise BadInput(f"--engine: expected vllm or emulated, got {flags.engine!r}")
     model = model_at(*flags.model)
     types = types_asked(flags, plan, model)
-    engine_words(flags)  # refused here, if at all
+    flags.engine_words()  # refused here, if at all
     replanning_of(flags, "")
     autoscale = autoscale_asked(flags, plan, types.workers)
     if autoscale is not None and len(member.tenants) > 1:
@@ -289,7 +288,7 @@ def _settings(
         checked.model,
         flags.host,
         flags.port,
-        tuple(engine_words(flags)),
+        tuple(flags.engine_words()),
         checked.shutdown_s,
         certificate=certificate,
         keys_file=flags.api_keys,

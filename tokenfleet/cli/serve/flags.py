@@ -8,9 +8,17 @@ from typing import Annotated
 
 import typer
 
+from controlplane.errors import no_offload
 from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey
+from tokenfleet.texts import parse_host_kv
 
 WORKERS = 2  # unless something says
+OFFLOADED_GIB = "--kv-offloading-size"
+# Of one fleet: a portfolio's plans, or its limits, say them for each model, or nothing does yet.
+OF_ONE_FLEET = (
+    "plan", "workers", "tp", "prefill", "decode", "kind", "slo", "max_workers", "budget_usd_per_h",
+    "advisory", "host_kv", "fixed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,3 +247,23 @@ class ServeFlags:
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
     ] = None
+
+    @property
+    def engine_flag_names(self) -> set[str]:
+        """The names of vLLM's flags that were given."""
+        return {word.partition("=")[0].replace("_", "-") for word in self.engine_flags or ()}
+
+    def engine_words(self) -> list[str]:
+        """vLLM's flags that were given, and that for host memory. Raises BadInput."""
+        words = list(self.engine_flags or ())
+        if self.host_kv is None or (asked := parse_host_kv(self.host_kv)) is None:
+            return words
+        if self.engine == "emulated":
+            raise no_offload("emulated engines keep no KV in host memory")
+        if asked[1] is not None:
+            raise no_offload(
+                f"how fast it is loaded is measured here; give its size alone, got {self.host_kv!r}"
+            )
+        if OFFLOADED_GIB in self.engine_flag_names:
+            raise no_offload(f"is {OFFLOADED_GIB} of all workers; give either")
+        return [OFFLOADED_GIB, repr(asked[0] / (1 << 30)), *words]

@@ -11,16 +11,11 @@ from controlplane.errors import BadInput
 from controlplane.scaler.shares import Limits, Tenant, most_workers, rights
 from controlplane.worker_type import WorkerType
 from tokenfleet.cli.flags import adapter_at
-from tokenfleet.cli.serve.flags import ServeFlags
-from tokenfleet.cli.serve.workers import bounds_of, engine_flag_names
+from tokenfleet.cli.serve.flags import OF_ONE_FLEET, ServeFlags
+from tokenfleet.cli.serve.workers import bounds_of
 from tokenfleet.planning.plan_file import PlanFile, read_plan
 from tokenfleet.portfolios.request import PlannedPortfolio, read_planned_portfolio
 
-# Of one fleet: a portfolio's plans, or its limits, say them for each model, or nothing does yet.
-OF_ONE_FLEET = (
-    "plan", "workers", "tp", "prefill", "decode", "kind", "slo", "max_workers", "budget_usd_per_h",
-    "advisory", "host_kv", "fixed",
-)  # fmt: skip
 OF_ONE_MODEL = ("--served-model-name", "--lora-modules", "--enable-lora")
 FEW_WORKERS, UNBOUNDED = 8, 10_000
 ADAPTERS_AT_ONCE = 8  # in one batch; an engine sets memory aside for each
@@ -126,7 +121,7 @@ def _check_of_all(flags: ServeFlags) -> None:
         if getattr(flags, name):
             flag = f"--{name.replace('_', '-')}"
             raise BadInput(f"{flag}: is for one fleet; --portfolio runs each model by its own plan")
-    if of_one := next((flag for flag in OF_ONE_MODEL if flag in engine_flag_names(flags)), None):
+    if of_one := next((flag for flag in OF_ONE_MODEL if flag in flags.engine_flag_names), None):
         raise BadInput(f"{of_one}: is for one model; in a portfolio the plan names each model")
     if flags.autoscale is not None and bounds_of(flags.autoscale)[0] == 0:
         raise BadInput(f"--autoscale: each model of a portfolio keeps a worker, got {flags.autoscale}")

@@ -17,7 +17,7 @@ from tokenfleet.cli.serve.flags import WORKERS, ServeFlags
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import kind_of, read_prices
-from tokenfleet.texts import parse_host_kv, parse_slo, parse_slo_class, parse_strictness
+from tokenfleet.texts import parse_slo, parse_slo_class, parse_strictness
 
 if TYPE_CHECKING:
     from controlplane.placement.strictness import Strictness
@@ -33,7 +33,6 @@ AS_IS_MEANS = (
 NAMES = ("gpu", "tp", "workers", "role", "max", "usd", "reclaims")
 KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38,reclaims=0.05 (tp and workers default to 1)"
 OF_WHOLE_GPUS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override")
-HOST_GIB = "--kv-offloading-size"
 
 
 def types_asked(flags: ServeFlags, plan: PlanFile | None, model: str) -> FleetTypes:
@@ -57,30 +56,9 @@ def _check_memory(flags: ServeFlags, types: FleetTypes) -> None:
     """Raise BadInput for flags by which engines would not have the memory that they were planned with."""
     if flags.engine == "emulated" and any(types.host_bytes(name) for name in types.names):
         raise BadInput("--engine emulated: keeps no KV in host memory, which the plan has")
-    own = sorted(engine_flag_names(flags) & set(OF_WHOLE_GPUS))
+    own = sorted(flags.engine_flag_names & set(OF_WHOLE_GPUS))
     if own and any(t.workers_per_gpu > 1 for t in types):
         raise BadInput(f"{own[0]}: the plan says what its workers take of a GPU that they share")
-
-
-def engine_words(flags: ServeFlags) -> list[str]:
-    """vLLM's flags that were given, and that for --host-kv. Raises BadInput."""
-    words = list(flags.engine_flags or ())
-    if flags.host_kv is None or (asked := parse_host_kv(flags.host_kv)) is None:
-        return words
-    if flags.engine == "emulated":
-        raise BadInput("--host-kv: emulated engines keep no KV in host memory")
-    if asked[1] is not None:
-        raise BadInput(
-            f"--host-kv: how fast it is loaded is measured here; give its size alone, got {flags.host_kv!r}"
-        )
-    if HOST_GIB in engine_flag_names(flags):
-        raise BadInput(f"--host-kv: is {HOST_GIB} of all workers; give either")
-    return [HOST_GIB, repr(asked[0] / (1 << 30)), *words]
-
-
-def engine_flag_names(flags: ServeFlags) -> set[str]:
-    """The names of vLLM's flags that were given."""
-    return {word.partition("=")[0].replace("_", "-") for word in flags.engine_flags or ()}
 
 
 def _named_types(flags: ServeFlags, counted: Sequence[str], is_emulated: bool) -> FleetTypes:
@@ -146,7 +124,7 @@ def planned_types(plan: PlanFile, profiles: Sequence[Path], as_is: bool) -> Flee
         }
     known = _with_profiles(groups, profiles, is_emulated=False)
     if not as_is:
-        known = [_with_host_kv(one, group) for one, group in zip(known, groups, strict=True)]
+        known = [_with_host_memory(one, group) for one, group in zip(known, groups, strict=True)]
     return FleetTypes(known, limits, as_is, plan.prefix_cache)
 
 
@@ -260,9 +238,9 @@ def _with_profiles(
     return found
 
 
-def _with_host_kv(group: WorkerGroup, planned: WorkerGroup) -> WorkerGroup:
+def _with_host_memory(group: WorkerGroup, planned: WorkerGroup) -> WorkerGroup:
     """The group with the host memory that it was planned with, whatever step times it has now."""
-    profile = replace(group.worker_type.profile, host_kv=planned.worker_type.profile.host_kv)
+    profile = group.worker_type.profile.with_host_memory_of(planned.worker_type.profile)
     return replace(group, worker_type=group.worker_type.with_profile(profile))
 
 
