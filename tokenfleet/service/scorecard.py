@@ -440,17 +440,20 @@ def _capacity(plan: PlanFile, rows: pl.DataFrame, met: NDArray[np.bool_]) -> dic
     """The busiest minute that still met the target, and the least busy one that did not.
 
     A fleet shows its capacity only where it is pressed; one that never was has carried at least so much.
+    The last minute's rate is that of the seconds it has, half a minute at least.
     """
-    minute = ((rows["arrival_s"] - rows["arrival_s"][0]) / CAPACITY_WINDOW_S).floor()
+    after_s = rows["arrival_s"] - rows["arrival_s"][0]
+    covers_s = pl.lit(after_s.max()) - CAPACITY_WINDOW_S * pl.col("minute")
     table = (
-        pl.DataFrame({"minute": minute, "met": met})
+        pl.DataFrame({"minute": (after_s / CAPACITY_WINDOW_S).floor(), "met": met})
         .group_by("minute")
         .agg(n=pl.len(), share=pl.col("met").mean())
         .filter(pl.col("n") >= CAPACITY_REQUESTS)
+        .with_columns(rps=pl.col("n") / covers_s.clip(CAPACITY_WINDOW_S / 2, CAPACITY_WINDOW_S))
     )
-    carried = table.filter(pl.col("share") >= plan.attainment.target)["n"].max()
-    failed = table.filter(pl.col("share") < plan.attainment.target)["n"].min()
-    rates = [None if n is None else _figures(float(n) / CAPACITY_WINDOW_S) for n in (carried, failed)]  # type: ignore[arg-type]
+    carried = table.filter(pl.col("share") >= plan.attainment.target)["rps"].max()
+    failed = table.filter(pl.col("share") < plan.attainment.target)["rps"].min()
+    rates = [None if rps is None else _figures(float(rps)) for rps in (carried, failed)]  # type: ignore[arg-type]
     return {"planned_rps": plan.inputs.rate_rps, "carried_rps": rates[0], "failed_rps": rates[1]}
 
 

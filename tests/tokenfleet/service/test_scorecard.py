@@ -214,6 +214,12 @@ def test_capacity_is_shown_only_where_the_fleet_was_pressed(tmp_path):
     assert pressed["says"][0].startswith("Target missed")
 
 
+def test_the_last_minute_s_rate_is_that_of_the_seconds_it_has(tmp_path):
+    name, _ = served(tmp_path, requests=450)
+    card = scorecard_of(tmp_path, name)
+    assert card["capacity"]["carried_rps"] == pytest.approx(card["rate_rps"]["observed"], rel=0.05)
+
+
 def test_too_little_served_compares_nothing(tmp_path):
     name, _ = served(tmp_path, requests=99)
     card = scorecard_of(tmp_path, name)
