@@ -44,7 +44,7 @@ LONG_LINES = 300  # of a module, and of a class
 BARS = {
     "product lines": 78_642,
     "product modules": 361,
-    "lines of experiments and benchmarks": 11_999,
+    "lines of experiments and benchmarks": 12_000,
     "modules over 300 lines": 56,
     "modules in the fullest folder": 19,
     "modules in a circle of imports": 0,

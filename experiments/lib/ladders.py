@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.workload import Workload
@@ -37,9 +38,9 @@ GATEWAY_S = 0.0125  # llm-d's gateway, on the development ladder behind it
 
 def ladder(data: Path, name: str) -> Ladder:
     """The runs of one experiment."""
-    rows = pd.read_parquet(data / LMBENCH / f"{name}.parquet")
     family = "llama4" if name.startswith("scout") else "llama3"
-    blocks = pd.read_parquet(data / LMBENCH / f"sharegpt_blocks16_{family}.parquet")
+    files = (data / LMBENCH / f"{of}.parquet" for of in (name, f"sharegpt_blocks16_{family}"))
+    rows, blocks = (pd.DataFrame(pl.read_parquet(file).to_dict(as_series=False)) for file in files)
     kind = name.rsplit("-", 1)[1] if name.endswith(("sharegpt", "short", "long")) else "long"
     runs = [
         _sharegpt(rate, run, blocks)
@@ -105,7 +106,7 @@ def _run(
         np.concatenate([warm_s, launch_s]),
         np.concatenate([warm_prompts, run.prompt_tokens]).astype(np.int64),
         np.concatenate([warm_outputs, np.maximum(run.generation_tokens, 1)]).astype(np.int64),
-        prefixes=prefixes_of([one.tolist() for one in lists], BLOCK),
+        prefixes=prefixes_of([[int(block) for block in one] for one in lists], BLOCK),
     )
     first_s = np.concatenate([unknown, launch_s + run.ttft_s.to_numpy()])
     last_s = np.concatenate([unknown, begin_s + run.finish_s.to_numpy()])
