@@ -11,7 +11,7 @@ Side = tuple[float, float, int, int]  # median, standard deviation of the logari
 
 
 def lengths(count: int, rng: np.random.Generator, *sides: Side) -> list[NDArray[np.int64]]:
-    """Tokens of so many requests, a column a side."""
+    """Tokens of `count` requests, an array for each side."""
     return [
         np.clip(np.round(median * np.exp(spread * rng.standard_normal(count))), least, most).astype(np.int64)
         for median, spread, least, most in sides
@@ -19,6 +19,6 @@ def lengths(count: int, rng: np.random.Generator, *sides: Side) -> list[NDArray[
 
 
 def poisson(rate_rps: float, count: int, seed: int, prompt: Side, output: Side) -> Workload:
-    """So many requests of Poisson arrivals."""
+    """`count` requests with Poisson arrivals."""
     rng = np.random.default_rng(seed)
     return Workload(np.cumsum(rng.exponential(1 / rate_rps, count)), *lengths(count, rng, prompt, output))
