@@ -168,7 +168,8 @@ def test_an_engine_is_stuck_that_is_silent_with_work_and_loads_no_adapter(
             await worker._peers.welcome(b"gateway", b"")
             worker._peers.admit(worker._peers.get(b"gateway"), "r#1")
         worker._heard_s, worker._is_loading = 0.0, loads_adapter
-        await worker._end_stuck(silent_s)
+        for now_s in (4.0, silent_s - 0.5, silent_s):
+            await worker._end_stuck(now_s)
         return worker._lost
 
     monkeypatch.setattr("dataplane.live.worker.actor.descendants", lambda: [17])

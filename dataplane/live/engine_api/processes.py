@@ -221,13 +221,13 @@ def free_memory_bytes() -> int:
     return 1024 * int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0])
 
 
-def cpu_s(below: Iterable[int]) -> float:
-    """Processor seconds that this process and those `below` have used, all their threads together."""
-    spent = time.process_time()
-    for pid in below:
+def cpu_s(processes: Iterable[int]) -> dict[int, float]:
+    """Processor seconds that each of these processes has used, all its threads together."""
+    spent: dict[int, float] = {}
+    for pid in processes:
         with suppress(OSError):  # it has ended meanwhile
             # The kernel's own number for a process' clock, as clock_getcpuclockid(3) makes it.
-            spent += time.clock_gettime((~pid << 3) | 2)
+            spent[pid] = time.clock_gettime((~pid << 3) | 2)
     return spent
 
 

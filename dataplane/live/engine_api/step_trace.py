@@ -10,9 +10,10 @@ own where it tells them (kv/connector.py): the engine may see an end late.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 from controlplane.types import WorkerId
@@ -33,8 +34,6 @@ COLUMNS = (
 PREFILLED = "prefill_tokens"
 REMEMBERED_STEPS = 65536
 MOST_TOLD = 256  # executed steps in one telemetry
-# An engine with work is stuck once it is silent for this long, as many of its last step, or of its longest.
-STUCK_S, STUCK_STEPS, STUCK_LONGEST = 10.0, 50, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,6 @@ class StepTrace:
         self._reported = (0, 0)  # how many steps there were at the last telemetry but one, and at the last
         self._count = 0
         self._preemptions = 0
-        self._longest_s = 0.0
         self._ended_s = float("-inf")  # of the last step
         self._left_work = False
         self._running = self._waiting = self._used_blocks = 0
@@ -112,7 +110,6 @@ class StepTrace:
                 since_last_s = ended_s - self._ended_s
             step_s = since_last_s if self._left_work else min(engine_s, since_last_s)
             self._count += 1
-            self._longest_s = max(self._longest_s, step_s)
             self._ends_s.append(ended_s)
             self._steps.append(Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"}))
         # Between this step and the next nothing but the engine's own work passes, if something still runs;
@@ -122,14 +119,15 @@ class StepTrace:
         return computed or changed
 
     @property
-    def longest_silence_s(self) -> float:
-        """How long an engine with work may be silent before it is stuck; infinite before its first step.
+    def ordinary_s(self) -> float:
+        """The longest median step time of steps of one size; infinite before the first step.
 
-        A GPU that hangs raises no error: a lost peer of a collective, a stuck kernel.
+        Sizes are powers of two of the tokens computed. Of two steps of a size the shorter is the median.
         """
-        if not self._steps:
-            return float("inf")
-        return max(STUCK_S, STUCK_STEPS * self._steps[-1].step_s, STUCK_LONGEST * self._longest_s)
+        by_size: defaultdict[int, list[float]] = defaultdict(list)
+        for step in self._steps:
+            by_size[(step.prefill_tokens + step.sequences).bit_length()].append(step.step_s)
+        return max(map(median_low, by_size.values()), default=float("inf"))
 
     def fetched(self, by_way: Mapping[str, int]) -> None:
         """Count bytes of KV that came by each way."""

@@ -355,7 +355,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._settings.get("cpu_clock"):
             if self._ranks is None:  # looked for once: it takes longer than a step
                 self._ranks = descendants()
-            stats["cpu_s"] = cpu_s(self._ranks)
+            stats["cpu_s"] = time.process_time() + sum(cpu_s(self._ranks).values())
         return StepStats(data=stats)
 
     def shutdown(self) -> None:

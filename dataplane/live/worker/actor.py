@@ -34,6 +34,7 @@ from dataplane.live.engine_api.processes import (
     Cores,
     RayDaemon,
     cancel_all,
+    cpu_s,
     descendants,
     shared_memory,
     unlink,
@@ -46,6 +47,7 @@ from dataplane.live.engine_api.vllm_surface import (
     FinishReason,
     LoRARequest,
     VllmCodec,
+    current_platform,
     vllm_version,
 )
 from dataplane.live.engine_api.wire import Door
@@ -54,6 +56,7 @@ from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.cause import own_log, start_failure
 from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, tells_cached, warm_up, worker_info
 from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
+from dataplane.live.worker.silence import WATCH_FROM_S, EngineSilence
 
 log = logging.getLogger(__name__)
 TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on
@@ -78,6 +81,7 @@ class Worker:
         self.patience = wire.PATIENCE
         self._phase = "loading the model"
         self._daemon = RayDaemon()
+        self._silence = EngineSilence(is_on_cpu=current_platform.is_cpu())
         self._needed_s = self._heard_s = time.monotonic()  # a core wanted this worker; its engine spoke
 
     async def phase(self) -> str:
@@ -337,16 +341,16 @@ class Worker:
     async def _end_stuck(self, now_s: float) -> None:
         """End an engine that has work and makes no step any more, so that its requests go on elsewhere."""
         silent_s = now_s - self._heard_s
-        if (
-            self._lost
-            or self._is_loading
-            or not len(self._peers)
-            or silent_s <= self._trace.longest_silence_s
-        ):
+        if self._lost or self._is_loading or not len(self._peers) or silent_s < WATCH_FROM_S:
+            return
+        processes = descendants()
+        is_stopped = any(_status(process) == psutil.STATUS_STOPPED for process in processes)
+        ordinary_s = self._trace.ordinary_s
+        if not self._silence.is_hung(now_s, self._heard_s, cpu_s(processes), is_stopped, ordinary_s):
             return
         log.error("%s: its engine has work and was silent for %.1f s", self._worker, silent_s)
         await self._end(f"its engine made no step for {silent_s:.0f} s")
-        for process in descendants():  # one that is stopped ends by no other signal, and keeps its GPU
+        for process in processes:  # one that is stopped ends by no other signal, and keeps its GPU
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
@@ -386,15 +390,15 @@ async def _end_engine(core: Any) -> None:
     if (needed := resource_tracker.getfd()) is not None:
         os.close(needed)
     until_s = time.monotonic() + CLEANED_S
-    while any(map(_is_running, descendants())) and time.monotonic() < until_s:
+    while any(_status(one) != psutil.STATUS_ZOMBIE for one in descendants()) and time.monotonic() < until_s:
         await asyncio.sleep(0.02)
 
 
-def _is_running(pid: int) -> bool:
-    """Whether a process runs: one that has ended stays a child until it is waited for."""
+def _status(pid: int) -> str:
+    """A process' state; one that has ended stays a child, a zombie, until it is waited for."""
     with suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
+        return str(psutil.Process(pid).status())
+    return str(psutil.STATUS_ZOMBIE)
 
 
 def _told(change: CacheChange) -> list[bytes]:

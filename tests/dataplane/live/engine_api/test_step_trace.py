@@ -14,13 +14,7 @@ from controlplane.types import WorkerId
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api import wire
 from dataplane.live.engine_api.link import Executed, Telemetry
-from dataplane.live.engine_api.step_trace import (
-    MOST_TOLD,
-    STUCK_LONGEST,
-    STUCK_S,
-    STUCK_STEPS,
-    StepTrace,
-)
+from dataplane.live.engine_api.step_trace import MOST_TOLD, StepTrace
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.history import History
 from tokenfleet.profiles.measurements import read_measurements
@@ -127,15 +121,20 @@ def test_the_refit_learns_from_the_first_new_step_of_a_message() -> None:
     assert times.as_json()[0]["workers"]["w0"] == pytest.approx(1.0)
 
 
-def test_an_engine_may_be_silent_for_many_of_its_steps_and_before_the_first_for_ever() -> None:
+def test_an_ordinary_step_is_as_long_as_most_of_its_size_and_no_odd_one_counts() -> None:
     trace = StepTrace(WorkerId("w0"), 100)
-    assert trace.longest_silence_s == float("inf")
-    trace.add(load(4), 0.01, 1.0, 4, 0, 0.1)
-    assert trace.longest_silence_s == STUCK_S
-    trace.add(load(4), 3.0, 4.0, 4, 0, 0.1)  # a long prefill on a slow host
-    assert trace.longest_silence_s == pytest.approx(STUCK_STEPS * 3.0)
-    trace.add(load(4), 0.01, 4.01, 4, 0, 0.1)
-    assert trace.longest_silence_s == pytest.approx(STUCK_LONGEST * 3.0)
+    assert trace.ordinary_s == float("inf")
+    trace.add(load(4), 3.0, 3.0, 4, 0, 0.1)  # a first step compiles
+    assert trace.ordinary_s == 3.0
+    trace.add(load(4), 0.01, 3.01, 4, 0, 0.1)
+    assert trace.ordinary_s == pytest.approx(0.01)
+    trace.add(load(4), 4.6, 7.61, 4, 0, 0.1)  # the host stands still
+    trace.add(load(4), 0.01, 7.62, 4, 0, 0.1)
+    assert trace.ordinary_s == pytest.approx(0.01)
+    trace.add(load(4) | {"prefill_tokens": 2044}, 2.0, 9.62, 4, 0, 0.1)
+    for i in range(1000):
+        trace.add(load(4), 0.01, 9.63 + 0.01 * i, 4, 0, 0.1)
+    assert trace.ordinary_s == pytest.approx(2.0)  # a long prefill, however seldom
 
 
 def test_a_step_that_was_planned_while_the_last_one_ran_takes_its_own_time_alone() -> None:
