@@ -91,6 +91,7 @@ class History:
     remains: dict[str, int] = field(default_factory=dict)
     counted: tuple[int, int] | None = None  # requests that ended in the core, and that finished there
     expected: list[list[int]] | None = None  # the streams undisturbed, of an engine with a model
+    lost: dict[str, str] = field(default_factory=dict)  # workers, and why, as the fleet reports it
 
 
 def schedule_of(seed: int, whats: Sequence[str] = WHATS, together: int = 1) -> Schedule:

@@ -201,7 +201,9 @@ class _Play:
         self._is_over = False
         self._http = _session()
         self._mark = f"{id(self):x}-"
-        self._core = fleet.ask("GET", "/v1/fleet")["core"]["number"]
+        view = fleet.ask("GET", "/v1/fleet")
+        self._core = view["core"]["number"]
+        self._lost_before = {one["worker"] for one in view["losses"]}
         self._before = _counted(fleet)
         self._watching = asyncio.ensure_future(self._watch())
 
@@ -409,6 +411,8 @@ class _Play:
             if view["wanted_workers"] != self._workers:
                 self._fleet.ask("POST", "/v1/fleet/scale", {"workers": self._workers})
             now = left(view, self._workers)
+            losses = {one["worker"]: one["cause"] for one in view["losses"]}
+            seen.lost |= {w: cause for w, cause in losses.items() if w not in self._lost_before}
             now["missing controllers"] = 1 - len(by_role(self._fleet).get("controller", []))  # type: ignore[arg-type]
             if view["core"]["number"] == self._core:
                 ends = _counted(self._fleet)

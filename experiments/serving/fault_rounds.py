@@ -48,7 +48,7 @@ class Judged:
         self.happened += history.happened
         ends = Counter(end for each in history.ends.values() for end in each)
         self.ends += ends
-        print(f"{self.of}: seed {seed}: {dict(history.happened | ends)}", file=sys.stderr, flush=True)
+        print(f"{self.of}: seed {seed}: {dict(history.happened | ends) | history.lost}", file=sys.stderr)
         for what in violations(history):
             self.broken.append(f"{self.of}: seed {seed}: {what}")
             print(self.broken[-1], file=sys.stderr, flush=True)

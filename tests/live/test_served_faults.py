@@ -1,12 +1,14 @@
 """Seeded schedules of faults over the processes of a served fleet, and the judge of what its clients saw."""
 
 import asyncio
+import socket
 
+import psutil
 import pytest
 from served_fleet import serve
 
 from harness.fault_schedules import schedule_of, violations
-from harness.served_faults import SERVED, TOGETHER, _Play, played_served
+from harness.served_faults import SERVED, TOGETHER, Link, _Play, played_served
 
 WORKERS = 3
 
@@ -28,6 +30,26 @@ def test_no_client_sees_a_wrong_stream_whatever_dies_or_stops(fleet, seed):
     played = history(fleet, seed)
     assert violations(played) == []
     assert sum(times for what, times in played.happened.items() if "nobody" not in what) >= 5
+
+
+def test_the_port_of_a_link_is_known_once_the_gateway_has_its_connection():
+    """Else the judge would not know whose stream a killed gateway breaks."""
+
+    async def scene():
+        with socket.create_server(("127.0.0.1", 0)) as gateway:  # it accepts nothing yet
+            port, link, seen = gateway.getsockname()[1], Link(), []
+            at = await link.open(f"http://127.0.0.1:{port}")
+            _, client = await asyncio.open_connection("127.0.0.1", int(at.rpartition(":")[2]))
+            while not seen:
+                await asyncio.sleep(0)
+                there = [c for c in psutil.net_connections("tcp") if c.laddr.port == port and c.raddr]
+                seen = [(c.raddr.port, c.pid) for c in there]
+            client.close()
+            link.close()
+            return seen, link.port
+
+    seen, known = asyncio.run(scene())
+    assert seen == [(known, None)]
 
 
 def test_the_judge_finds_a_stream_that_breaks_without_a_cause(fleet, monkeypatch):
