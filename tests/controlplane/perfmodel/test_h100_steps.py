@@ -66,3 +66,16 @@ def test_by_the_engines_clock_time_of_prompts_falls_on_the_steps_beside_them(ste
     right, wrong = (fit_step(each, robust=True, quick=True).residuals for each in (by_gpu, by_engine))
     assert right.mean_relative < 0.08
     assert wrong.mean_relative > 2 * right.mean_relative
+
+
+def test_equal_decode_steps_hardly_differ_but_one_in_sixty_stalls(steps):
+    """A stall is the time of one or two steps. Neither it nor what is left comes in a row."""
+    ran, alone = samples(steps, "gpu_us"), steps["prefill_tokens"].to_numpy() == 0
+    later_s = ran.step_s - fit_step(ran, robust=True, quick=True).model.step_s(*ran.batch)
+    stalls = alone & (later_s > 0.005)
+    assert np.mean(stalls[alone]) == pytest.approx(1 / 60, abs=0.004)
+    assert np.median(later_s[stalls]) == pytest.approx(0.0116, abs=0.002)
+    assert np.mean(stalls[1:][stalls[:-1]]) < 0.15
+    same = alone[1:] & alone[:-1] & (np.diff(ran.sequences) == 0)
+    apart = np.abs(np.diff(np.log(ran.step_s))[same])
+    assert np.median(apart) / 0.6745 / np.sqrt(2) < 0.003
