@@ -81,13 +81,13 @@ PARTS = {
         "plan.json: fleets",
         "The parts of plan.json that have workers, their cost and the targets.",
         "FleetPart LatencyTargets PlannedClass RunsOn MixesReplayed Considered FleetCost ReplayedFleet"
-        " PassedOver",
+        " PassedOver OtherPolicy",
     ),
     "plan-json/attainment.md": (
         "plan.json: attainment",
         "The parts of plan.json that say how well the fleet meets its targets, and what would change that.",
         "Attainment Quantiles BindingDetail OneFewer Headroom Plateau TraceSample Uncertainty AloneShares"
-        " Nearest",
+        " AloneNeeds Nearest",
     ),
     "plan-json/scaling.md": (
         "plan.json: scaling",

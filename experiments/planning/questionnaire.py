@@ -27,10 +27,9 @@ from experiments.lib.results import bar, flags, show
 from experiments.planning.prefix_policies import MOONCAKE, WEKA, weka_at
 from tokenfleet.api.options import request_of
 from tokenfleet.planning.inputs import gather
-from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.threads import open_threads
-from tokenfleet.report.plan_json import plan_json
+from tokenfleet.report.plan_json import plan_file
 from tokenfleet.traces import Trace, read_trace
 from tokenfleet.traces.distributions import AZURE_CONV
 from tokenfleet.traces.usage import BUSIEST, DAY_S, Usage, trace_of_usage
@@ -108,7 +107,7 @@ def main() -> int:
             gathered = gather(trace, of_trace)
             with open_threads(2) as threads:
                 plan = make_plan(gathered.workload, gathered.worker_types, of_trace, gathered.inputs, threads)
-            plans.append(PlanFile.model_validate(plan_json(plan)))
+            plans.append(plan_file(plan))
         from_trace, drawn = plans
         low, high = drawn.workers_range or (0, 0)
         rows.append({

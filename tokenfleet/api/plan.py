@@ -20,12 +20,12 @@ from tokenfleet.api.options import Targets, request_of
 from tokenfleet.files import write_files
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.inputs import Gathered, gather
-from tokenfleet.planning.plan_file import Considered, FleetCost, PlanFile, parse_plan
+from tokenfleet.planning.plan_file import Considered, FleetCost, PlanFile
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.threads import Watch, open_threads
 from tokenfleet.report.page import framed, plan_report
-from tokenfleet.report.plan_json import plan_json
+from tokenfleet.report.plan_json import plan_file
 from tokenfleet.report.progress import progress_bar
 from tokenfleet.report.tables import fleet_text
 
@@ -37,7 +37,7 @@ def answered(gathered: Gathered, request: PlanRequest, jobs: int | None, watch: 
     """The plan for what was gathered, on `jobs` threads (default: one per core)."""
     with open_threads(jobs or os.cpu_count() or 1) as threads:
         plan = make_plan(gathered.workload, gathered.worker_types, request, gathered.inputs, threads, watch)
-    return parse_plan(plan_json(plan), "plan")
+    return plan_file(plan)
 
 
 def plan_texts(plan: PlanFile) -> Mapping[str, str]:

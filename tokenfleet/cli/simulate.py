@@ -202,8 +202,7 @@ def simulation_lines(
     """
     from rich.text import Text
 
-    from tokenfleet.planning.plan_file import FleetPart
-    from tokenfleet.report.plan_json import fleet_json
+    from tokenfleet.report.plan_json import fleet_parts
     from tokenfleet.report.tables import (
         asked_text,
         facts_table,
@@ -213,14 +212,13 @@ def simulation_lines(
         usd_text,
     )
 
-    parts = [FleetPart.model_validate(part) for part in fleet_json(fleet)["fleet"]]
     asked, within = request.attainment, told["sessions"] and told["sessions"].get("within_target")
     rows, in_slo = told.get("classes", ()), float(outcome.met.mean())
     is_met = within is None or within >= asked
     is_met &= all(r["attainment"] >= r["target"] for r in rows) if rows else in_slo >= asked
     target = "targets by class" if rows else f"target {asked_text(asked)}"
     yield Text(
-        f"{fleet_text(parts)} ({gpus_text(fleet.gpus)}, {usd_text(fleet.usd_per_hour)})"
+        f"{fleet_text(fleet_parts(fleet))} ({gpus_text(fleet.gpus)}, {usd_text(fleet.usd_per_hour)})"
         f" {'meets' if is_met else 'misses'} the target:"
         f" {share_text(in_slo)} of {len(outcome.workload):,} requests in SLO ({target})",
         style="bold green" if is_met else "bold red",

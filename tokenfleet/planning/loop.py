@@ -99,9 +99,9 @@ def expected_loop(plan: PlanFile) -> ExpectedLoop | None:
     return ExpectedLoop(
         fewest_workers=loop.fewest,
         most_workers=loop.most,
-        mean_workers=round(mean, 4),
-        usd_per_hour=None if usd is None else round(usd, 4),
-        saved_share=round(1.0 - mean / plan.workers, 6),
+        mean_workers=mean,
+        usd_per_hour=usd,
+        saved_share=1.0 - mean / plan.workers,
         cold_starts=is_paid,
         floor_by=None if loop.floor is None else loop.floor.clock,
     )

@@ -6,13 +6,12 @@ from planning_builders import planned, poisson, worker, worker_type
 
 from controlplane.perfmodel.profile import Frontend
 from controlplane.worker_type import WorkerType
-from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.report.origins import COLUMNS, origins
-from tokenfleet.report.plan_json import plan_json
+from tokenfleet.report.plan_json import plan_file
 
 
 def rows(types):
-    read = PlanFile.model_validate(plan_json(planned(poisson(rate_rps=4.0, requests=400), types)))
+    read = plan_file(planned(poisson(rate_rps=4.0, requests=400), types))
     shown = origins(read, {profile.gpu for profile in read.inputs.profiles})
     assert shown.columns == COLUMNS
     assert all(len(row) == len(COLUMNS) and all(row) for row in shown.rows)
