@@ -34,7 +34,6 @@ from tokenfleet.planning.moves import unmovable
 from tokenfleet.planning.request import PlanRequest, placement_settings, refuse_unshared
 from tokenfleet.planning.result import latency
 from tokenfleet.planning.reuse import sessions_per_h
-from tokenfleet.report.plan_json import quantiles
 from tokenfleet.report.tables import share_text
 from tokenfleet.traces import Trace
 from tokenfleet.traces.check import doctor_warnings
@@ -201,8 +200,8 @@ def simulation_json(outcome: Outcome, wall_s: float, request: PlanRequest) -> di
         "requests": len(outcome.workload),
         "finished": int(finished.sum()),
         "attainment": round(outcome.attainment, 6),
-        "ttft_s": quantiles(latency(outcome.ttft_s)).model_dump(),
-        "tpot_s": quantiles(latency(outcome.tpot_s)).model_dump(),
+        "ttft_s": latency(outcome.ttft_s).quantiles.model_dump(),
+        "tpot_s": latency(outcome.tpot_s).quantiles.model_dump(),
         "preemptions": int(outcome.preemptions.sum()),
         "migrations": int(outcome.migrations.sum()),
         "utilisation": round(outcome.utilisation, 6),

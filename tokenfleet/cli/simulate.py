@@ -202,7 +202,7 @@ def simulation_lines(
     """
     from rich.text import Text
 
-    from tokenfleet.report.plan_json import fleet_parts
+    from tokenfleet.planning.fleet import parts_of
     from tokenfleet.report.tables import (
         asked_text,
         facts_table,
@@ -218,7 +218,7 @@ def simulation_lines(
     is_met &= all(r["attainment"] >= r["target"] for r in rows) if rows else in_slo >= asked
     target = "targets by class" if rows else f"target {asked_text(asked)}"
     yield Text(
-        f"{fleet_text(fleet_parts(fleet))} ({gpus_text(fleet.gpus)}, {usd_text(fleet.usd_per_hour)})"
+        f"{fleet_text(parts_of(fleet))} ({gpus_text(fleet.gpus)}, {usd_text(fleet.usd_per_hour)})"
         f" {'meets' if is_met else 'misses'} the target:"
         f" {share_text(in_slo)} of {len(outcome.workload):,} requests in SLO ({target})",
         style="bold green" if is_met else "bold red",

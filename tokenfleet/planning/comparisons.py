@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import numpy as np
 
-from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import PlacementSettings
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
-from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import hardest, holds_in
-from tokenfleet.planning.fleet import Fleet, of_one_kind
+from tokenfleet.planning.fleet import Fleet, fleet_fields, of_one_kind, totals
+from tokenfleet.planning.plan_file import AgentsLine, Costed, KvOffload, Nearest, OtherPolicy, ScalingRule
 from tokenfleet.planning.search import Search, missed
 from tokenfleet.planning.sizing import (
     PER_REQUEST,
@@ -55,24 +54,7 @@ AROUND = 2  # counts on either side of the answer that are drawn
 _PLENTY = 8  # times the fluid bound: as good as endless workers
 
 
-@dataclass(frozen=True, slots=True)
-class DemandLine:
-    """N = slope · rate + intercept, with how well it fits and the points it was fitted to.
-
-    It holds for requests with the mean lengths `prompt_tokens` and `output_tokens`. `of_agents`: their number
-    takes the place of the rate (requests a second), since they set it.
-    """
-
-    of_agents: bool
-    slope: float
-    intercept: float
-    r2: float
-    points: tuple[tuple[float, float], ...]  # (rate or agents, workers with a fraction)
-    prompt_tokens: float
-    output_tokens: float
-
-
-def demand_line(search: Search, sizing: Sizing) -> DemandLine | None:
+def demand_line(search: Search, sizing: Sizing) -> ScalingRule | AgentsLine | None:
     """The line for one worker type on this trace; None where too few rates give a point."""
     assert sizing.workers is not None
     agents = search.terms.agents
@@ -89,8 +71,16 @@ def demand_line(search: Search, sizing: Sizing) -> DemandLine | None:
     spread = float(((y - y.mean()) ** 2).sum())
     left = float(((y - (slope * x + intercept)) ** 2).sum())
     r2 = 1.0 - left / spread if spread > 0 else 1.0
-    lengths = search.workload.prompt_tokens.mean(), search.workload.output_tokens.mean()
-    return DemandLine(agents is not None, float(slope), float(intercept), r2, points, *map(float, lengths))
+    line: dict[str, Any] = {
+        "intercept": float(intercept),
+        "r2": r2,
+        "points": [list(point) for point in points],
+        "mean_prompt_tokens": float(search.workload.prompt_tokens.mean()),
+        "mean_output_tokens": float(search.workload.output_tokens.mean()),
+    }
+    if agents is None:
+        return ScalingRule(workers_per_rps=float(slope), **line)
+    return AgentsLine(workers_per_agent=float(slope), **line)
 
 
 def crossing(search: Search, sizing: Sizing, rate_scale: float) -> float | None:
@@ -124,93 +114,49 @@ def crossing(search: Search, sizing: Sizing, rate_scale: float) -> float | None:
     return count - 1 + min(max(share, 0.0), 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """The fleet another policy needs on the trace; None when `tried` workers are not enough.
-
-    `hit_rate` of its prefix caches; None where nothing is cached.
-    """
-
-    policy: str
-    fleet: Fleet | None
-    tried: int
-    hit_rate: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledTarget:
-    """The fleet needed with both targets `scale` times what was asked, judged `on`; None: not possible.
-
-    The hardest resampled traces are the few in which the answer missed most.
-    """
-
-    scale: float
-    slo: Slo
-    fleet: Fleet | None
-    on: JudgedOn
-
-
-def baselines(search: Search, sizing: Sizing) -> tuple[Baseline, ...]:
+def baselines(search: Search, sizing: Sizing) -> tuple[OtherPolicy, ...]:
     """The needs of the usual policies, sized like `sizing` on the recorded trace. They know no headroom."""
     assert sizing.workers is not None
     plain = search.on(settings=PlacementSettings())
     cap = _HOPELESS * sizing.workers + 2
 
-    def one(policy: str) -> Baseline:
+    def one(policy: str) -> OtherPolicy:
         others = plain.on(policy=policy)
-        fleet = _fewest(others, sizing, cap)
-        if fleet is None or search.workload.prefixes is None:
-            return Baseline(policy, fleet, cap)
-        return Baseline(policy, fleet, cap, others.replay(fleet).prefix_hit_rate)
+        fleet, hit_rate = _fewest(others, sizing, cap), None
+        if fleet is not None and search.workload.prefixes is not None:
+            hit_rate = others.replay(fleet).prefix_hit_rate
+        return OtherPolicy(policy=policy, **totals(fleet), tried_up_to=cap, prefix_hit_rate=hit_rate)
 
     return tuple(search.threads.map(one, [p for p in BASELINES if p != search.terms.policy]))
 
 
-@dataclass(frozen=True, slots=True)
-class TierWorth:
-    """The worth of KV offload to CPU memory on the trace.
-
-    `profile`: a worker's. `hit_rate`: of the plan's fleet; `from_host`: the part of it that is loaded;
-    `hit_rate_without`: without the memory. `fleet` and `fleet_without`: the fewest workers on the trace;
-    None: more than `tried`. The price of `fleet` includes the memory.
-    """
-
-    profile: Profile
-    hit_rate: float
-    from_host: float
-    hit_rate_without: float
-    fleet: Fleet
-    fleet_without: Fleet | None
-    tried: int
-
-    @property
-    def saved_usd_per_hour(self) -> float | None:
-        """What the fleet costs less with the memory, whose price counts; None where that is not known."""
-        with_it = self.fleet.usd_per_hour
-        without = None if self.fleet_without is None else self.fleet_without.usd_per_hour
-        return None if with_it is None or without is None else without - with_it
-
-
-def tier_worth(search: Search, sizing: Sizing) -> TierWorth | None:
+def tier_worth(search: Search, sizing: Sizing) -> KvOffload | None:
     """The worth of the fleet's host memory; None where it keeps nothing."""
     answer = sizing.answer
     assert sizing.workers is not None
     assert answer is not None
-    profile = next((g.worker_type.profile for g in answer.groups if g.worker_type.profile.host_bytes), None)
-    if profile is None:
+    host = next((p.host_kv for g in answer.groups if (p := g.worker_type.profile).host_bytes), None)
+    if host is None:
         return None
     cap = _HOPELESS * sizing.workers + 2
     mix = None if sizing.mix is None else _without_tier(sizing.mix)
     bare = replace(sizing, worker_type=_bare(sizing.worker_type), mix=mix)
     with_tier, without = search.replay(answer), search.replay(_without_tier(answer))
-    return TierWorth(
-        profile,
-        with_tier.prefix_hit_rate or 0.0,
-        with_tier.host_hit_rate or 0.0,
-        without.prefix_hit_rate or 0.0,
-        sizing.fleet(sizing.workers),
-        _fewest(search, bare, cap),
-        cap,
+    fleet, fewest = sizing.fleet(sizing.workers), _fewest(search, bare, cap)
+    usd, usd_without = fleet.usd_per_hour, None if fewest is None else fewest.usd_per_hour
+    return KvOffload(
+        gib=host.capacity_bytes / 2**30,
+        gb_per_s=host.bytes_per_s / 1e9,
+        prefix_hit_rate=with_tier.prefix_hit_rate or 0.0,
+        loaded=with_tier.host_hit_rate or 0.0,
+        prefix_hit_rate_without=without.prefix_hit_rate or 0.0,
+        workers=fleet.workers,
+        usd_per_hour=usd,
+        workers_without=None if fewest is None else fewest.workers,
+        usd_per_hour_without=usd_without,
+        host_usd_per_hour=fleet.host_usd_per_hour,
+        saved_usd_per_hour=None if usd is None or usd_without is None else usd_without - usd,
+        tried_up_to=cap,
     )
 
 
@@ -229,7 +175,7 @@ def _without_tier(fleet: Fleet) -> Fleet:
     return Fleet(tuple(replace(group, worker_type=_bare(group.worker_type)) for group in fleet.groups))
 
 
-def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
+def cost_by_slo(search: Search, sizing: Sizing) -> tuple[Costed, ...]:
     """The fleet's size as both targets are eased and tightened, judged where the answer missed most.
 
     Looser targets never take more workers, so each search ends where the one before it did. Where replays
@@ -266,11 +212,11 @@ def cost_by_slo(search: Search, sizing: Sizing) -> tuple[ScaledTarget, ...]:
         enough = count(scale, sizing.fewest, enough - 1) or enough
         counts[scale] = enough
     return tuple(
-        ScaledTarget(
-            scale,
-            search.eased(scale, scale).terms.slo,
-            None if (n := counts[scale]) is None else sizing.fleet(n),
-            judged_on,
+        Costed(
+            scale=scale,
+            on=judged_on,
+            **asdict(search.eased(scale, scale).terms.slo),
+            **totals(None if (n := counts[scale]) is None else sizing.fleet(n)),
         )
         for scale in SLO_SCALES
     )
@@ -291,28 +237,16 @@ def counts_around(sizing: Sizing) -> Sequence[int]:
     return range(max(min(count - AROUND, sizing.workers - 1), sizing.fewest), count + AROUND + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class NearestTarget:
-    """A target that can be met, with which fleet, and how much looser it is than what was asked.
-
-    `session_s`: the one for the time of sessions, where there is one.
-    """
-
-    slo: Slo
-    fleet: Fleet
-    estimate: Estimate
-    looser: float
-    session_s: float | None = None
-
-
-def nearest_feasible(search: Search, sizings: Sequence[Sizing]) -> NearestTarget | None:
+def nearest_feasible(search: Search, sizings: Sequence[Sizing]) -> Nearest | None:
     """The least loosened target of all worker types, the cheaper fleet if equal; None if nothing helps."""
     targets = search.threads.map(lambda sizing: nearest_of_kind(search, sizing), sizings)
-    return min((n for n in targets if n is not None), key=lambda n: (n.looser, n.fleet.cost), default=None)
+    return min((n for n in targets if n is not None), key=lambda n: n[0], default=(None, None))[1]
 
 
-def nearest_of_kind(search: Search, sizing: Sizing) -> NearestTarget | None:
-    """The nearest target for one worker type, within the request's limits and at its confidence.
+def nearest_of_kind(
+    search: Search, sizing: Sizing
+) -> tuple[tuple[float, tuple[float, int, int]], Nearest] | None:
+    """The rank and the nearest target of one worker type, within the limits and at the confidence.
 
     The first step loosens only the targets that a lone request or session breaks. The second loosens the time
     of sessions. Where that is not enough, the third loosens every target.
@@ -354,7 +288,15 @@ def nearest_of_kind(search: Search, sizing: Sizing) -> NearestTarget | None:
             looser = max(slo.ttft_s / target.ttft_s, slo.tpot_s / target.tpot_s)
             if took_s is not None and session_s is not None:
                 looser = max(looser, took_s / session_s)
-            return NearestTarget(slo, sized[step].fleet(count), sized[step].sure[count], looser, took_s)
+            fleet, estimate = sized[step].fleet(count), sized[step].sure[count]
+            return (looser, fleet.cost), Nearest(
+                **asdict(slo),
+                session_s=took_s,
+                **fleet_fields(fleet),
+                attainment=estimate.expected,
+                low=estimate.low,
+                looser=looser,
+            )
     return None
 
 

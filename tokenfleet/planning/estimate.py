@@ -24,13 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import special  # its `stats` takes a third of a second to import
 
 from dataplane.simulated.outcome import class_counts, joint
 from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.plan_file import Attainment
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.search import Search, missed
 
@@ -55,6 +56,17 @@ class Estimate:
     replicates: int
     hit_rates: tuple[float, ...] = ()  # of prefix caches, by resampled trace; none where nothing is cached
     classes: tuple[Estimate, ...] = ()  # of each class by itself, where there are several
+
+
+def bounds(of: Estimate | None) -> dict[str, Any]:
+    """The mean and its bounds by their names in a plan; null where there is no estimate."""
+    return {name: getattr(of, name, None) for name in ("expected", "low", "high")}
+
+
+def attained(of: Estimate | None, on_trace: float | None, target: float) -> Attainment:
+    """Attainment as a plan has it."""
+    worlds, confidence = (0, None) if of is None else (of.replicates, of.confidence)
+    return Attainment(target=target, **bounds(of), confidence=confidence, worlds=worlds, on_trace=on_trace)
 
 
 def estimate(

@@ -17,7 +17,8 @@ import numpy as np
 from controlplane.perfmodel.profile import Profile
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.estimate import may_fail, replicates_for, screened
-from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.fleet import Fleet, parts_of
+from tokenfleet.planning.plan_file import AloneNeeds, AloneShares, BindingDetail, Headroom, Plateau
 from tokenfleet.planning.search import Hardest, Search
 from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s
 from tokenfleet.planning.traffic.draws import time_scale
@@ -32,18 +33,14 @@ OF_SESSIONS = (*CONSTRAINTS, "session")
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The constraint that binds, the attainment gained by easing each constraint, and the worst window."""
+    """The constraint that binds, the worst window, and the trial that shows it.
+
+    The trial's rate scale is 1, or how much more traffic there had to be before its fleet failed.
+    """
 
     constraint: str
-    relief: dict[str, float]
     window_s: tuple[float, float]
-    window_attainment: float
-    fleet: Fleet
-    attainment: float
-    hit_rate: float | None  # of prefix caches, None where nothing is cached
-    hit_rate_more_kv: float | None  # and with a quarter more KV
-    slo_class: str | None  # which misses most of what it may; None where there is one
-    rate_scale: float  # 1, or how much more traffic there had to be before this fleet failed
+    detail: BindingDetail
 
 
 def binding(search: Search, fleet: Fleet, rate_scale: float = 1.0, failing: Outcome | None = None) -> Binding:
@@ -61,19 +58,21 @@ def binding(search: Search, fleet: Fleet, rate_scale: float = 1.0, failing: Outc
     constraint = max(constraints, key=lambda c: relief[c]) if most > 0 else _missed_most(failing)
     start_s, end_s, attained = worst_window(failing)
     faster = time_scale(search.workload, rate_scale)
-    return Binding(
-        constraint,
-        relief,
-        # In the trace's own time, and not past its end: the last window is seldom full.
-        (start_s * faster, min(end_s * faster, float(search.workload.arrival_s[-1]))),
-        attained,
-        fleet,
-        failing.attainment,
-        failing.prefix_hit_rate,
-        outcomes[CONSTRAINTS.index("kv")].prefix_hit_rate,
-        _worst_class(search, failing),
-        rate_scale,
+    slo_class = _worst_class(search, failing)
+    detail = BindingDetail(
+        workers=fleet.workers,
+        fleet=parts_of(fleet),
+        rate_scale=rate_scale,
+        **({} if slo_class is None else {"slo_class": slo_class}),
+        attainment=failing.attainment,
+        window_attainment=attained,
+        relief=relief,
+        prefix_hit_rate=failing.prefix_hit_rate,
+        prefix_hit_rate_more_kv=outcomes[CONSTRAINTS.index("kv")].prefix_hit_rate,
     )
+    # In the trace's own time, and not past its end: the last window is seldom full.
+    window_s = start_s * faster, min(end_s * faster, float(search.workload.arrival_s[-1]))
+    return Binding(constraint, window_s, detail)
 
 
 def _worst_class(search: Search, failing: Outcome) -> str | None:
@@ -100,27 +99,7 @@ def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, f
     return start_s, start_s + window_s, float(share[worst])
 
 
-@dataclass(frozen=True, slots=True)
-class AttainmentPlateau:
-    """Worker counts between which attainment on the trace hardly differs, and what is missed there.
-
-    `alone_ttft` and `alone_tpot`: shares of all requests that break that target on an idle worker, whatever
-    the count. `ttft_s` and `tpot_s`: the targets that the slowest of them need; None where there are none.
-    `missed`: share missed at the largest count.
-    """
-
-    workers: tuple[int, ...]
-    span: float
-    missed: float
-    alone_ttft: float
-    alone_tpot: float
-    ttft_s: float | None
-    tpot_s: float | None
-
-
-def plateau(
-    search: Search, profile: Profile, on_trace: Mapping[int, float], workers: int
-) -> AttainmentPlateau | None:
+def plateau(search: Search, profile: Profile, on_trace: Mapping[int, float], workers: int) -> Plateau | None:
     """The flat part of the curve `on_trace` around the answer; None where another worker counts.
 
     Flat: three counts or more in a row within a tenth of the misses that the target allows. At least half of
@@ -141,14 +120,14 @@ def plateau(
     ttft_target_s, tpot_target_s = search.terms.targets_s(workload)
     late, slow = ttft_s[ttft_s > ttft_target_s], tpot_s[tpot_s > tpot_target_s]
     requests = len(workload)
-    return AttainmentPlateau(
-        tuple(sorted(near)),
-        _span(on_trace, near),
-        missed,
-        len(late) / requests,
-        len(slow) / requests,
-        float(late.max()) if len(late) else None,
-        float(slow.max()) if len(slow) else None,
+    return Plateau(
+        workers=sorted(near),
+        span=_span(on_trace, near),
+        missed=missed,
+        alone=AloneShares(ttft=len(late) / requests, tpot=len(slow) / requests),
+        alone_needs_s=AloneNeeds(
+            ttft=float(late.max()) if len(late) else None, tpot=float(slow.max()) if len(slow) else None
+        ),
     )
 
 
@@ -219,19 +198,7 @@ def failing_rate(search: Search, fleet: Fleet) -> tuple[float, Outcome]:
 GROWTHS = (1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 
 
-@dataclass(frozen=True, slots=True)
-class TrafficHeadroom:
-    """The most traffic at which a fleet meets its target, and the least at which it misses; None: not found.
-
-    Both are times the trace's. They are judged in the resampled traces in which the fleet misses most. It
-    misses the target where it does in more of these than the confidence lets.
-    """
-
-    meets: float
-    misses: float | None
-
-
-def headroom(search: Search, fleet: Fleet, missed: Mapping[int, float]) -> TrafficHeadroom | None:
+def headroom(search: Search, fleet: Fleet, missed: Mapping[int, float]) -> Headroom | None:
     """How much more traffic `fleet` bears, to a step of `GROWTHS`; it `missed` so much in resampled traces.
 
     None where prefixes are cached: there the search for more sessions tells it. As many of the hardest as are
@@ -249,7 +216,8 @@ def headroom(search: Search, fleet: Fleet, missed: Mapping[int, float]) -> Traff
     rest = numbers if may else numbers[1:]
     while miss and (fails(miss - 1, rest) or not _meets(search, fleet, AS_IT_IS, GROWTHS[miss - 1])):
         miss -= 1
-    return TrafficHeadroom(GROWTHS[miss - 1] if miss else 1.0, GROWTHS[miss] if miss < len(GROWTHS) else None)
+    meets = GROWTHS[miss - 1] if miss else 1.0
+    return Headroom(meets=meets, misses=GROWTHS[miss] if miss < len(GROWTHS) else None)
 
 
 def hardest(search: Search, missed: Mapping[int, float]) -> list[int]:

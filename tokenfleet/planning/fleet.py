@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.scaler.line import enough_stand, missing_share
 from controlplane.types import Role
 from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.simulated.simulate import WorkerSpec
+from tokenfleet.planning.plan_file import FleetCost, FleetPart, Spares
 from tokenfleet.planning.request import PlanRequest
 
 
@@ -74,6 +76,36 @@ class Fleet:
         ]
 
 
+def totals(fleet: Fleet | None) -> dict[str, Any]:
+    """A fleet's size and price by their names in a plan; null where there is no fleet."""
+    return {name: getattr(fleet, name, None) for name in ("workers", "gpus", "usd_per_hour")}
+
+
+def parts_of(fleet: Fleet) -> list[FleetPart]:
+    """A fleet's groups as a plan has them."""
+    return [
+        FleetPart(
+            **kind_fields(group.worker_type),
+            **totals(Fleet((group,))),
+            role=group.role,
+            profile_kind=group.worker_type.profile.source.kind,
+        )
+        for group in fleet.groups
+    ]
+
+
+def fleet_fields(fleet: Fleet) -> dict[str, Any]:
+    """A fleet's groups and totals by their names in a plan."""
+    return {"fleet": parts_of(fleet)} | totals(fleet)
+
+
+def kind_fields(worker_type: WorkerType) -> dict[str, Any]:
+    """The name of a worker type in a plan (`plan_file.kind_of_worker`)."""
+    profile = worker_type.profile
+    named = {"gpu": profile.gpu, "tp_degree": profile.tp_degree}
+    return named if profile.ranks is None else {**named, "ranks": profile.ranks.name}
+
+
 def is_allowed(usd_per_h: float | None, gpus: int, request: PlanRequest) -> bool:
     """Whether the limits of a request allow a fleet; an unknown price is within no budget."""
     if request.max_gpus is not None and gpus > request.max_gpus:
@@ -126,6 +158,19 @@ class StandbyWorkers:
     @property
     def workers(self) -> int:
         return self.bought.workers - self.serving.workers
+
+    @property
+    def planned(self) -> Spares:
+        """The standby workers as a plan has them."""
+        return Spares(
+            workers=self.workers,
+            serving=FleetCost(**fleet_fields(self.serving)),
+            reclaims_per_h=self.reclaims_per_h,
+            cold_start_s=self.cold_start_s,
+            availability=self.availability,
+            untouched=self.untouched,
+            covers="workers interrupted one by one; not a zone that is cleared at once",
+        )
 
     @property
     def survives(self) -> float:

@@ -16,35 +16,11 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import is_still, prepare
 from tokenfleet.planning.estimate import Estimate, Trial, look, verdict_on
 from tokenfleet.planning.fleet import Fleet, of_one_kind
+from tokenfleet.planning.plan_file import PlannedMoves, ReplayedFleet
 from tokenfleet.planning.search import Search, missed
 from tokenfleet.planning.sizing import Sizing
 
 MOST_FEWER = 3  # workers that moves may save; each takes replays with moves of a fleet near its limit
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """One fleet on the recorded trace, and its expected attainment over resampled traces."""
-
-    late: int  # requests outside their targets
-    preemptions: int
-    migrations: int
-    expected: float
-
-
-@dataclass(frozen=True, slots=True)
-class MovesWorth:
-    """The worth of moves. `on` and `off`: the plan's fleet with and without them; None: not simulated.
-
-    `kept`: whether the plan moves requests. `needs`: the fleet that the target takes without moves.
-    `why_not`: the reason for which moves are not simulated.
-    """
-
-    kept: bool
-    needs: Fleet
-    on: Replayed | None = None
-    off: Replayed | None = None
-    why_not: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,12 +30,12 @@ class Settled:
     search: Search
     fleet: Fleet
     estimate: Estimate
-    worth: MovesWorth | None = None
+    worth: PlannedMoves | None = None
 
     @property
     def is_smaller(self) -> bool:
         """Whether moves saved a worker."""
-        return self.worth is not None and self.worth.needs.workers > self.fleet.workers
+        return self.worth is not None and self.worth.workers_without > self.fleet.workers
 
     def explains(self, still: Search) -> Search:
         """The search that explains the answer: without moves (`still`), but where the fleet fails so."""
@@ -95,24 +71,24 @@ def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *,
     if not search.request.moves:
         return Settled(search, fleet, estimate)
     if why_not := unmovable(fleet, search.workload):
-        return Settled(search, fleet, estimate, MovesWorth(False, fleet, why_not=why_not))
+        return Settled(search, fleet, estimate, _worth(False, fleet, why_not=why_not))
     if fleet.workers == 1:
         why_not = "One worker carries this traffic, so moves save no worker"
-        return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
+        return Settled(search, fleet, estimate, _worth(True, fleet, why_not=why_not))
     if not is_judged:
         why_not = "Not judged: the fleet holds without moves, and a plan of its own judges it with them"
-        return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
+        return Settled(search, fleet, estimate, _worth(True, fleet, why_not=why_not))
     moving = search.on(policy=search.terms.policy + MIGRATE)
     one = prepare(search.workload.take(slice(0, 1)), fleet.specs(), search.terms.slos, moving.terms.policy)
     if is_still(one, fleet.specs()):
         why_not = "Requests move between workers of one type, and here each type has one"
-        return Settled(search, fleet, estimate, MovesWorth(True, fleet, why_not=why_not))
+        return Settled(search, fleet, estimate, _worth(True, fleet, why_not=why_not))
     trial = Trial(moving, fleet)
     holds = moving.meets(moving.replay(fleet)) and trial.holds()
     off = _replayed(search, fleet, estimate)
     on = _replayed(moving, fleet, trial.verdict() if trial.is_told else estimate)
     if not holds:
-        return Settled(search, fleet, estimate, MovesWorth(False, fleet, on, off))
+        return Settled(search, fleet, estimate, _worth(False, fleet, on, off))
     smallest = fleet, trial.verdict()
     _note(winner, moving, *smallest)
     for _ in range(MOST_FEWER if search.traffic.sampler is None else 0):
@@ -122,10 +98,10 @@ def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *,
         smallest = fewer
         _note(winner, moving, *smallest)
     if smallest[0] is fleet:
-        return Settled(moving, fleet, smallest[1], MovesWorth(True, fleet, on, off))
+        return Settled(moving, fleet, smallest[1], _worth(True, fleet, on, off))
     seen = look(search, smallest[0], range(1, trial.numbers[-1] + 1))
     alone = verdict_on(seen, search.request, search.terms.asked)
-    worth = MovesWorth(True, fleet, _replayed(moving, *smallest), _replayed(search, smallest[0], alone))
+    worth = _worth(True, fleet, _replayed(moving, *smallest), _replayed(search, smallest[0], alone))
     return Settled(moving, *smallest, worth)
 
 
@@ -158,8 +134,29 @@ def _note(winner: Sizing, moving: Search, fleet: Fleet, estimate: Estimate) -> N
         winner.sure.pop(count - 1, None)
 
 
-def _replayed(search: Search, fleet: Fleet, estimate: Estimate) -> Replayed:
+def _replayed(search: Search, fleet: Fleet, estimate: Estimate) -> ReplayedFleet:
     outcome = search.replay(fleet)
-    return Replayed(
-        missed(outcome), int(outcome.preemptions.sum()), int(outcome.migrations.sum()), estimate.expected
+    return ReplayedFleet(
+        late=missed(outcome),
+        preemptions=int(outcome.preemptions.sum()),
+        migrations=int(outcome.migrations.sum()),
+        expected=estimate.expected,
+    )
+
+
+def _worth(
+    kept: bool,
+    needs: Fleet,
+    on: ReplayedFleet | None = None,
+    off: ReplayedFleet | None = None,
+    why_not: str | None = None,
+) -> PlannedMoves:
+    """The worth of moves; `needs`: the fleet that the target takes without them."""
+    return PlannedMoves(
+        kept=kept,
+        workers_without=needs.workers,
+        usd_per_hour_without=needs.usd_per_hour,
+        with_moves=on,
+        without_moves=off,
+        why_not=why_not,
     )

@@ -56,7 +56,7 @@ def to_figures(value: float) -> float:
 
 
 def to_digits(digits: int) -> AfterValidator:
-    """Rounding to so many digits after the point."""
+    """Rounding to a number of digits after the point."""
     return AfterValidator(lambda value: round(value, digits))
 
 

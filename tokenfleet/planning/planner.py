@@ -35,11 +35,19 @@ from tokenfleet.planning.comparisons import (
 )
 from tokenfleet.planning.estimate import HOPELESS, Estimate, TooFew, look, too_few, verdict_on
 from tokenfleet.planning.explain import Binding, binding, failing_rate, headroom, plateau
-from tokenfleet.planning.fleet import Fleet, of_one_kind
+from tokenfleet.planning.fleet import Fleet, kind_fields, of_one_kind, parts_of
 from tokenfleet.planning.mixes.cheapest import Mixed, cheapest_mix
 from tokenfleet.planning.moves import Settled, refuse_unmovable, settled
+from tokenfleet.planning.plan_file import Nearest, OneFewer, PassedOver, Uncertainty
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.result import Candidate, Doubt, InfeasibleType, Inputs, Plan, SmallerFleet, latency
+from tokenfleet.planning.result import (
+    Candidate,
+    Inputs,
+    Plan,
+    latency,
+    one_fewer,
+    uncertainty,
+)
 from tokenfleet.planning.reuse import reuse_of
 from tokenfleet.planning.schedule import Schedule, TraceClock, make_schedule, paid, waits
 from tokenfleet.planning.search import Replayer, Search
@@ -162,7 +170,7 @@ def _classes(plan: Plan, workload: Workload, parts: Parts) -> tuple[ClassOfPlan,
     best, inputs = plan.best, plan.inputs
     if best is None or best.estimate is None or len(inputs.classes) < 2:
         return ()
-    binds = plan.binding.slo_class if plan.binding else None
+    binds = plan.binding.detail.slo_class if plan.binding else None
     everyone = range(len(inputs.classes))
     return tuple(
         ClassOfPlan(
@@ -183,7 +191,9 @@ def _serving(blank: Plan, search: Search, explained: bool, scheduled: bool) -> P
     search.watch.stage("sizing each worker type on the recorded trace", 0.0)
     sizings = size_all(search)
     possible = sorted((s for s in sizings if s.workers is not None), key=lambda s: s.cost)
-    passed_over = tuple(InfeasibleType(s.worker_type, s.reason) for s in sizings if s.workers is None)
+    passed_over = tuple(
+        PassedOver(**kind_fields(s.worker_type), reason=s.reason) for s in sizings if s.workers is None
+    )
     blank = replace(blank, passed_over=passed_over)
     if possible and (few := too_few(search)):
         return _too_short(blank, search, few, possible)
@@ -245,10 +255,12 @@ def _proven(plan: Plan, search: Search, winner: Sizing) -> Plan:
     """The plan with its fleet replayed on the whole of a long trace, and enough workers for that."""
     assert plan.best is not None
     best, sampled = verified(search, winner, plan.best)
-    if sampled.whole is not None and sampled.whole < search.request.attainment:
-        reason = f"{best.fleet.label} met the target in samples; replayed whole, {sampled.whole:.4f} do"
+    if best is None:
+        reason = (
+            f"{plan.best.fleet.label} met the target in samples; replayed whole, {sampled.full_replay:.4f} do"
+        )
         return replace(plan, best=None, reason=reason, sampled=sampled)
-    if sampled.added:
+    if sampled.added_workers:
         verdict = winner.sure[best.fleet.workers] = _verdict(search, best.fleet)
         best = replace(best, estimate=verdict)
     return replace(plan, best=best, sampled=sampled)
@@ -362,11 +374,12 @@ def _as_sizing(search: Search, mixed: Mixed, single: Sizing | None) -> Sizing:
     return sizing
 
 
-def _one_fewer(search: Search, winner: Sizing) -> SmallerFleet:
+def _one_fewer(search: Search, winner: Sizing) -> OneFewer:
     """The fleet less one worker (of a mix: in its proportions), and which test it fails."""
     count = (winner.confirmed or 1) - 1
     if count < winner.fewest:
-        return SmallerFleet(count, 0.0, None, "the load alone needs more" if count else "none would be left")
+        fails = "the load alone needs more" if count else "none would be left"
+        return one_fewer(0.0, None, fails, workers=count)
     fleet = winner.fleet(count)
     on_trace = search.replay(fleet).attainment
     verdict = winner.sure.get(count)
@@ -380,7 +393,7 @@ def _one_fewer(search: Search, winner: Sizing) -> SmallerFleet:
         fails = f"its lower bound at confidence {search.request.confidence:g} is below the target"
     else:
         fails = "it holds too; the mix was chosen for its price, not its size"
-    return SmallerFleet(count, on_trace, verdict, fails, fleet)
+    return one_fewer(on_trace, verdict, fails, workers=count, fleet=parts_of(fleet))
 
 
 def _one_more(search: Search, winner: Sizing) -> dict[int, Estimate]:
@@ -401,7 +414,7 @@ def _binding(search: Search, winner: Sizing) -> Binding:
     return binding(search, fleet, *failing_rate(search, fleet))
 
 
-def _doubt(search: Search, fleet: Fleet) -> Doubt:
+def _doubt(search: Search, fleet: Fleet) -> Uncertainty:
     """The scatter of attainment from each source of uncertainty alone."""
 
     def scatter(source: Doubted) -> float:
@@ -412,7 +425,7 @@ def _doubt(search: Search, fleet: Fleet) -> Doubt:
 
     drift = search.traffic.drift
     from_drift = scatter("drift") if drift.told != "steady" else 0.0
-    return Doubt(scatter("arrivals"), from_drift, scatter("coefficients"), drift.told, drift.of_rate)
+    return uncertainty(scatter("arrivals"), from_drift, scatter("coefficients"), drift.told, drift.of_rate)
 
 
 def _next_best(search: Search, possible: Sequence[Sizing], winner: Sizing) -> tuple[Candidate, ...]:
@@ -526,5 +539,5 @@ def _too_short(plan: Plan, search: Search, few: TooFew, possible: Sequence[Sizin
         plan,
         reason=few.reason,
         alternatives=(_candidate(search, fleet, None, "sized on the recorded trace alone"),),
-        nearest_attainment=few.showable,
+        nearest=Nearest(attainment=few.showable),
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,21 +12,20 @@ from numpy.typing import NDArray
 from controlplane.placement.policies import MIGRATE
 from controlplane.types import Slo, SloClass
 from controlplane.worker_type import WorkerType
+from tokenfleet.planning import plan_file as tree
 from tokenfleet.planning.classes import ClassOfPlan
-from tokenfleet.planning.comparisons import Baseline, DemandLine, NearestTarget, ScaledTarget, TierWorth
-from tokenfleet.planning.estimate import Estimate
-from tokenfleet.planning.explain import AttainmentPlateau, Binding, TrafficHeadroom
-from tokenfleet.planning.fleet import Fleet, StandbyWorkers
+from tokenfleet.planning.estimate import Estimate, attained
+from tokenfleet.planning.explain import Binding
+from tokenfleet.planning.fleet import Fleet, StandbyWorkers, fleet_fields
 from tokenfleet.planning.mixes.cheapest import MixSearch
-from tokenfleet.planning.moves import MovesWorth
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.reuse import PrefixReuse
 from tokenfleet.planning.schedule import PaidSchedule, Schedule
 from tokenfleet.planning.traffic.drift import Told
 from tokenfleet.traces.phases import Phase
 from tokenfleet.traces.trace import Assumed
 
 QUANTILES = (0.5, 0.9, 0.99)
+CURVE_POINTS = 60
 POINTS = 500_000
 
 
@@ -43,6 +44,26 @@ class Latency:
     @property
     def mean(self) -> float:
         return float(self.sorted_s.mean()) if len(self.sorted_s) else float("nan")
+
+    @property
+    def quantiles(self) -> tree.Quantiles:
+        """p50, p90, p99 and the mean."""
+        p50, p90, p99 = (known(self.at(q)) for q in QUANTILES)
+        return tree.Quantiles(p50=p50, p90=p90, p99=p99, mean=known(self.mean))
+
+    @property
+    def curve(self) -> list[list[float]]:
+        """(seconds, share) pairs, closer together towards the tail, where the target is."""
+        if len(self.sorted_s) == 0:
+            return []
+        tail = 1.0 - np.geomspace(0.1, 1e-4, CURVE_POINTS - 30)
+        shares = np.unique(np.concatenate((np.linspace(0, 0.9, 31), tail)))
+        return [[self.at(float(s)), float(s)] for s in (*shares, 1.0)]
+
+
+def known(value: float) -> float | None:
+    """None for what is not a number, which JSON cannot say."""
+    return value if math.isfinite(value) else None
 
 
 def latency(values_s: NDArray[np.floating], weight: NDArray[np.float64] | None = None) -> Latency:
@@ -64,25 +85,6 @@ def latency(values_s: NDArray[np.floating], weight: NDArray[np.float64] | None =
     return Latency(values_s[order[at]].astype(np.float64) if len(order) else np.zeros(0))
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """How a long trace was judged: the `requests` of a sample, its windows, and what they and the whole say.
-
-    `binding` of the windows were there for certain. `attainment` of the fleet in the sample, which the whole
-    exceeds or falls below by chance: at the plan's confidence not below `low`. `whole`: in a replay of every
-    request; None where there was none. `added`: the workers that took more than the sample had asked for.
-    """
-
-    requests: int
-    windows: int
-    binding: int
-    of_windows: int
-    attainment: float
-    low: float
-    whole: float | None = None
-    added: int = 0
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A fleet that was considered. `estimate` is None when it was sized on the trace alone."""
@@ -98,52 +100,41 @@ class Candidate:
     classes: tuple[tuple[int, float], ...] = ()  # of each SLO class its requests, and attainment on the trace
     runs_on: tuple[tuple[tuple[str, float], ...], ...] = ()  # and the shares of them by kind of worker
 
+    def predicted(self, target: float) -> dict[str, Any]:
+        """The prediction on the trace and beyond it, by its names in a plan."""
+        return {
+            "attainment": attained(self.estimate, self.on_trace, target),
+            "ttft_s": self.ttft.quantiles,
+            "tpot_s": self.tpot.quantiles,
+            "utilisation": known(self.utilisation),
+        }
 
-@dataclass(frozen=True, slots=True)
-class SmallerFleet:
-    """One worker less than the answer, and how it fails."""
-
-    workers: int
-    on_trace: float
-    estimate: Estimate | None
-    fails: str
-    fleet: Fleet | None = None
+    def considered(self, target: float) -> tree.Considered:
+        """The candidate as an alternative of a plan."""
+        fields = fleet_fields(self.fleet) | self.predicted(target)
+        return tree.Considered(**fields, prefix_hit_rate=self.hit_rate, note=self.note or None)
 
 
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """The scatter of attainment (standard deviation) from each source of uncertainty alone.
+def one_fewer(on_trace: float, estimate: Estimate | None, fails: str, **fleet: Any) -> tree.OneFewer:
+    """One worker less than the answer, and how it fails; `fleet`: its workers, and their groups."""
+    expected, low = (on_trace, None) if estimate is None else (estimate.expected, estimate.low)
+    return tree.OneFewer(**fleet, attainment=expected, low=low, on_trace=on_trace, fails=fails)
+
+
+def uncertainty(
+    arrivals: float, drift: float, coefficients: float, traffic: Told = "steady", of_rate: float = 0.0
+) -> tree.Uncertainty:
+    """The scatter of attainment (standard deviation) from each source alone.
 
     The sources are other arrivals, levels of the traffic that drift (0 where it is steady), and coefficients
-    within their residuals. `traffic`: whether the trace shows that its levels change. `of_rate`: how much
-    the rate is assumed to change (a standard deviation of its logarithm).
+    within their residuals. Shares are those of the variance, most first.
     """
-
-    arrivals: float
-    drift: float
-    coefficients: float
-    traffic: Told = "steady"
-    of_rate: float = 0.0
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Of the variance, most first; without those that scatter nothing."""
-        parts = {"arrivals": self.arrivals, "drift": self.drift, "coefficients": self.coefficients}
-        whole = sum(x**2 for x in parts.values())
-        shares = ((name, x**2 / whole) for name, x in parts.items() if x > 0.0)
-        return dict(sorted(shares, key=lambda share: -share[1]))
-
-    @property
-    def mostly(self) -> str:
-        return next(iter(self.shares), "arrivals")
-
-
-@dataclass(frozen=True, slots=True)
-class InfeasibleType:
-    """A worker type that is no alternative, and why."""
-
-    worker_type: WorkerType
-    reason: str
+    parts = {"arrivals": arrivals, "drift": drift, "coefficients": coefficients}
+    whole = sum(x**2 for x in parts.values())
+    shares = {name: x**2 / whole for name, x in parts.items() if x > 0.0}
+    shares = dict(sorted(shares.items(), key=lambda share: -share[1]))
+    mostly = next(iter(shares), "arrivals")
+    return tree.Uncertainty(**parts, traffic=traffic, of_rate=of_rate, mostly=mostly, shares=shares)
 
 
 @dataclass(frozen=True)
@@ -175,25 +166,24 @@ class Plan:
     best: Candidate | None
     reason: str = ""
     alternatives: tuple[Candidate, ...] = ()
-    passed_over: tuple[InfeasibleType, ...] = ()
-    nearest: NearestTarget | None = None
-    nearest_attainment: float | None = None
+    passed_over: tuple[tree.PassedOver, ...] = ()
+    nearest: tree.Nearest | None = None
     binding: Binding | None = None
-    headroom: TrafficHeadroom | None = None
-    plateau: AttainmentPlateau | None = None
-    one_fewer: SmallerFleet | None = None
-    doubt: Doubt | None = None
-    line: DemandLine | None = None
+    headroom: tree.Headroom | None = None
+    plateau: tree.Plateau | None = None
+    one_fewer: tree.OneFewer | None = None
+    doubt: tree.Uncertainty | None = None
+    line: tree.ScalingRule | tree.AgentsLine | None = None  # over sessions where agents run them
     schedule: Schedule | None = None
     paid: PaidSchedule | None = None  # the schedule with its cold starts
-    sampled: Sampled | None = None  # where the trace is too long to be replayed whole each time
+    sampled: tree.TraceSample | None = None  # where the trace is too long to be replayed whole each time
     mixes: MixSearch | None = None  # where there are several worker types to mix
     spares: StandbyWorkers | None = None  # on spot workers; `best.fleet` has them
-    baselines: tuple[Baseline, ...] = ()
-    moves: MovesWorth | None = None  # where they were asked for
-    tier: TierWorth | None = None  # where host memory keeps KV
-    reuse: PrefixReuse | None = None  # where prefixes are known and cached
-    costed: tuple[ScaledTarget, ...] = ()
+    baselines: tuple[tree.OtherPolicy, ...] = ()
+    moves: tree.PlannedMoves | None = None  # where they were asked for
+    tier: tree.KvOffload | None = None  # where host memory keeps KV
+    reuse: tree.Reuse | None = None  # where prefixes are known and cached
+    costed: tuple[tree.Costed, ...] = ()
     classes: tuple[ClassOfPlan, ...] = ()
     on_trace: dict[int, float] = field(default_factory=dict)
     sure: dict[int, Estimate] = field(default_factory=dict)

@@ -25,6 +25,7 @@ import numpy as np
 from controlplane.worker_type import WorkerType
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.plan_file import Cliff, Grown, Reuse, SessionCost
 from tokenfleet.planning.search import Search
 
 WINDOW_S = 600.0
@@ -45,44 +46,7 @@ class GrownSessions:
     attainment: float
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLimit:
-    """What was tried, in rising order, and the growths at which hits and target are lost; None: at none."""
-
-    tried: tuple[GrownSessions, ...]
-    hits_lost: float | None
-    target_lost: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class FleetSessions:
-    """Sessions of the trace on the fleet: how many, the most at once, their mean time, and one's price.
-
-    `within`: the share of them within the target for their time, where there is one.
-    """
-
-    sessions: int
-    at_once: int
-    mean_s: float
-    usd: float | None
-    within: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixReuse:
-    """The reuse of prefixes on a fleet; `low` and `high` bound the hit rate over resampled traces."""
-
-    hit_rate: float
-    low: float
-    high: float
-    ideal: float
-    working_set_tokens: int
-    kv_tokens: int
-    cliff: SessionLimit
-    sessions: FleetSessions | None
-
-
-def reuse_of(search: Search, fleet: Fleet, hit_rates: Sequence[float]) -> PrefixReuse | None:
+def reuse_of(search: Search, fleet: Fleet, hit_rates: Sequence[float]) -> Reuse | None:
     """The reuse of `fleet`; None where nothing is cached. `hit_rates`: those of its resampled traces."""
     workload = search.workload
     if workload.prefixes is None:
@@ -90,19 +54,19 @@ def reuse_of(search: Search, fleet: Fleet, hit_rates: Sequence[float]) -> Prefix
     outcome = search.replay(fleet)
     hit_rate = outcome.prefix_hit_rate or 0.0
     seen = sorted([*hit_rates, hit_rate])
-    return PrefixReuse(
-        hit_rate,
-        seen[0],
-        seen[-1],
-        float(workload.ideal_hits.sum() / workload.prompt_tokens.sum()),
-        working_set_tokens(outcome),
-        sum(g.workers * g.worker_type.profile.kv.capacity_tokens for g in fleet.groups),
-        cliff_of(search.roughly(), fleet, search.request.attainment),
-        session_cost(outcome, fleet, search.terms.agents),
+    return Reuse(
+        hit_rate=hit_rate,
+        low=seen[0],
+        high=seen[-1],
+        ideal=float(workload.ideal_hits.sum() / workload.prompt_tokens.sum()),
+        working_set_tokens=working_set_tokens(outcome),
+        kv_tokens=sum(g.workers * g.worker_type.profile.kv.capacity_tokens for g in fleet.groups),
+        cliff=cliff_of(search.roughly(), fleet, search.request.attainment),
+        sessions=session_cost(outcome, fleet, search.terms.agents),
     )
 
 
-def cliff_of(search: Search, fleet: Fleet, target: float) -> SessionLimit:
+def cliff_of(search: Search, fleet: Fleet, target: float) -> Cliff:
     """The growth that `fleet` bears."""
     tried: dict[float, GrownSessions] = {}
 
@@ -118,7 +82,8 @@ def cliff_of(search: Search, fleet: Fleet, target: float) -> SessionLimit:
     kept = LOST * try_all((1.0, *GROWTHS))[0].hit_rate
     target_lost = _first(lambda g: _past(1.0 - g.attainment, 1.0 - target), try_all)
     hits_lost = _first(lambda g: _past(kept, g.hit_rate), try_all)
-    return SessionLimit(tuple(try_all(())), hits_lost, target_lost)
+    grown = [Grown.like(one) for one in try_all(())]
+    return Cliff(tried=grown, hits_lost=hits_lost, target_lost=target_lost)
 
 
 def _past(value: float, level: float) -> float:
@@ -201,7 +166,7 @@ def sessions_per_h(outcome: Outcome, agents: int) -> float:
     return float((ends_s <= until_s).sum()) / until_s * 3600.0 if until_s > 0 else 0.0
 
 
-def session_cost(outcome: Outcome, fleet: Fleet, agents: int | None = None) -> FleetSessions | None:
+def session_cost(outcome: Outcome, fleet: Fleet, agents: int | None = None) -> SessionCost | None:
     """The price of a session; None where none waits for its answers."""
     sessions = outcome.workload.sessions
     if sessions is None or (len(sessions.before) == 0 and outcome.session_target_s is None):
@@ -217,4 +182,5 @@ def session_cost(outcome: Outcome, fleet: Fleet, agents: int | None = None) -> F
         an_hour = sessions_per_h(outcome, agents)
     mean_s = float((end_s - begin_s).mean())
     price = None if fleet.usd_per_hour is None or an_hour <= 0 else fleet.usd_per_hour / an_hour
-    return FleetSessions(len(begin_s), at_once, mean_s, price, outcome.session_attainment)
+    within = outcome.session_attainment
+    return SessionCost(sessions=len(begin_s), at_once=at_once, mean_s=mean_s, usd=price, within=within)

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from controlplane.workload import Workload
 from tokenfleet.planning.fleet import StandbyWorkers, is_allowed, spares_for
+from tokenfleet.planning.plan_file import OneFewer
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.result import Plan, SmallerFleet
+from tokenfleet.planning.result import Plan, one_fewer
 from tokenfleet.planning.schedule import Schedule, ScheduleInterval
 
 LEFT_TO_RECLAIMS = 0.5  # of the allowed misses, where the cheapest fleet leaves too few
@@ -71,7 +72,7 @@ def _noted(note: str) -> str:
     return f"{note}; without standby workers" if note else "without standby workers"
 
 
-def _one_fewer(plan: Plan, spares: StandbyWorkers) -> SmallerFleet | None:
+def _one_fewer(plan: Plan, spares: StandbyWorkers) -> OneFewer | None:
     """With standby workers, one worker fewer is one of these fewer."""
     fewer, best = plan.one_fewer, plan.best
     if spares.workers == 0 or best is None or best.estimate is None or fewer is None:
@@ -80,7 +81,7 @@ def _one_fewer(plan: Plan, spares: StandbyWorkers) -> SmallerFleet | None:
     estimate = replace(best.estimate, low=best.estimate.low * share, expected=best.estimate.expected * share)
     time = f"{100 * spares.one_fewer:.3f} % of the time"
     reason = f"enough workers serve only {time}, too little for its lower bound"
-    return SmallerFleet(spares.bought.workers - 1, best.on_trace, estimate, reason)
+    return one_fewer(best.on_trace, estimate, reason, workers=spares.bought.workers - 1)
 
 
 def _with_spares(schedule: Schedule, spares: StandbyWorkers) -> Schedule:

@@ -17,9 +17,11 @@ from controlplane.workload import Workload
 from dataplane.simulated.outcome import class_counts, joint
 from dataplane.simulated.simulate import can_stream, simulate_stream
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.result import Candidate, Sampled, latency
+from tokenfleet.planning.plan_file import TraceSample
+from tokenfleet.planning.result import Candidate, latency
 from tokenfleet.planning.search import Search
 from tokenfleet.planning.sizing import Sizing
+from tokenfleet.planning.traffic.sample import ROUGHLY
 
 PART = 100_000  # requests in memory at once
 MOST_MORE = 8  # workers
@@ -72,28 +74,32 @@ def _parts(workload: Workload) -> Iterator[Workload]:
         yield workload.take(slice(start, start + PART))
 
 
-def verified(search: Search, winner: Sizing, best: Candidate) -> tuple[Candidate, Sampled]:
+def verified(search: Search, winner: Sizing, best: Candidate) -> tuple[Candidate | None, TraceSample]:
     """The smallest fleet from `best` on that meets the target on every request; sets `winner.confirmed`.
 
-    Gives `best` where up to `MOST_MORE` more workers do not suffice, or the policy takes no stream. `Sampled`
-    says which.
+    None where up to `MOST_MORE` more workers do not suffice; `best` where the policy takes no stream.
     """
     assert search.traffic.sampler is not None
     assert winner.confirmed is not None
     sample = search.traffic.sampler.as_it_is
     outcome = search.replay(best.fleet)
     reach = sample.reach(outcome.met, search.request.confidence)
-    binding = int((sample.stratum == 0).sum())
-    told = Sampled(
-        requests=int((sample.window >= 0).sum()),
-        windows=int((sample.stratum >= 0).sum()),
-        binding=binding,
-        of_windows=int(sample.windows.sum()),
-        attainment=outcome.attainment,
-        low=max(outcome.attainment - reach, 0.0),
-    )
+
+    def told(whole: float | None = None, added: int = 0) -> TraceSample:
+        return TraceSample(
+            requests=int((sample.window >= 0).sum()),
+            windows=int((sample.stratum >= 0).sum()),
+            binding_windows=int((sample.stratum == 0).sum()),
+            of_windows=int(sample.windows.sum()),
+            attainment=outcome.attainment,
+            low=max(outcome.attainment - reach, 0.0),
+            full_replay=whole,
+            added_workers=added,
+            explained_by_requests=ROUGHLY,
+        )
+
     if not can_stream(search.workload, search.terms.policy):
-        return best, told
+        return best, told()
     limit = search.request.most_workers(winner.worker_type)
     for more in range(MOST_MORE + 1):
         count = winner.confirmed + more
@@ -101,7 +107,7 @@ def verified(search: Search, winner: Sizing, best: Candidate) -> tuple[Candidate
             break
         fleet = best.fleet if more == 0 else winner.fleet(count)
         whole = full_replay(search, fleet)
-        told = replace(told, whole=whole.attainment, added=more)
+        replayed = told(whole.attainment, more)
         if whole.attainment >= search.request.attainment:
             winner.confirmed = count
             winner.on_trace[count] = whole.attainment
@@ -113,5 +119,5 @@ def verified(search: Search, winner: Sizing, best: Candidate) -> tuple[Candidate
                 tpot=latency(whole.tpot_s),
                 utilisation=whole.utilisation,
                 classes=whole.classes,
-            ), told
-    return best, told
+            ), replayed
+    return None, replayed

@@ -132,8 +132,8 @@ def test_a_flat_curve_says_what_misses_at_any_worker_count() -> None:
     assert flat is not None
     assert len(flat.workers) >= 3
     assert plan.best.fleet.workers in flat.workers
-    assert flat.alone_ttft == pytest.approx(1 / 28)
-    assert flat.alone_tpot == 0.0
+    assert flat.alone.ttft == pytest.approx(1 / 28, abs=1e-6)
+    assert flat.alone.tpot == 0.0
     assert plan_json(plan)["plateau"]["workers"] == list(flat.workers)
     assert "More workers" in shown(plan)
 

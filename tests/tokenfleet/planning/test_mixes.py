@@ -58,7 +58,7 @@ def test_a_kind_that_fails_alone_takes_part_in_the_cheapest_mix() -> None:
     plan = mixed(load(), [FAST, SLOW])
     assert plan.best is not None
     assert plan.mixes is not None
-    assert [one.worker_type.name for one in plan.passed_over] == ["slow TP1"]
+    assert [f"{one.gpu} TP{one.tp_degree}" for one in plan.passed_over] == ["slow TP1"]
     assert {group.worker_type.name for group in plan.best.fleet.groups} == {"fast TP1", "slow TP1"}
     assert plan.mixes.least is None
     assert plan.mixes.may_save(plan.best.fleet) == 0.0

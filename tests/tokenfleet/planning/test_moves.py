@@ -62,15 +62,15 @@ def test_a_plan_moves_requests_by_default_and_says_how_many_fewer_are_late() -> 
     assert plan.policy == plan_json(plan)["policy"] == "spread+migrate"
     assert plan.best is not None
     assert plan.moves is not None
-    assert plan.moves.on is not None
-    assert plan.moves.off is not None
+    assert plan.moves.with_moves is not None
+    assert plan.moves.without_moves is not None
     specs = plan.best.fleet.specs()
     late = [
         int((~simulate(load, specs, plan.slo, policy).met).sum()) for policy in ("spread", "spread+migrate")
     ]
-    assert late == [plan.moves.off.late, plan.moves.on.late]
+    assert late == [plan.moves.without_moves.late, plan.moves.with_moves.late]
     assert late[1] < late[0]
-    assert plan.moves.on.migrations > 0 == plan.moves.off.migrations
+    assert plan.moves.with_moves.migrations > 0 == plan.moves.without_moves.migrations
     assert (
         said_of(plan)["Moves"]
         == f"cut late requests from {late[0]} to {late[1]} of 400 on the recorded trace."
@@ -170,7 +170,7 @@ def test_it_is_judged_under_a_policy_that_hands_waiting_requests_to_other_types(
     answer, replays = settled_on_one_each("jsq")
     assert replays > 0
     assert answer.worth is not None
-    assert answer.worth.on is not None
+    assert answer.worth.with_moves is not None
 
 
 def test_a_fleet_with_each_worker_alone_of_its_type_serves_alike_with_moves() -> None:

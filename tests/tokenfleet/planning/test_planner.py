@@ -15,6 +15,7 @@ from controlplane.types import EngineMode, Slo
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from tokenfleet.planning.fleet import Fleet, apportioned
+from tokenfleet.planning.plan_file import ScalingRule
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 
@@ -40,9 +41,10 @@ def test_the_answer_meets_the_target_on_the_trace_and_at_the_asked_confidence(bu
 def test_one_worker_fewer_fails_and_the_plan_says_which_test(busy: Plan) -> None:
     fewer = busy.one_fewer
     assert fewer is not None
-    assert fewer.estimate is not None
+    assert fewer.on_trace is not None
+    assert fewer.low is not None
     assert fewer.workers == workers(busy) - 1
-    assert min(fewer.on_trace, fewer.estimate.low) < busy.request.attainment
+    assert min(fewer.on_trace, fewer.low) < busy.request.attainment
     assert "below the target" in fewer.fails
 
 
@@ -134,18 +136,21 @@ def test_a_ttft_that_one_request_alone_breaks_is_not_mended_by_workers() -> None
     assert plan.best is None
     assert "more workers do not help" in plan.reason
     assert plan.nearest is not None
-    assert plan.nearest.slo.ttft_s > SLO.ttft_s
-    eased = planned(long, slo=plan.nearest.slo)
+    assert plan.nearest.ttft_s is not None
+    assert plan.nearest.tpot_s is not None
+    assert plan.nearest.ttft_s > SLO.ttft_s
+    eased = planned(long, slo=Slo(plan.nearest.ttft_s, plan.nearest.tpot_s))
     assert eased.best is not None
-    assert eased.best.fleet.workers == plan.nearest.fleet.workers
+    assert eased.best.fleet.workers == plan.nearest.workers
 
 
 def test_a_tpot_below_the_step_s_base_is_loosened_alone() -> None:
     plan = planned(slo=Slo(0.5, 0.005))
     assert plan.best is None
     assert plan.nearest is not None
-    assert plan.nearest.slo.ttft_s == 0.5
-    assert plan.nearest.slo.tpot_s > 0.010
+    assert plan.nearest.tpot_s is not None
+    assert plan.nearest.ttft_s == 0.5
+    assert plan.nearest.tpot_s > 0.010
 
 
 def test_limits_bind_and_the_nearest_target_stays_within_them() -> None:
@@ -154,12 +159,13 @@ def test_limits_bind_and_the_nearest_target_stays_within_them() -> None:
     assert plan.best is None
     assert plan.reason.startswith("--max-gpus 2 allows too few workers.")
     assert plan.nearest is not None
-    assert plan.nearest.fleet.gpus <= 2
+    assert plan.nearest.looser is not None
+    assert plan.nearest.gpus <= 2
     assert plan.nearest.looser > 1.0
     broke = planned(workload, budget_usd_per_h=4.0)
     assert broke.best is None
     assert broke.nearest is not None
-    assert (broke.nearest.fleet.usd_per_hour or 0.0) <= 4.0
+    assert (broke.nearest.usd_per_hour or 0.0) <= 4.0
 
 
 def test_a_trace_too_short_says_how_long_it_must_be() -> None:
@@ -167,7 +173,8 @@ def test_a_trace_too_short_says_how_long_it_must_be() -> None:
     assert plan.best is None
     assert "30 requests are too few" in plan.reason
     assert "191 are needed" in plan.reason
-    assert plan.nearest_attainment == pytest.approx(0.9374, abs=0.002)
+    assert plan.nearest is not None
+    assert plan.nearest.attainment == pytest.approx(0.9374, abs=0.002)
     assert plan.alternatives[0].note == "sized on the recorded trace alone"
 
 
@@ -217,16 +224,17 @@ def test_the_schedule_covers_the_trace_without_gaps(busy: Plan) -> None:
 
 def test_the_worker_line_fits_and_agrees_with_the_answer(busy: Plan) -> None:
     line = busy.line
-    assert line is not None
+    assert isinstance(line, ScalingRule)
+    assert line.r2 is not None
     assert line.r2 > 0.95
-    assert line.slope > 0
+    assert line.workers_per_rps > 0
     on_trace = min(n for n, share in busy.on_trace.items() if share >= busy.request.attainment)
-    assert abs(math.ceil(line.slope * busy.inputs.rate_rps + line.intercept) - on_trace) <= 1
+    assert abs(math.ceil(line.workers_per_rps * busy.inputs.rate_rps + line.intercept) - on_trace) <= 1
 
 
 def test_baselines_and_other_targets_are_sized_too(busy: Plan) -> None:
     assert [b.policy for b in busy.baselines] == ["jsq", "p2c", "round-robin"]
-    counts = [c.fleet.workers for c in busy.costed if c.fleet is not None]
+    counts = [one.workers for one in busy.costed if one.workers is not None]
     assert len(counts) > 2
     assert counts == sorted(counts, reverse=True)
 

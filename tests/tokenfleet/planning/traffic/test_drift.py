@@ -5,7 +5,7 @@ import pytest
 from planning_builders import planned, poisson, said_of
 
 from controlplane.workload import Workload
-from tokenfleet.planning.result import Doubt
+from tokenfleet.planning.result import uncertainty
 from tokenfleet.planning.traffic import drift
 from tokenfleet.planning.traffic.drift import (
     INDEPENDENT,
@@ -137,10 +137,10 @@ def test_a_long_trace_is_judged_by_its_hours() -> None:
 
 
 def test_a_plan_says_how_much_of_its_doubt_comes_from_where() -> None:
-    shares = Doubt(arrivals=0.01, drift=0.02, coefficients=0.0).shares
+    shares = uncertainty(arrivals=0.01, drift=0.02, coefficients=0.0).shares
     assert list(shares) == ["drift", "arrivals"]
     assert shares == pytest.approx({"drift": 0.8, "arrivals": 0.2})
-    assert Doubt(0.0, 0.0, 0.0).shares == {}
+    assert uncertainty(0.0, 0.0, 0.0).shares == {}
 
 
 def changing(rate_rps: float) -> Workload:
@@ -227,4 +227,4 @@ def test_where_limits_leave_no_fleet_for_what_drifts_the_nearest_target_is_told(
     plan = planned(wild, max_gpus=6, confidence=0.95)
     assert plan.best is None
     assert plan.nearest is not None
-    assert plan.nearest.fleet.gpus <= 6
+    assert plan.nearest.gpus <= 6
