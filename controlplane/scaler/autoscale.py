@@ -21,7 +21,7 @@ from controlplane.scaler.correction import look
 from controlplane.scaler.line import PARTS, Line, bounded, weigh
 from controlplane.scaler.mix import MixNeed
 from controlplane.scaler.mix_changes import ask, change, fixed_mix, next_mix, taken_up, units_in
-from controlplane.scaler.state import Rule, Scaling, ScalingSettings, followed, line_now, types_now
+from controlplane.scaler.state import Rule, Scaling, ScalingSettings, followed, line_now, rps_now, types_now
 from controlplane.scaler.target import (
     StabilizationWindow,
     Stabilized,
@@ -32,10 +32,11 @@ from controlplane.scaler.target import (
     stabilize,
     target,
 )
-from controlplane.scaler.traffic import Demand, Regime, recent_rps
+from controlplane.scaler.traffic import Regime
 from controlplane.snapshot import SERVING, STARTING, Facts, Scale, Snapshot
 
 STALE_S = 60.0  # older counts are taken as missing
+RISE_Z, LIVED_Z = 2.0, 1.0  # standard errors off the phase: recent work is covered; it judges late requests
 
 
 def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Scale | None]:
@@ -60,11 +61,11 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         unit, parts = f"× {need.weights.reference}", PARTS
         there = units_in(state.fleet_mix, need)
 
-    state, line = _corrected(settings, state, snapshot, demand, regime)
+    state, line = _corrected(settings, state, snapshot, regime)
     far, near = state.far.coming, state.soon.coming
     ready = 1.0 if settings.ahead is None else min(snapshot.cold_start_s / settings.ahead.bin_s, 1.0)
     waiting = snapshot.waiting_requests
-    also = other_rates(demand, regime, waiting, far, near, ready)
+    also = other_rates(demand, regime, waiting, far, near, ready, rps_now(settings, state, RISE_Z))
     found = target(
         settings.limits,
         regime,
@@ -162,7 +163,7 @@ def _rule(
 
 
 def _corrected(
-    settings: ScalingSettings, state: Scaling, snapshot: Snapshot, demand: Demand, regime: Regime | None
+    settings: ScalingSettings, state: Scaling, snapshot: Snapshot, regime: Regime | None
 ) -> tuple[Scaling, Line | None]:
     """The line by the refitted step times and by what became of the requests, and what was learned of it."""
     types, given = types_now(settings, state), line_now(settings, state, settings.worker_types)
@@ -184,7 +185,7 @@ def _corrected(
         snapshot.now_s,
         snapshot.outcomes,
         line_if,
-        recent_rps(demand, regime),
+        rps_now(settings, state, LIVED_Z),
         workers,
         snapshot.waiting_requests + sum(load.running + load.waiting for load in taken),
         settings.attainment,

@@ -23,7 +23,17 @@ from controlplane.scaler.line import Line, Weights, carried_over, line_of
 from controlplane.scaler.mix import MixSettings, check_types
 from controlplane.scaler.mix_changes import MixState
 from controlplane.scaler.target import StabilizationWindow, Stabilized, TargetSettings
-from controlplane.scaler.traffic import Demand, Regimes, Traffic, blend, follow, observe
+from controlplane.scaler.traffic import (
+    RECENT_HALF_S,
+    RECENT_REQUESTS,
+    Demand,
+    Regimes,
+    Traffic,
+    blend,
+    follow,
+    observe,
+    recent_rps,
+)
 from controlplane.snapshot import Note, Snapshot
 from controlplane.types import ClassArrivals, Role, SloClass
 from controlplane.worker_type import WorkerType
@@ -97,6 +107,7 @@ class Rule:
 class Scaling:
     """The scaler's state; empty at the start. A restart loses all but what `to_keep` keeps.
 
+    `recent`: the traffic of the last minute or two, by which rises of rate and lengths show soon.
     `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `fleet_mix` to a mix.
     `steps`: the step times of each type as last told of its workers. `correction`: of the line, by what was
     seen. `over`: the limit that holds the fleet below what is wanted. `needed`: of what is wanted, what
@@ -109,6 +120,7 @@ class Scaling:
     stabilized: Stabilized | None = None
     counted_s: float | None = None  # when arrivals were last reported
     traffic: Traffic = field(default_factory=Traffic)
+    recent: Traffic = field(default_factory=Traffic)
     far: Outlook = field(default_factory=Outlook)
     soon: Outlook = field(default_factory=Outlook)
     weights: Weights | None = None
@@ -142,6 +154,7 @@ def followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> S
     if near is not None:
         near_bins = observe(soon.past or Demand(near.bin_s, near.keep), now_s, arrivals)
     traffic = blend(state.traffic, snapshot.by_class, now_s)
+    recent = blend(state.recent, snapshot.by_class, now_s, RECENT_HALF_S)
     regimes = follow(state.regimes, demand)
     rate_rps = 0.0 if regimes.current is None else regimes.current.rate_rps
     if ahead is not None and far_bins is not None:
@@ -156,6 +169,7 @@ def followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> S
         regimes=regimes,
         counted_s=state.counted_s if arrivals is None else now_s,
         traffic=traffic,
+        recent=recent,
         far=far,
         soon=soon,
     )
@@ -200,6 +214,17 @@ def line_now(settings: ScalingSettings, state: Scaling, types: tuple[WorkerType,
     profile, before = (next(t.known_profile for t in of if t.name == name) for of in (types, given))
     line = _line_of_type(settings, state, before, profile)
     return weights.scaled(line, name) if line is not None and name in weights.of else None
+
+
+def rps_now(settings: ScalingSettings, state: Scaling, z: float) -> float:
+    """The recent rate in requests of the line's lengths (`recent_rps`); 0 before there is a traffic phase."""
+    types, heavier = types_now(settings, state), 1.0
+    line = line_now(settings, state, types)
+    recent = line_now(settings, replace(state, traffic=state.recent), types)
+    if line and recent and line.workers_per_rps > 0 and state.recent.requests >= RECENT_REQUESTS:
+        heavier = recent.workers_per_rps / line.workers_per_rps
+    demand, regime = state.demand, state.regimes.current
+    return 0.0 if demand is None or regime is None else recent_rps(demand, regime, heavier, z)
 
 
 def _line_of_type(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from controlplane.errors import BadInput
 from controlplane.scaler.forecast import Forecast
 from controlplane.scaler.line import PARTS, Line, Weights
-from controlplane.scaler.traffic import Demand, Regime
+from controlplane.scaler.traffic import RECENT_S, Demand, Regime
 from controlplane.snapshot import SERVING, Snapshot
 
 SILENT_BINS = 6  # without an arrival, before a fleet that may go to zero is thought idle
@@ -145,6 +145,7 @@ def other_rates(
     far: Forecast | None,
     near: Forecast | None,
     ready: float,
+    recent_rps: float = 0.0,
 ) -> list[Rate]:
     """The rates to cover in addition to the traffic phase's own.
 
@@ -153,6 +154,7 @@ def other_rates(
     - `forecast`: the coming cold start's highest rate by the history of days. Of a rise, only the part
       `ready` counts: it will have come when what is launched now serves.
     - `near`: the same by bins shorter than a cold start: the rise of the last minutes, at a quantile.
+    - `recent`: the work of the last RECENT_S, where it is more than the phase's.
     """
     rates: list[Rate] = []
     if regime is not None and demand.open_count:
@@ -169,6 +171,9 @@ def other_rates(
         rates.append(Rate("forecast", regime.rate_rps + ready * rise_rps, far.why))
     if near is not None:
         rates.append(Rate("near", near.rps, near.why))
+    if regime is not None and recent_rps > regime.rate_rps:
+        why = f"{recent_rps:.3g} requests/s by rate and lengths of the last {RECENT_S:g} s"
+        rates.append(Rate("recent", recent_rps, f"{why}, {regime.rate_rps:.3g} before"))
     return rates
 
 

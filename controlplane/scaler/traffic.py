@@ -31,6 +31,9 @@ from controlplane.types import ClassArrivals
 
 HALF_LIFE_S = 120.0
 RECENT_S = 90.0
+RECENT_HALF_S = 31.0  # sums that halve so fast are as old, in the mean, as the counts of RECENT_S
+RECENT_REQUESTS = 50.0  # fewer show no lengths so soon
+LENGTHS_VARY = 2.0  # variance of the arriving work over that of the arrivals
 MOST_CLASSES = 16  # clients may name targets of their own: the rarest are not remembered
 _MOST_BINS = 240  # searched at once
 _LEAST_BINS = 3  # a traffic phase lasts at least this many bins
@@ -160,15 +163,19 @@ class Regime:
         )
 
 
-def recent_rps(demand: Demand, regime: Regime) -> float:
-    """The recent rate: the phase's, unless the last `RECENT_S` contradict it (a rise, no phase yet)."""
+def recent_rps(demand: Demand, regime: Regime, heavier: float, z: float) -> float:
+    """The recent rate: the phase's, unless the last `RECENT_S` contradict it by over `z` standard errors.
+
+    `heavier`: how many times the work of the line's requests is in recent ones. What it finds is work, in
+    requests of the line's lengths.
+    """
     counts = [c for c in demand.closed[-max(round(RECENT_S / demand.bin_s), 1) :] if c is not None]
     if not counts:
         return regime.rate_rps
     seconds = len(counts) * demand.bin_s
-    rps = sum(counts) / seconds
-    error_rps = math.sqrt(regime.noise * max(regime.rate_rps, 1.0 / seconds) / seconds)
-    return regime.rate_rps if abs(rps - regime.rate_rps) <= 2.0 * error_rps else rps
+    rps = sum(counts) / seconds * heavier
+    error_rps = math.sqrt(LENGTHS_VARY * regime.noise * max(regime.rate_rps, 1.0 / seconds) / seconds)
+    return regime.rate_rps if abs(rps - regime.rate_rps) <= z * error_rps else rps
 
 
 @dataclass(frozen=True, slots=True)

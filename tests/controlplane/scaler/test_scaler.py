@@ -10,17 +10,33 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_types import made_type
+from made_types import SLO, made_type
 
 from controlplane.errors import BadInput
 from controlplane.scaler.autoscale import scale
 from controlplane.scaler.mix import MixSettings
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Stop, Undrain, steps_to
-from controlplane.scaler.state import Scaling, ScalingSettings
-from controlplane.scaler.target import StabilizationWindow, Stabilized, TargetSettings, stabilize, target
-from controlplane.scaler.traffic import Demand, Regime, Regimes, change_points, follow, noise_of, observe
+from controlplane.scaler.state import Scaling, ScalingSettings, rps_now
+from controlplane.scaler.target import (
+    StabilizationWindow,
+    Stabilized,
+    TargetSettings,
+    other_rates,
+    stabilize,
+    target,
+)
+from controlplane.scaler.traffic import (
+    Demand,
+    Regime,
+    Regimes,
+    change_points,
+    follow,
+    noise_of,
+    observe,
+    recent_rps,
+)
 from controlplane.snapshot import Snapshot
-from controlplane.types import WorkerId
+from controlplane.types import ClassArrivals, WorkerId
 
 LINE = TargetSettings(0.5, 0.2)
 
@@ -181,6 +197,32 @@ def test_two_workers_become_one():
     held = stabilize(StabilizationWindow(down_s=60.0), held, 1, 60.0)
     assert held.wanted == 1
     assert steps(1, standing("a", requests=3), standing("b", requests=2))[0].worker == "b"
+
+
+def test_recent_work_counts_by_rate_and_lengths_once_the_phase_cannot_explain_it():
+    demand, phase = counted([50] * 12), Regime(0, 5.0, 12)
+    assert [recent_rps(demand, phase, heavier, 2.0) for heavier in (1.0, 1.1, 1.3)] == [5.0, 5.0, 6.5]
+    assert recent_rps(demand, phase, 1.1, 1.0) == pytest.approx(5.5)
+    asked = {rate.name: rate.rps for rate in other_rates(demand, phase, 0, None, None, 1.0, 6.5)}
+    assert asked == {"recent": 6.5}
+    assert other_rates(demand, phase, 0, None, None, 1.0, 4.0) == []
+
+
+def test_longer_prompts_at_the_same_rate_ask_for_workers_before_the_averages_follow():
+    small, state = made_type("small"), Scaling()
+    settings = ScalingSettings(
+        TargetSettings(1.0, 0.0, 1, 99),
+        worker_types=(small,),
+        learned_at=ClassArrivals(SLO, 1.0, 200.0, 100.0),
+    )
+    for look in range(270):
+        prompt = 200.0 if look < 240 else 800.0
+        arrived = ClassArrivals(SLO, 20.0, 20.0 * prompt, 2000.0)
+        state, _ = scale(settings, state, Snapshot(2.0 * look, (), 10, arrivals=20, by_class=(arrived,)))
+    phase, rule = state.regimes.current, state.rule
+    assert phase.rate_rps == pytest.approx(10.0, rel=0.01)
+    assert rps_now(settings, state, 2.0) > 1.2 * phase.rate_rps > phase.upper_rps(10.0, 1.64)
+    assert rule.workers >= 1.2 * rule.line.workers_per_rps * phase.rate_rps
 
 
 def test_limit_and_budget_are_said():
