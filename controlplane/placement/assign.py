@@ -37,6 +37,9 @@ from controlplane.placement import ledger as state
 from controlplane.placement.constraints import SettingsRow
 from controlplane.placement.ledger import Ledger, view
 
+# What is known of a choice: nothing; that the policy makes none; nor would a last chance, if it is due.
+ASK, REFUSED, NO_CHANCE = 0, 1, 2
+
 
 @compiled
 def assign(
@@ -147,27 +150,30 @@ def decide(
     patience: float,
     phase_role: int,
     draw: NDArray[np.float64],
-    refused: bool,
+    known: int,
 ) -> int:
     """Return the worker for request `r`, or NONE to hold it until the next try.
 
-    `refused`: it is known that the policy would choose none; otherwise the policy chooses. Without a choice,
+    `known`: with ASK the policy chooses; else it is known that it would choose none. Without a choice,
     a request whose TTFT a busy worker could not meet any more by the next try goes to the worker where it
     does least harm. Failing that, after `patience` times its TTFT target it goes to the least loaded worker
     with room, whatever it breaks.
     """
-    misprediction.renew(ledger, r)
-    late = not np.isnan(ledger.requests[r].first_s) or outlook.hopeless(ledger, r, now_s, False)
-    w = state.NONE if refused else assign(ledger, policy, settings, r, now_s, late, phase_role, draw)
-    if (
-        w == state.NONE
-        and not late
-        and policy in policies.CONSTRAINED
-        and outlook.hopeless(ledger, r, now_s + retry_s, True)
-    ):
-        w = last_chance(ledger, settings, r, now_s, phase_role)
+    w = state.NONE
+    if known != NO_CHANCE:
+        misprediction.renew(ledger, r)
+        late = not np.isnan(ledger.requests[r].first_s) or outlook.hopeless(ledger, r, now_s, False)
+        if known == ASK:
+            w = assign(ledger, policy, settings, r, now_s, late, phase_role, draw)
+        if (
+            w == state.NONE
+            and not late
+            and policy in policies.CONSTRAINED
+            and outlook.hopeless(ledger, r, now_s + retry_s, True)
+        ):
+            w = last_chance(ledger, settings, r, now_s, phase_role)
     if w == state.NONE and now_s - ledger.requests[r].arrival_s >= patience * ledger.requests[r].ttft_s:
-        w = assign(ledger, policies.JSQ, settings, r, now_s, late, phase_role, draw)
+        w = assign(ledger, policies.JSQ, settings, r, now_s, True, phase_role, draw)
         # Past its room a worker only queues, where none may overtake; here another worker may take it.
         if w != state.NONE and not has_room(ledger, w, r):
             w = least_with_room(ledger, r, phase_role)

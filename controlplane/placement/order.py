@@ -65,6 +65,8 @@ class Orders(NamedTuple):
     aside: Ints  # [workers] those that are out of a tree for the rest of a search, and their numbers
     aside_load: Floats
     changes: Ints  # [1] so far, of anything
+    least_of: Ints  # [ASKED] requests whose least time to prefill was worked out lately,
+    least_s: Floats  # [ASKED, 2] on an idle worker, and on a busy one; 0 where it was not
     asked_of: Ints  # [ASKED] requests whose cached tokens on workers were looked up lately;
     cached: Ints  # [ASKED, workers] those tokens,
     loads: Ints  # the copies in host memory that the worker would load,
@@ -83,6 +85,8 @@ def new_orders(workers: int) -> Orders:
         np.zeros(workers, np.int64),
         np.zeros(workers),
         np.zeros(1, np.int64),
+        np.full(ASKED, -1, np.int64),
+        np.zeros((ASKED, 2)),
         np.full(ASKED, -1, np.int64),
         *(np.zeros((ASKED, workers), np.int64) for _ in range(4)),
     )
@@ -224,3 +228,4 @@ def begin_keeping(orders: Orders) -> None:
     """From now on every change of a worker is reported; nothing is known of earlier ones."""
     orders.are_kept[0], orders.made[0] = 1, 0
     orders.changes[0] += 1
+    orders.least_of[:] = -1

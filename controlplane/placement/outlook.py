@@ -10,8 +10,10 @@ from controlplane.perfmodel import coefficients as speed
 from controlplane.placement import batch, hits
 from controlplane.placement import ledger as state
 from controlplane.placement.ledger import Floats, Ints, Ledger
+from controlplane.placement.order import ASKED
 
 ALL_TIME = 1e9  # seconds
+CERTAIN = 1e-12  # by mean savings, a deficit with a chance to fail above 0 in spite of rounding
 
 
 @compiled
@@ -87,6 +89,23 @@ def least_prefill_s(ledger: Ledger, r: int, cached: int, busy: bool) -> float:
 
 
 @compiled
+def known_least_s(ledger: Ledger, r: int, busy: bool) -> float:
+    """The same with nothing cached, worked out once for a request without tokens.
+
+    One that waits is asked for it four times an offer. Where changes are not told it is worked out each time.
+    """
+    known, row, column = ledger.orders, r % ASKED, int(busy)
+    if not known.are_kept[0] or ledger.requests[r].key > 0:
+        return least_prefill_s(ledger, r, 0, busy)
+    if known.least_of[row] != r:
+        known.least_of[row] = r
+        known.least_s[row, :] = 0.0
+    if known.least_s[row, column] == 0.0:
+        known.least_s[row, column] = least_prefill_s(ledger, r, 0, busy)
+    return known.least_s[row, column]
+
+
+@compiled
 def least_cached_s(ledger: Ledger, r: int, busy: bool) -> float:
     """The same of one that has as much cached as any serving worker; what that would load, it loads."""
     least_s, most = np.inf, 0
@@ -114,7 +133,7 @@ def hopeless(ledger: Ledger, r: int, now_s: float, busy: bool) -> bool:
     due_s = ledger.requests[r].arrival_s + ledger.requests[r].ttft_s
     if now_s > due_s:
         return True
-    if now_s + least_prefill_s(ledger, r, 0, busy) <= due_s:
+    if now_s + known_least_s(ledger, r, busy) <= due_s:
         return False
     return ledger.caches.tokens == 0 or now_s + least_cached_s(ledger, r, busy) > due_s
 
@@ -150,7 +169,7 @@ def interference(
 ) -> float:
     """(d): the expected number of requests decoding at `start_s` that a prefill of `lasts_s` makes fail.
 
-    Stops counting past `most`.
+    Stops counting past `most`. Past 0 the first that may fail is enough, and counts as one.
     """
     worker = ledger.workers[w]
     step_s = speed.decode_base_s(k, worker.decoding) + k[speed.PER_CONTEXT] * worker.context
@@ -162,6 +181,8 @@ def interference(
         slack_s = saved_s(ledger, w, other, start_s) + tpot_s * earned_steps
         if slack_s < lasts_s:
             saves_s = (tpot_s - step_s) * max(remaining(ledger, w, other) - 1, 1)
+            if most == 0.0 and slack_s >= 0.0 and lasts_s - slack_s > CERTAIN * saves_s:
+                return 1.0
             harmed += failing(lasts_s - slack_s, saves_s) - failing(-slack_s, saves_s)
             if harmed > most:
                 break

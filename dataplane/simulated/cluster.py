@@ -12,7 +12,7 @@ import numpy as np
 from controlplane.compiled import compiled
 from controlplane.placement import ledger as state
 from controlplane.placement import misprediction, order, queue
-from controlplane.placement.assign import decide, decode_worker, refuses
+from controlplane.placement.assign import ASK, NO_CHANCE, REFUSED, decide, decode_worker, refuses
 from controlplane.placement.baselines import in_turn
 from controlplane.placement.ledger import Ledger
 from controlplane.placement.outlook import hopeless
@@ -114,7 +114,7 @@ def take_in(ledger: Ledger, engines: Engines, cluster: Cluster, rules: Rules) ->
     """Place the next request to arrive, or let it wait: requests that wait and are due sooner go first."""
     now_s, r = cluster.clock[0].now_s, send(ledger, cluster.sending)
     if rules.policy != EXACT and queue.goes_first(ledger, cluster.queue, r):
-        w = choose(ledger, cluster, rules, r, False)
+        w = choose(ledger, cluster, rules, r, ASK)
         if w != state.NONE:
             put_on(ledger, engines, w, r, now_s)
             return
@@ -171,7 +171,7 @@ def view_all(ledger: Ledger, engines: Engines, now_s: float) -> None:
 
 
 @compiled
-def choose(ledger: Ledger, cluster: Cluster, rules: Rules, r: int, refused: bool) -> int:
+def choose(ledger: Ledger, cluster: Cluster, rules: Rules, r: int, known: int) -> int:
     """The worker for a request, or NONE when the policy would rather hold it."""
     role = state.PREFILL_ONLY if rules.split else state.ANY_PHASE
     return decide(
@@ -184,7 +184,7 @@ def choose(ledger: Ledger, cluster: Cluster, rules: Rules, r: int, refused: bool
         rules.patience,
         role,
         rules.draws[r],
-        refused,
+        known,
     )
 
 
@@ -199,10 +199,10 @@ def refused_still(ledger: Ledger, engines: Engines, cluster: Cluster, rules: Rul
     since_s = job.refused_s if late == (job.refused_late > 0) else -np.inf
     role = state.PREFILL_ONLY if rules.split else state.ANY_PHASE
     for w in range(len(ledger.workers)):
-        if ledger.runs[w].changed_s >= since_s and not refuses(
-            ledger, rules.settings, w, r, now_s, late, role
-        ):
-            return False
+        if ledger.runs[w].changed_s >= since_s:
+            job.no_chance = 0
+            if not refuses(ledger, rules.settings, w, r, now_s, late, role):
+                return False
     job.refused_s, job.refused_late = now_s, int(late)
     return True
 
@@ -212,13 +212,18 @@ def place_held(ledger: Ledger, engines: Engines, cluster: Cluster, rules: Rules,
     """Put a request that waits on the worker chosen for it, or note that it found none."""
     if misprediction.renew(ledger, r):
         engines.requests[r].refused_s = -np.inf
-    is_held = rules.policy in CONSTRAINED and refused_still(ledger, engines, cluster, rules, r)
-    w = choose(ledger, cluster, rules, r, is_held)
+    now_s, job, known = cluster.clock[0].now_s, engines.requests[r], ASK
+    if rules.policy in CONSTRAINED and refused_still(ledger, engines, cluster, rules, r):
+        may_have = job.refused_late == 0 and job.no_chance == 0
+        is_due = may_have and hopeless(ledger, r, now_s + rules.offer_every_s, True)
+        known = REFUSED if is_due else NO_CHANCE
+    w = choose(ledger, cluster, rules, r, known)
     if w == state.NONE:
         queue.refuse(cluster.queue, r)
+        job.no_chance = max(job.no_chance, int(known == REFUSED))
     else:
         queue.leave(ledger, cluster.queue, r)
-        put_on(ledger, engines, w, r, cluster.clock[0].now_s)
+        put_on(ledger, engines, w, r, now_s)
 
 
 @compiled

@@ -17,7 +17,7 @@ from controlplane.placement.ledger import Ledger
 from controlplane.placement.outlook import client_s
 from dataplane.simulated import host_tier, kv
 from dataplane.simulated.records import DECODE_RUN, IDLE, LOADING, MIXED_STEP, PREFILL_STEP, WAKING, Engines
-from dataplane.simulated.step import budget_left, is_chunked, plan
+from dataplane.simulated.step import MANY, budget_left, first_prefilling, is_chunked, plan
 
 
 @compiled
@@ -120,10 +120,17 @@ def token_made(ledger: Ledger, engines: Engines, w: int, r: int, now_s: float) -
 
 
 @compiled
-def settle(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
-    """Book the step that ends at `now_s` for each admitted request, oldest first; those done leave."""
-    kept = 0
-    for i in range(ledger.workers[w].running_n):
+def settle(ledger: Ledger, engines: Engines, w: int, now_s: float, steps: int) -> None:
+    """Book the steps that end at `now_s` for each admitted request, oldest first; those done leave.
+
+    While none that decodes has all its tokens, there are only those to look at whose prefill goes on.
+    """
+    engine, first = engines.workers[w], 0
+    first_end = MANY
+    if steps < engine.soonest:
+        first, first_end = first_prefilling(ledger, w), engine.first_end
+    kept = first
+    for i in range(first, ledger.workers[w].running_n):
         r = ledger.running[w, i]
         stays = True
         if ledger.requests[r].phase == state.PREFILLING:
@@ -142,7 +149,10 @@ def settle(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
         if stays:
             ledger.running[w, kept] = r
             kept += 1
+            if ledger.requests[r].phase == state.DECODING:
+                first_end = min(first_end, engines.requests[r].output - ledger.requests[r].key)
     ledger.workers[w].running_n = kept
+    engine.first_end = first_end
 
 
 @compiled
@@ -151,14 +161,17 @@ def end_activity(ledger: Ledger, engines: Engines, w: int) -> None:
     worker, run, engine = ledger.workers[w], ledger.runs[w], engines.workers[w]
     if engine.activity in (WAKING, LOADING):
         return
+    steps = 0
     if engine.activity == DECODE_RUN:
+        steps = run.steps
         kv.grow(ledger, engines, w, run.steps)
         worker.step = run.start_step + run.steps
         worker.context = run.start_context + run.steps * worker.decoding
     elif engine.activity == MIXED_STEP:
+        steps = 1
         worker.step += 1
         worker.context += worker.decoding
-    settle(ledger, engines, w, engine.next_s)
+    settle(ledger, engines, w, engine.next_s, steps)
     engine.busy_s += engine.next_s - run.start_s
 
 

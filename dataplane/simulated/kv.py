@@ -68,6 +68,7 @@ def begin(ledger: Ledger, engines: Engines, w: int) -> None:
     """Begin to give out blocks, where nothing is cached: all but those promised to requests on their way."""
     blocks = int(ledger.coefficients[ledger.workers[w].variant, speed.KV_BLOCKS])
     engines.workers[w].free = blocks - engines.workers[w].reserved_blocks
+    engines.workers[w].at_least = 0
 
 
 @compiled
@@ -80,6 +81,32 @@ def count(ledger: Ledger, engines: Engines, w: int) -> None:
             r = ledger.running[w, i]
             held += blocks_held(k, ledger.requests[r].prompt + state.generated(ledger, r))
         engines.workers[w].free -= held
+
+
+@compiled
+def most_held(ledger: Ledger, w: int, more: int, requests: int) -> int:
+    """Blocks that decoding requests may hold at most after their next token, where nothing is cached.
+
+    With `requests` others that hold `more` tokens.
+    """
+    worker, k = ledger.workers[w], ledger.coefficients[ledger.workers[w].variant]
+    each = 1 + int(k[speed.WINDOW_BLOCKS])  # of a request: the last block, and its windows
+    return (worker.context + more) // int(k[speed.BLOCK_TOKENS]) + (worker.decoding + requests) * each
+
+
+@compiled
+def room_for(ledger: Ledger, engines: Engines, w: int, blocks: int) -> int:
+    """Blocks that a worker can give out: a lower bound where that is `blocks` or more, else their number."""
+    engine = engines.workers[w]
+    if engine.at_least > 0 and engine.free < blocks:
+        k, held = ledger.coefficients[ledger.workers[w].variant], 0
+        for i in range(ledger.workers[w].running_n):
+            r = ledger.running[w, i]
+            if ledger.requests[r].phase == state.DECODING:
+                held += blocks_held(k, ledger.requests[r].prompt + state.generated(ledger, r) + 1)
+        engine.free += most_held(ledger, w, 0, 0) - held
+        engine.at_least = 0
+    return room(ledger, engines, w)
 
 
 @compiled
@@ -162,6 +189,7 @@ def receive(ledger: Ledger, engines: Engines, w: int, r: int, tokens: int) -> No
 @compiled
 def give_back(ledger: Ledger, engines: Engines, w: int, r: int) -> None:
     """A request leaves the batch: its worker's cache, if it has one, keeps what it may."""
+    engines.workers[w].first_end = 0
     if ledger.caches.tokens > 0:
         computed = engines.requests[r].computed
         if ledger.requests[r].phase == state.DECODING:
@@ -217,11 +245,12 @@ def lacking_in_all(ledger: Ledger, w: int) -> int:
 def steps_with_room(ledger: Ledger, engines: Engines, w: int, steps: int) -> int:
     """The number of `steps` decode steps that there is room for; the first has its blocks already."""
     k = ledger.coefficients[ledger.workers[w].variant]
-    running, free, block = ledger.workers[w].running_n, room(ledger, engines, w), int(k[speed.BLOCK_TOKENS])
+    running, block = ledger.workers[w].running_n, int(k[speed.BLOCK_TOKENS])
     window = int(k[speed.WINDOW_BLOCKS]) if ledger.caches.tokens == 0 else 0
+    most = blocks_of(steps - 1, block) + window
+    free = room_for(ledger, engines, w, running * most)
     if ledger.caches.tokens > 0:  # as if windows gave nothing back
         free //= fold_of(ledger, w)
-    most = blocks_of(steps - 1, block) + window
     if running + engines.workers[w].loading == 1 or running * most <= free:
         return steps
     # A request's last block has room for fewer tokens than a block, or for none.

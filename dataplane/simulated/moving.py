@@ -126,6 +126,7 @@ def put_in(ledger: Ledger, engines: Engines, w: int, r: int, blocks: int, copies
     ledger.workers[w].running_n += 1
     batch.begin_decoding(ledger, w, r, ledger.requests[r].key)  # `reserve` had counted it as queued
     engines.requests[r].migrations += 1
+    engines.workers[w].first_end = 0
     engines.workers[w].slowdown = 0.0
     begin_activity(ledger, engines, w, now_s)
 

@@ -123,7 +123,10 @@ ENGINE = np.dtype(
         ("reserved_blocks", np.int64),  # KV and
         ("reserved_seats", np.int64),  # places in the batch, promised to requests on their way here
         ("loading", np.int64),  # requests whose KV is loaded from host memory
-        ("free", np.int64),  # where nothing is cached: blocks that are left in the step that is planned
+        ("free", np.int64),  # where nothing is cached: blocks that are left in the step that is planned,
+        ("at_least", np.int64),  # and 1 if decoding requests were counted at the most that they may hold
+        ("soonest", np.int64),  # steps from the plan on after which the first has all its tokens
+        ("first_end", np.int64),  # the worker's step count at which a decoding one has; 0: not known
         ("prefill", np.int64),  # tokens of prefill that it carries,
         ("squares", np.float64),  # and the growth of their squared lengths
         ("slowdown", np.float64),  # by what share steps are longer: KV is being copied
@@ -149,7 +152,8 @@ JOB = np.dtype(
         ("missed", np.int64),  # 1 once it is known that a target is not met
         ("weight", np.float64),  # what it counts for then
         ("refused_s", np.float64),  # when last every worker refused it,
-        ("refused_late", np.int64),  # and whether its TTFT was lost then
+        ("refused_late", np.int64),  # whether its TTFT was lost then,
+        ("no_chance", np.int64),  # and 1 if none took it as a last chance either
         ("passed", np.int64),  # blocks that no window of it reaches,
         ("given", np.int64),  # and those of them that each group of windows has given back
     ],

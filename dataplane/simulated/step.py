@@ -43,7 +43,7 @@ def plan(ledger: Ledger, engines: Engines, w: int, now_s: float) -> int:
             return 1
     host_tier.begin_plan(ledger, engines.host, w, now_s)
     before = worker.running_n
-    steps = go_on(ledger, engines, w)
+    steps = engine.soonest = go_on(ledger, engines, w)
     preempted = worker.running_n < before
     if preempted and worker.running_n == 0:  # others load: a step of nothing takes no time
         host_tier.use_ended(ledger, engines.host, w)
@@ -69,24 +69,37 @@ def is_chunked(ledger: Ledger, w: int) -> bool:
 def go_on(ledger: Ledger, engines: Engines, w: int) -> int:
     """Give each running request its tokens of this step; one that runs alone may outgrow the worker.
 
-    Returns the decode steps until the first of them has all its tokens.
+    Returns the decode steps until the first of them has all its tokens. Where there is surely room for those
+    that decode, and it is known which of them ends first, there are only those to look at whose prefill goes
+    on.
     """
     worker, engine, is_cached = ledger.workers[w], engines.workers[w], ledger.caches.tokens > 0
     k = ledger.coefficients[worker.variant]
     budget, block = int(k[speed.MAX_BATCHED]), int(k[speed.BLOCK_TOKENS])
     kv.begin(ledger, engines, w)
     free, steps, i = kv.room(ledger, engines, w), MANY, 0
+    is_quick = goes_on_surely(ledger, engines, w, free)
+    engine.at_least = int(is_quick)
+    if is_quick:
+        free -= kv.most_held(ledger, w, 0, 0)
+        steps, i = engine.first_end - worker.step, first_prefilling(ledger, w)
+    else:
+        engine.first_end = MANY
     while i < worker.running_n:
         r = ledger.running[w, i]
         request = ledger.requests[r]
         is_decoding = request.phase == state.DECODING
+        if is_decoding and is_quick:
+            i += 1
+            continue
         made = request.key + (worker.step if is_decoding else 0)
         length = request.prompt + made
         before, after = length - 1, length
         if not is_decoding:
             before = engines.requests[r].computed
             after = before + max(min(length - before, budget - worker.decoding), 0)
-        free += kv.pass_windows(ledger, engines, w, r, before)
+        if is_cached:
+            free += kv.pass_windows(ledger, engines, w, r, before)
         blocks = kv.step_takes(k, is_cached, before, after, length)
         while blocks > free and worker.running_n + engine.loading > 1:
             preempt_newest(ledger, engines, w)
@@ -100,9 +113,35 @@ def go_on(ledger: Ledger, engines: Engines, w: int) -> int:
         if not is_decoding:
             carry(ledger, engines, w, r, after - before)
         steps = min(steps, engines.requests[r].output - made)
+        if is_decoding:
+            engine.first_end = min(engine.first_end, worker.step + engines.requests[r].output - made)
         i += 1
     engine.free = free
     return steps
+
+
+@compiled
+def goes_on_surely(ledger: Ledger, engines: Engines, w: int, free: int) -> bool:
+    """Whether these free blocks are enough for all that run, and the first decoding one to end is known."""
+    worker = ledger.workers[w]
+    if ledger.caches.tokens > 0 or engines.workers[w].first_end == 0 or not is_chunked(ledger, w):
+        return False
+    tokens = 0
+    for i in range(first_prefilling(ledger, w), worker.running_n):
+        tokens += ledger.requests[ledger.running[w, i]].prompt + ledger.requests[ledger.running[w, i]].key
+    most = kv.most_held(ledger, w, tokens, worker.running_n - worker.decoding)
+    return worker.role == state.ANY_PHASE and most <= free
+
+
+@compiled
+def first_prefilling(ledger: Ledger, w: int) -> int:
+    """The place in the batch of the first request whose prefill goes on: behind most that decode."""
+    i = ledger.workers[w].running_n
+    left = i - ledger.workers[w].decoding
+    while left > 0:
+        i -= 1
+        left -= ledger.requests[ledger.running[w, i]].phase == state.PREFILLING
+    return i
 
 
 @compiled
@@ -174,7 +213,7 @@ def admit(ledger: Ledger, engines: Engines, w: int, now_s: float) -> None:
         tokens, spare = to_hold(ledger, w, length, chunk)
         blocks = kv.wanted(ledger, w, tokens, cached, asleep)
         if seats > 0 or engine.loading > 0:  # one that is alone may outgrow the worker
-            has = kv.room(ledger, engines, w) - spare
+            has = kv.room_for(ledger, engines, w, blocks + spare) - spare
             if blocks > has:
                 return
             if loads > 0:

@@ -15,7 +15,7 @@ from controlplane.migration.usage import WorkerView
 from controlplane.perfmodel import coefficients as speed
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement import ledger as state
-from controlplane.placement.assign import decide, decode_worker, has_seat
+from controlplane.placement.assign import ASK, decide, decode_worker, has_seat
 from controlplane.placement.exact import place_together
 from controlplane.placement.ledger import Ints
 from controlplane.placement.lengths import LengthTable
@@ -105,7 +105,7 @@ class Placement(Account):
         code = POLICY_CODE[Policy.BEST_FIT if policy == Policy.EXACT else policy]
         led, draw = self._led, self._rng.random(2)
         by, role = self._settings_row, state.ANY_PHASE
-        w = int(decide(led, code, by, r, now_s, RETRY_S, PATIENCE, role, draw, False))
+        w = int(decide(led, code, by, r, now_s, RETRY_S, PATIENCE, role, draw, ASK))
         # Nor do the baselines overfill a worker here.
         return w if w == state.NONE or has_seat(led, w) else state.NONE
 

@@ -278,3 +278,10 @@ def test_the_chance_to_fail_grows_with_the_deficit_from_0_to_1():
     assert chances == sorted(chances)
     assert isclose(chances[-1], 1.0)
     assert failing(0.01, 0.0) == 1.0
+
+
+@given(workers(), requests(decoding=False), st.sampled_from([0.0, 1e-12, 0.003]))
+def test_to_stop_counting_at_the_first_that_may_fail_changes_no_answer(at, asked, step_in_s):
+    led, r = ledger_of([replace(at, boundary_s=NOW_S + step_in_s)], asked, NOW_S, GENEROUS_S)
+    counted = harm(led, knobs_of("d"), 0, r, 0, NOW_S, False, inf)
+    assert (harm(led, knobs_of("d"), 0, r, 0, NOW_S, False, 0.0) == inf) == (counted > 0.0)

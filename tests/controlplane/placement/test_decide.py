@@ -12,7 +12,7 @@ from made_profiles import made_profile
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.assign import decide
+from controlplane.placement.assign import ASK, decide
 from controlplane.placement.constraints import harm
 from controlplane.placement.ledger import ANY_PHASE, NONE
 from controlplane.placement.outlook import hopeless
@@ -33,7 +33,7 @@ LONG = Held(2000, 400, tpot_s=TPOT_S)  # its prefill takes 0.21 s
 def decided(fleet: list[At], arrival_s: float) -> int:
     led, r = ledger_of(fleet, LONG, arrival_s, TTFT_S)
     code, draw = POLICY_CODE[Policy.SPREAD], np.zeros(2)
-    return int(decide(led, code, KNOBS, r, NOW_S, RETRY_S, PATIENCE, ANY_PHASE, draw, False))
+    return int(decide(led, code, KNOBS, r, NOW_S, RETRY_S, PATIENCE, ANY_PHASE, draw, ASK))
 
 
 def busy(boundary_s: float, *started_ago_s: float) -> At:
@@ -96,7 +96,7 @@ def test_what_only_busy_workers_are_too_late_for_is_placed_where_it_harms_least(
     led, r = ledger_of(fleet, asked, NOW_S - waited_s, 1.0)
     led.requests["first_s"][r] = nan
     code, draw = POLICY_CODE[Policy.SPREAD], np.zeros(2)
-    w = int(decide(led, code, KNOBS, r, NOW_S, RETRY_S, 1e9, ANY_PHASE, draw, False))
+    w = int(decide(led, code, KNOBS, r, NOW_S, RETRY_S, 1e9, ANY_PHASE, draw, ASK))
     urgent = hopeless(led, r, NOW_S + RETRY_S, True) and not hopeless(led, r, NOW_S, False)
     harms = [harm(led, KNOBS, v, r, 0, NOW_S, False, 1e9) for v in range(len(fleet))]
     if urgent:

@@ -103,12 +103,22 @@ def test_nothing_is_lost_between_the_pools_of_split_mode(policy):
     assert state.outcome().complete
 
 
-def test_pieces_and_one_go_give_the_same_bytes():
-    one = profile(kv_tokens=3000)
-    whole = simulate(load(18.0, 160), fleet_of("troubled", one), SLO)
-    state = begun(load(18.0, 160), fleet_of("troubled", one), "spread")
-    run_in_pieces(state, 0.1)
-    assert state.outcome().finish_s.tobytes() == whole.finish_s.tobytes()
+@pytest.mark.parametrize("mode", [EngineMode.PREFILL_FIRST, EngineMode.CHUNKED])
+@pytest.mark.parametrize("policy", [Policy.SPREAD, Policy.BEST_FIT, Policy.JSQ])
+@pytest.mark.parametrize("kv_tokens", [3000, 60_000])
+def test_pieces_and_one_go_give_the_same_bytes(mode, policy, kv_tokens):
+    one = profile(mode, kv_tokens)
+    whole = simulate(load(18.0, 160), fleet_of("troubled", one), SLO, policy)
+    for is_known in (True, False):
+        state = begun(load(18.0, 160), fleet_of("troubled", one), policy)
+        now_s, more = 0.0, True
+        while more:
+            now_s += 0.03
+            more = advance(state.ledger, state.engines, state.cluster, state.rules, now_s)
+            if not is_known:  # who ends first: each request is looked at again
+                state.engines.workers["first_end"] = state.engines.workers["soonest"] = 0
+        assert state.outcome().finish_s.tobytes() == whole.finish_s.tobytes()
+        assert state.outcome().first_token_s.tobytes() == whole.first_token_s.tobytes()
 
 
 @pytest.mark.parametrize("policy", Policy)
