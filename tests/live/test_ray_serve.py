@@ -16,7 +16,7 @@ from harness.served import free_port, session
 
 pytest.importorskip("grpc_reflection", reason="ray.serve needs it: pip install grpcio-reflection==1.80.0")
 PROMPT, OUTPUT = 1500, 16
-RPS = 8  # a replica of the profile carries three of them a second
+RPS = 3  # and as many short ones: one replica of the profile does not carry them in time
 SERVED_S = 600
 PATIENT = {
     f"RAY_SERVE_PROXY_{check}_TIMEOUT_S": str(SERVED_S) for check in ("READY_CHECK", "HEALTH_CHECK")
@@ -107,6 +107,7 @@ async def asked_until(application, holds):
         return expected, await asyncio.gather(*sent), await asyncio.gather(*fresh)
 
 
+@pytest.mark.nightly
 def test_rays_controller_starts_the_replica_that_the_advice_wants_and_no_request_fails(application, scratch):
     expected, sent, again = asyncio.run(asked_until(application, lambda: len(application.replicas()) == 2))
     assert {len(tokens) for tokens in sent} == {OUTPUT}
