@@ -61,11 +61,12 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         unit, parts = f"× {need.weights.reference}", PARTS
         there = units_in(state.fleet_mix, need)
 
-    state, line = _corrected(settings, state, snapshot, regime)
+    lived_rps, rise_rps = rps_now(settings, state, LIVED_Z, RISE_Z)
+    state, line = _corrected(settings, state, snapshot, regime, lived_rps)
     far, near = state.far.coming, state.soon.coming
     ready = 1.0 if settings.ahead is None else min(snapshot.cold_start_s / settings.ahead.bin_s, 1.0)
     waiting = snapshot.waiting_requests
-    also = other_rates(demand, regime, waiting, far, near, ready, rps_now(settings, state, RISE_Z))
+    also = other_rates(demand, regime, waiting, far, near, ready, rise_rps)
     found = target(
         settings.limits,
         regime,
@@ -163,7 +164,7 @@ def _rule(
 
 
 def _corrected(
-    settings: ScalingSettings, state: Scaling, snapshot: Snapshot, regime: Regime | None
+    settings: ScalingSettings, state: Scaling, snapshot: Snapshot, regime: Regime | None, lived_rps: float
 ) -> tuple[Scaling, Line | None]:
     """The line by the refitted step times and by what became of the requests, and what was learned of it."""
     types, given = types_now(settings, state), line_now(settings, state, settings.worker_types)
@@ -185,7 +186,7 @@ def _corrected(
         snapshot.now_s,
         snapshot.outcomes,
         line_if,
-        rps_now(settings, state, LIVED_Z),
+        lived_rps,
         workers,
         snapshot.waiting_requests + sum(load.running + load.waiting for load in taken),
         settings.attainment,

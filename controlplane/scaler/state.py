@@ -216,15 +216,17 @@ def line_now(settings: ScalingSettings, state: Scaling, types: tuple[WorkerType,
     return weights.scaled(line, name) if line is not None and name in weights.of else None
 
 
-def rps_now(settings: ScalingSettings, state: Scaling, z: float) -> float:
-    """The recent rate in requests of the line's lengths (`recent_rps`); 0 before there is a traffic phase."""
-    types, heavier = types_now(settings, state), 1.0
+def rps_now(settings: ScalingSettings, state: Scaling, *zs: float) -> list[float]:
+    """The recent rate in requests of the line's lengths (`recent_rps`), by each z; 0 without a phase."""
+    demand, regime, heavier = state.demand, state.regimes.current, 1.0
+    if demand is None or regime is None:
+        return [0.0] * len(zs)
+    types = types_now(settings, state)
     line = line_now(settings, state, types)
     recent = line_now(settings, replace(state, traffic=state.recent), types)
     if line and recent and line.workers_per_rps > 0 and state.recent.requests >= RECENT_REQUESTS:
         heavier = recent.workers_per_rps / line.workers_per_rps
-    demand, regime = state.demand, state.regimes.current
-    return 0.0 if demand is None or regime is None else recent_rps(demand, regime, heavier, z)
+    return [recent_rps(demand, regime, heavier, z) for z in zs]
 
 
 def _line_of_type(
