@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from made_profiles import made_profile
 from numpy.typing import NDArray
 
@@ -13,6 +14,12 @@ from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 
 NEVER_MET = Slo(1e-6, 1e-6)
+
+
+def by_day_and_night(by_day: int, all_cases: int) -> pytest.MarkDecorator:
+    """The numbers of random cases as `cases`: the first of them in each run, the others in nightly ones."""
+    night = pytest.param(range(by_day, all_cases), id="night", marks=pytest.mark.nightly)
+    return pytest.mark.parametrize("cases", [pytest.param(range(by_day), id="day"), night])
 
 
 def random_profile(rng: np.random.Generator, mode: EngineMode) -> Profile:

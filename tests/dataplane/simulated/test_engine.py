@@ -2,21 +2,22 @@
 
 import numpy as np
 import pytest
-from random_cases import NEVER_MET, random_profile, random_workload
+from random_cases import NEVER_MET, by_day_and_night, random_profile, random_workload
 from reference_engine import simulate_split, simulate_worker
 
 from controlplane.types import EngineMode
 from controlplane.worker_type import KvLink
 from dataplane.simulated.simulate import WorkerSpec, simulate
 
-CASES = 500  # of each mode
+BY_DAY, ALL = 100, 500  # cases of each mode
 
 
 @pytest.mark.always
+@by_day_and_night(BY_DAY, ALL)
 @pytest.mark.parametrize("mode", [EngineMode.PREFILL_FIRST, EngineMode.CHUNKED])
-def test_every_time_is_that_of_going_step_by_step(mode):
+def test_every_time_is_that_of_going_step_by_step(mode, cases):
     preempted = 0
-    for case in range(CASES):
+    for case in cases:
         rng = np.random.default_rng([case, 7])
         profile, workload = random_profile(rng, mode), random_workload(rng)
         seen = simulate(workload, [WorkerSpec(profile)], NEVER_MET, "jsq")
@@ -29,12 +30,13 @@ def test_every_time_is_that_of_going_step_by_step(mode):
         np.testing.assert_allclose(seen.finish_s, finish, rtol=0, atol=1e-9, err_msg=f"case {case}")
         assert list(seen.preemptions) == [r.preemptions for r in expected], f"case {case}"
         preempted += int(seen.preemptions.sum())
-    assert preempted > CASES  # or the cases would not test preemption
+    assert preempted > len(cases)  # or the cases would not test preemption
 
 
-def test_an_engine_that_plans_ahead_gives_first_tokens_a_step_later():
+@by_day_and_night(BY_DAY, ALL)
+def test_an_engine_that_plans_ahead_gives_first_tokens_a_step_later(cases):
     late = waited = 0
-    for case in range(CASES):
+    for case in cases:
         rng = np.random.default_rng([case, 9])
         profile, workload = random_profile(rng, EngineMode.CHUNKED), random_workload(rng)
         ahead = profile.with_engine(steps_ahead=float(rng.choice([1.0, 1.7])))
@@ -49,12 +51,13 @@ def test_an_engine_that_plans_ahead_gives_first_tokens_a_step_later():
         np.testing.assert_allclose(seen.tpot_s, plain.tpot_s, rtol=1e-9, atol=1e-12)
         late += int((seen.ttft_s > plain.ttft_s).sum())
         waited += int((seen.ttft_s == plain.ttft_s).sum())
-    assert late > CASES
-    assert waited > CASES  # on idle engines, and behind a spent budget
+    assert late > len(cases)
+    assert waited > len(cases)  # on idle engines, and behind a spent budget
 
 
-def test_split_phases_hand_over_as_the_reference_does():
-    for case in range(CASES):
+@by_day_and_night(BY_DAY, ALL)
+def test_split_phases_hand_over_as_the_reference_does(cases):
+    for case in cases:
         rng = np.random.default_rng([case, 8])
         prefill, decode = (random_profile(rng, EngineMode.SPLIT) for _ in range(2))
         workload = random_workload(rng)

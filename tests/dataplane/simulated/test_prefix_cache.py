@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from made_profiles import made_profile
 from random_cases import (
     NEVER_MET,
+    by_day_and_night,
     prefixes_of,
     random_profile,
     random_sharing,
@@ -75,30 +74,26 @@ def to_the_end(state) -> None:
     advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
 
 
-def test_hits_times_preemptions_and_evictions_are_those_of_going_block_by_block():
+@by_day_and_night(80, 400)
+def test_hits_times_preemptions_and_evictions_are_those_of_going_block_by_block(cases):
     seen_at_all = {"preempted": 0, "evicted": 0, "cached": 0}
-
-    @settings(max_examples=400)
-    @given(st.integers(0, 2**40))
-    def compare(seed):
+    for seed in cases:
         profile, workload = case(seed)
         state = prepare(workload, [WorkerSpec(profile)], NEVER_MET, "jsq")
         to_the_end(state)
         seen, expected = state.outcome(), CachedWorker(profile, workload).run()
-        assert list(seen.cached_tokens) == [r.cached_tokens for r in expected.requests]
-        assert list(seen.preemptions) == [r.preemptions for r in expected.requests]
+        assert list(seen.cached_tokens) == [r.cached_tokens for r in expected.requests], f"case {seed}"
+        assert list(seen.preemptions) == [r.preemptions for r in expected.requests], f"case {seed}"
         first = np.array([r.first_token_s for r in expected.requests])
         finish = np.array([r.finish_s for r in expected.requests])
-        np.testing.assert_allclose(seen.first_token_s, first, rtol=0, atol=1e-9)
-        np.testing.assert_allclose(seen.finish_s, finish, rtol=0, atol=1e-9)
-        assert state.ledger.caches.workers["evicted"][0] == len(expected.pool.evicted)
-        assert asleep(state) == reference_asleep(expected)
+        np.testing.assert_allclose(seen.first_token_s, first, rtol=0, atol=1e-9, err_msg=f"case {seed}")
+        np.testing.assert_allclose(seen.finish_s, finish, rtol=0, atol=1e-9, err_msg=f"case {seed}")
+        assert state.ledger.caches.workers["evicted"][0] == len(expected.pool.evicted), f"case {seed}"
+        assert asleep(state) == reference_asleep(expected), f"case {seed}"
         seen_at_all["preempted"] += int(seen.preemptions.sum())
         seen_at_all["evicted"] += len(expected.pool.evicted)
         seen_at_all["cached"] += int(seen.cached_tokens.sum())
-
-    compare()
-    assert min(seen_at_all.values()) > 500, seen_at_all  # or the cases would not test them
+    assert min(seen_at_all.values()) > len(cases), seen_at_all  # or the cases would not test them
 
 
 def test_a_router_is_told_what_a_request_would_hit_and_changes_nothing_by_asking():

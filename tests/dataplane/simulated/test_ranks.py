@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_cases import NEVER_MET, prefixes_of, random_profile, random_workload, shared_texts, tight_profile
+from random_cases import (
+    NEVER_MET,
+    by_day_and_night,
+    prefixes_of,
+    random_profile,
+    random_workload,
+    shared_texts,
+    tight_profile,
+)
 from reference_engine import simulate_ranks
 
 from controlplane.errors import BadInput
@@ -18,8 +26,6 @@ from dataplane.simulated.elastic import ElasticSettings
 from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import WorkerSpec, simulate
 
-CASES = 300
-
 
 def ranked(rng, of):
     profile = random_profile(rng, EngineMode.CHUNKED)
@@ -31,10 +37,11 @@ def ranked(rng, of):
     return whole.with_engine(max_seqs=profile.engine.max_seqs * count, max_batched_tokens=200)
 
 
+@by_day_and_night(60, 300)
 @pytest.mark.parametrize("of", ["data", "pipeline"])
-def test_every_time_is_that_of_ranks_that_take_each_step_together(of):
+def test_every_time_is_that_of_ranks_that_take_each_step_together(of, cases):
     preempted = together = 0
-    for case in range(CASES):
+    for case in cases:
         rng = np.random.default_rng([case, 21])
         profile, workload = ranked(rng, of), random_workload(rng)
         workload = replace(workload, priority=np.zeros(len(workload), np.int64))
@@ -56,8 +63,8 @@ def test_every_time_is_that_of_ranks_that_take_each_step_together(of):
         assert list(seen.preemptions) == [r.preemptions for r in expected], f"case {case}"
         preempted += int(seen.preemptions.sum())
         together += len(np.unique(seen.worker)) > 1
-    assert preempted > CASES // 2  # or the cases would not test preemption
-    assert together > CASES // 2
+    assert preempted > len(cases) // 2  # or the cases would not test preemption
+    assert together > len(cases) // 2
 
 
 def test_ranks_that_cache_do_the_same_work_as_ranks_that_have_nothing_to_share():
