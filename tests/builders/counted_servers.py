@@ -88,7 +88,7 @@ def answering(text: str | Callable[[], str], status: int = 200, token: str = "")
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()

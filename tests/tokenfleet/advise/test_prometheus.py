@@ -53,7 +53,7 @@ def prometheus(metrics=(), age=(), down=(), raw=None, status=200):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}", queries
         server.shutdown()

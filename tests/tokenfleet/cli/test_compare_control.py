@@ -55,7 +55,7 @@ def counted(answers):
     """The counters that `compare` reads from such a control API, and its address."""
     pytest.importorskip("aiohttp", reason="the live extra is not installed")
     server = HTTPServer(("127.0.0.1", 0), answers)
-    threading.Thread(target=server.serve_forever).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,)).start()
     flags = SimpleNamespace(control=f"http://127.0.0.1:{server.server_port}", control_key=None)
     try:
         return asyncio.run(_counters(flags, ssl.create_default_context())), flags.control

@@ -85,7 +85,7 @@ def https(tmp_path):
     server = HTTPServer(("127.0.0.1", 0), Answer)
     server.socket = ServerCertificate(*files).context.wrap_socket(server.socket, server_side=True)
     server.handle_error = lambda *_: None
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server.server_port, files[0]
     server.shutdown()

@@ -121,7 +121,7 @@ def test_an_address_is_fetched_and_one_that_fails_keeps_what_was_there(tmp_path:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
     try:

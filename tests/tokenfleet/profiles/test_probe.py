@@ -83,7 +83,7 @@ def test_an_engine_with_a_shorter_context_than_its_profile_gets_no_longer_reques
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         flags = ["--profile", "llama-3.1-8b", "--gpu", "h100", "--tp", "1", "--output", str(tmp_path / "x")]
         assert main(["calibrate", "--endpoint", url, *flags]) == 2

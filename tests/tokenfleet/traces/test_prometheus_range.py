@@ -78,7 +78,7 @@ class Answers:
 @contextmanager
 def answering(change: dict[str, Any] | None = None) -> Iterator[Answers]:
     answers = Answers(change or {})
-    thread = threading.Thread(target=answers.server.serve_forever)
+    thread = threading.Thread(target=answers.server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield answers

@@ -133,7 +133,7 @@ def control_api():
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    serving = threading.Thread(target=server.serve_forever)
+    serving = threading.Thread(target=server.serve_forever, args=(0.01,))
     serving.start()
     yield f"http://127.0.0.1:{server.server_port}", orders
     server.shutdown()
