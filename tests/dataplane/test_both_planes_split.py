@@ -173,7 +173,7 @@ def seen(led):
 
 
 def simulated(load, classes, profile, roles, looks):
-    """Who was placed where, in order, and at each of so many looks what waits at the first worker."""
+    """Who was placed where, in order, and what waits at the first worker at each look."""
     workers = [WorkerSpec(profile, role=role) for role in roles]
     run = prepare(
         load, workers, classes, "spread", settings=None, predictor=LengthTable.constant(40),
@@ -209,7 +209,7 @@ def test_both_planes_count_what_is_left_of_a_prompt_in_progress_and_place_alike(
     assert {w for _, w in placed} == set(range(len(FLEETS[fleet][1])))
     pairs = list(zip(gateway.seen, looks, strict=True))
     other = [(look, *pair) for look, pair in enumerate(pairs) if pair[1][0] and not same(*pair)]
-    assert len(other) < 5, other[:5]
+    assert len(other) < 2, other[:5]
     assert sum(theirs[1] > 0 for _, theirs in pairs) > 100 / LOOK
     assert sorted(gateway.placed) == sorted(placed)
 
