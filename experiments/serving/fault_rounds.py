@@ -1,29 +1,33 @@
 """Streams while processes are killed and stopped, links cut, workers moved away, and clients leave.
 
-    python experiments/serving/fault_rounds.py [--schedules N] [--served N] [--clocks N] [--real N] [--seed N]
+    python experiments/serving/fault_rounds.py [--schedules N] [--served N] [--clocks N] [--real N]
+        [--hung N [--tp N]] [--seed N]
 
 Seeded schedules of ten faults each, and a judge that reads what every client saw. It names the seed of each
 violation, which `--seed` and a single schedule play again. `--schedules`: over a FleetCore and emulated
 engines in this process (harness/fault_schedules.py). `--served`: over the processes of `tokenfleet serve`
 with three emulated workers and two gateways (harness/served_faults.py), two fleets at a time. `--clocks`: one
 such fleet, the wall clocks of whose processes jump by an hour among other faults; it needs a C compiler.
-`--real`: two vLLM workers, whose streams are compared with undisturbed ones.
+`--real`: two vLLM workers, whose streams are compared with undisturbed ones. `--hung`: rounds without a
+seed, on three vLLM workers or two of `--tp` ranks; each stops one engine, or one rank, for good.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from experiments.lib.results import bar, flags, show
 from harness.clocks import Clocks
 from harness.fault_schedules import History, played, schedule_of, violations
-from harness.served import ENGINE_FLAGS, Server, fleet, tiny_model
+from harness.hung_engines import STREAMS, Hang, hung, undisturbed_round
+from harness.served import Server, fleet, tiny_model
 from harness.served_faults import CLOCKS, REAL, SERVED, TOGETHER, played_served, undisturbed
 
 AT_A_TIME, FLEETS = 6, 2
@@ -95,26 +99,33 @@ async def served(
     return judged
 
 
+def hangs(server: Server, rounds: int) -> list[Hang]:
+    """Rounds on one fleet. Each goes to stderr at once."""
+    found, expected = [], undisturbed_round(server)
+    for _ in range(rounds):
+        found.append(hung(server, expected))
+        print(found[-1], f"load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+    return found
+
+
 def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--schedules", type=int, help="in this process (default: 1000, quick 20)")
     parser.add_argument("--served", type=int, help="over processes (default: 40, quick 4)")
     parser.add_argument("--clocks", type=int, default=0, help="with clocks that jump (default: 0)")
     parser.add_argument("--real", type=int, help="on real vLLM workers (default: 4, quick 0)")
+    parser.add_argument("--hung", type=int, default=0, help="rounds of engines stopped for good (default: 0)")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of an engine of --hung (default: 1)")
     asked = parser.parse_args()
 
     def seeds(count: int | None, usual: int, quick: int) -> range:
         return range(asked.seed, asked.seed + ((quick if asked.quick else usual) if count is None else count))
 
-    found = [asyncio.run(schedules(seeds(asked.schedules, 1000, 20)))]
+    found, stopped = [asyncio.run(schedules(seeds(asked.schedules, 1000, 20)))], list[Hang]()
     with tiny_model() as model, ExitStack() as stack:
         if emulated := seeds(asked.served, 40, 4):
-            fleets = [
-                stack.enter_context(
-                    fleet(model, *EMULATED, "--data", str(model.parent / f"data-{i}"), engine_flags=())
-                )
-                for i in range(min(FLEETS, len(emulated)))
-            ]
+            data = [("--data", str(model.parent / f"data-{i}")) for i in range(min(FLEETS, len(emulated)))]
+            fleets = [stack.enter_context(fleet(model, *EMULATED, *at, engine_flags=())) for at in data]
             found.append(asyncio.run(served(fleets, emulated, "served")))
             stack.pop_all().close()
         if jumps := seeds(asked.clocks, 0, 0):
@@ -123,10 +134,18 @@ def main() -> int:
             found.append(asyncio.run(served([stack.enter_context(began)], jumps, "clocks", clocks)))
             stack.pop_all().close()
         if real := seeds(asked.real, 4, 0):
-            server = stack.enter_context(fleet(model, *VLLM, engine_flags=ENGINE_FLAGS))
+            server = stack.enter_context(fleet(model, *VLLM))
             found.append(asyncio.run(served([server], real, "real")))
+            stack.pop_all().close()
+        if asked.hung:
+            workers = ("--workers", "3") if asked.tp == 1 else ("--kind", f"tp={asked.tp},workers=2")
+            stopped = hangs(stack.enter_context(fleet(model, *workers, *PATIENT)), asked.hung)
     bars = {"violations": bar(sum(len(one.broken) for one in found), 0)}
-    return show("fault_rounds", [row for one in found for row in one.rows()], bars, asked)
+    if stopped:
+        bars["noticed_s"] = bar(max(one.noticed_s for one in stopped), 15)
+        bars["streams lost or changed"] = bar(sum(STREAMS - one.same for one in stopped), 0)
+    rows = [*(row for one in found for row in one.rows()), *map(asdict, stopped)]
+    return show("fault_rounds", rows, bars, asked)
 
 
 if __name__ == "__main__":
