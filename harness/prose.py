@@ -77,9 +77,9 @@ class Prose:
 
 def prose_of(paragraphs: Iterable[str]) -> Prose:
     """Paragraphs, and their sentences: each ends with a full stop, `!`, `?`, or its paragraph."""
-    kept = tuple(" ".join(p.split()) for p in paragraphs if words_of(p))
+    kept = tuple(" ".join(p.split()) for p in paragraphs if _WORD.search(p))
     sentences = (s for p in kept for s in _SENTENCE_END.sub("\\g<0>\n", p).split("\n"))
-    return Prose(kept, tuple(s.strip() for s in sentences if words_of(s)))
+    return Prose(kept, tuple(s.strip() for s in sentences if _WORD.search(s)))
 
 
 def markdown_prose(text: str) -> Prose:
@@ -104,9 +104,9 @@ def markdown_prose(text: str) -> Prose:
 
 def printed_texts(source: str) -> Iterator[tuple[int, str]]:
     """Texts with a space in a Python module, each with its line: no docstring, and no key of a mapping."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     left_out: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr):
             left_out.add(node.value)
         elif isinstance(node, ast.Dict):
@@ -115,7 +115,7 @@ def printed_texts(source: str) -> Iterator[tuple[int, str]]:
             left_out.add(node.slice)
         elif isinstance(node, ast.JoinedStr):
             left_out.update(node.values)
-    for node in ast.walk(tree):
+    for node in nodes:
         text = ""
         if isinstance(node, ast.JoinedStr):
             text = "".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values)
