@@ -41,7 +41,7 @@ from harness.served import (
     tiny_model,
 )
 from harness.virtual_pick import write_profile
-from tokenfleet.pick.tokens import tokenizer
+from tokenfleet.pick.call import tokenizer
 
 BLOCK, WORDS, SAID, ANSWER = 32, 300, 30, 12  # tokens of a block; words of a first prompt, of a later one
 BEGIN_S, THINK_S = 0.25, 0.8  # between two chats' first turns, and mean think time

@@ -27,7 +27,7 @@ from dataplane.live.gateway.metrics import Metrics
 from tokenfleet.advise.gauges import AdviceGauges
 from tokenfleet.cli import flags
 from tokenfleet.cli.main import VERBS, command_of
-from tokenfleet.pick.gauges import PickGauges
+from tokenfleet.pick.server import PickGauges
 from tokenfleet.pick.times import DecisionTimes
 from tokenfleet.planning import plan_file
 from tokenfleet.planning.plan_file import PlanFile

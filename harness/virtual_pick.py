@@ -30,10 +30,9 @@ from dataplane.live.gateway.history import History
 from harness.virtual import run
 from harness.vllm_like import BATCHED, KV_TOKENS, Batch, Running
 from tokenfleet.pick.asked import AskedBody
-from tokenfleet.pick.call import Asker, Call
+from tokenfleet.pick.call import Asker, Call, PromptLengths
 from tokenfleet.pick.fleet import PickedFleet
 from tokenfleet.pick.subsets import SubsetPlacement
-from tokenfleet.pick.tokens import PromptLengths
 from tokenfleet.pick.unseen import Unseen
 from tokenfleet.profiles.engine_metrics import EngineCounts
 

@@ -44,7 +44,7 @@ from tokenfleet.portfolios.request import Model, Portfolio
 from tokenfleet.profiles.library import canonical_gpus
 from tokenfleet.report.tables import fleet_text
 from tokenfleet.traces import Trace, read_trace
-from tokenfleet.whatifs.cache import Cache
+from tokenfleet.whatifs.solve import Cache
 
 MOST = 0.02  # by which a cheaper mix may be missed
 TRACE = ROOT / "examples/sample_trace.csv"

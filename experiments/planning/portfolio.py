@@ -48,7 +48,7 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.portfolios.offers import fleets_of, tasks_of
 from tokenfleet.portfolios.plan import PortfolioPlan, cheapest, plan_portfolio
 from tokenfleet.portfolios.request import Model, Portfolio
-from tokenfleet.whatifs.cache import Cache
+from tokenfleet.whatifs.solve import Cache
 
 HOUR_S = 3600.0
 MOST_S = 300.0

@@ -19,10 +19,10 @@ from dataplane.live.gateway.history import History
 from harness.vllm_like import VllmLike
 from tokenfleet.advise.servers import Servers
 from tokenfleet.pick.asked import PickTargets
+from tokenfleet.pick.call import PromptLengths, Tokenize
 from tokenfleet.pick.fleet import PickedFleet
 from tokenfleet.pick.server import PickerPort, serving
 from tokenfleet.pick.subsets import SubsetPlacement
-from tokenfleet.pick.tokens import PromptLengths, Tokenize
 from tokenfleet.pick.unseen import Unseen
 from tokenfleet.pick.watch import ServerLimits, ServerWatch
 from tokenfleet.profiles.library import find_profiles

@@ -20,8 +20,8 @@ from tokenfleet.report.progress import counted_bar, tell_compiling
 from tokenfleet.report.tables import fleet_text
 from tokenfleet.traces import Trace
 from tokenfleet.whatifs.axes import Scenario, checked, grid
-from tokenfleet.whatifs.cache import Cache
 from tokenfleet.whatifs.run import planned
+from tokenfleet.whatifs.solve import Cache
 from tokenfleet.whatifs.view import verdict, whatif_json, whatif_report
 
 

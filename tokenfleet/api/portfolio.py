@@ -18,7 +18,7 @@ from tokenfleet.portfolios.view import headline, portfolio_json, portfolio_repor
 from tokenfleet.report.page import framed
 from tokenfleet.report.progress import counted_bar, tell_compiling
 from tokenfleet.report.tables import fleet_text
-from tokenfleet.whatifs.cache import Cache
+from tokenfleet.whatifs.solve import Cache
 
 
 @dataclass(frozen=True, repr=False)

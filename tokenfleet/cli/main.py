@@ -70,7 +70,7 @@ VERBS = {
     ),
     "api": Verb("tokenfleet.cli.api", "api_command", "serve plan jobs over HTTP, and the console"),
     "fleet": Verb(
-        "tokenfleet.cli.operate.proposal",
+        "tokenfleet.cli.operate.changes",
         "fleet_app",
         "operate a running fleet: status, scale, drain, update, …",
     ),

@@ -125,9 +125,9 @@ async def _fleet(flags: PickFlags, servers: Servers, profile: Profile | None, mo
     from controlplane.placement.policies import read_policy
     from controlplane.placement.queue import QueueSettings
     from dataplane.live.gateway.history import History
+    from tokenfleet.pick.call import PromptLengths, tokenizer
     from tokenfleet.pick.fleet import PickedFleet
     from tokenfleet.pick.subsets import SubsetPlacement
-    from tokenfleet.pick.tokens import PromptLengths, tokenizer
 
     policy, moves = read_policy(flags.policy)
     if moves or policy == "exact":
@@ -152,8 +152,8 @@ async def _watch(
 ) -> ServerWatch:
     """The watch over the servers, after its first look; metrics are served from then on."""
     from tokenfleet.advise.watch import answering
-    from tokenfleet.pick.gauges import PickGauges
     from tokenfleet.pick.kv_events import KvFollower
+    from tokenfleet.pick.server import PickGauges
     from tokenfleet.pick.unseen import Unseen
     from tokenfleet.pick.watch import ServerWatch
 

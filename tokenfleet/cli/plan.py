@@ -267,7 +267,7 @@ def portfolio_command(
     from tokenfleet.portfolios.request import read_portfolio
     from tokenfleet.portfolios.view import portfolio_tables
     from tokenfleet.report.progress import tell_compiling
-    from tokenfleet.whatifs.cache import Cache
+    from tokenfleet.whatifs.solve import Cache
 
     portfolio = read_portfolio(file)
     names = ("portfolio.json", "portfolio.html", *(f"{m.name}.plan.json" for m in portfolio.models))

@@ -21,8 +21,8 @@ from tokenfleet.texts import Parsed
 if TYPE_CHECKING:
     from tokenfleet.traces import Trace
     from tokenfleet.whatifs.axes import Changes, Scenario
-    from tokenfleet.whatifs.cache import Cache
     from tokenfleet.whatifs.marginal import TimeOfDay
+    from tokenfleet.whatifs.solve import Cache
 
 
 @takes_request()
@@ -94,7 +94,7 @@ def _check_at_once(jobs: int | None, ray: str | None) -> None:
 
 def _cache(folder: Path | None, is_off: bool) -> Cache:
     from tokenfleet.files import cache_folder
-    from tokenfleet.whatifs.cache import Cache
+    from tokenfleet.whatifs.solve import Cache
 
     if folder is not None and is_off:
         raise BadInput("--no-cache: contradicts --cache")

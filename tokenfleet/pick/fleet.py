@@ -23,10 +23,9 @@ from dataplane.live.gateway.history import History
 from dataplane.live.ledger.admission import Admission
 from dataplane.live.ledger.request import Ticket, Tracked, expected_tokens
 from tokenfleet.pick.asked import AskedBody
-from tokenfleet.pick.call import Asker, Call, request_of
+from tokenfleet.pick.call import Asker, Call, PromptLengths, request_of
 from tokenfleet.pick.subsets import SubsetPlacement
 from tokenfleet.pick.times import DecisionTimes
-from tokenfleet.pick.tokens import PromptLengths
 
 GATHER_S = 0.010
 LIKELY_S = 30  # until a fleet without servers may have one again

@@ -40,8 +40,8 @@ from tokenfleet.portfolios.request import AdapterTraffic, Model, Portfolio
 from tokenfleet.report.tables import gpu_text
 from tokenfleet.traces import Trace, merged, read_traces
 from tokenfleet.whatifs.axes import Task
-from tokenfleet.whatifs.cache import Cache
 from tokenfleet.whatifs.run import results_of
+from tokenfleet.whatifs.solve import Cache
 
 WORKERS_PER_GPU = (2, 4)  # that share one
 MIXED = " + "  # between the GPU types of a mix

@@ -30,9 +30,8 @@ from tokenfleet.portfolios.choose import (
 )
 from tokenfleet.portfolios.offers import GpuPurchase, Made, PlanTasks, Without, fleets_of, gpus_of
 from tokenfleet.portfolios.request import Portfolio
-from tokenfleet.whatifs.cache import Cache
 from tokenfleet.whatifs.run import results_of
-from tokenfleet.whatifs.solve import Result
+from tokenfleet.whatifs.solve import Cache, Result
 
 DAY_S = 86_400.0
 

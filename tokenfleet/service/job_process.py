@@ -35,7 +35,7 @@ from tokenfleet.report.plan_json import plan_json
 from tokenfleet.service.forms import PortfolioOrder, in_field_names, read_order
 from tokenfleet.service.scorecard import kept_bias
 from tokenfleet.traces import read_trace
-from tokenfleet.whatifs.cache import Cache
+from tokenfleet.whatifs.solve import Cache
 
 TELL_EVERY_S = 0.2
 NICENESS = 10  # a fleet served on the same host comes first

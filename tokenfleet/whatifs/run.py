@@ -24,8 +24,7 @@ from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import PlanRequest, command_line
 from tokenfleet.traces import Trace
 from tokenfleet.whatifs.axes import Changes, Scenario, Task, changed, prepared
-from tokenfleet.whatifs.cache import Cache
-from tokenfleet.whatifs.solve import Family, Result, families, solve
+from tokenfleet.whatifs.solve import Cache, Family, Result, families, solve
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess

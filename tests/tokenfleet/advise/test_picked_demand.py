@@ -24,7 +24,7 @@ from tokenfleet.advise.servers import Servers
 from tokenfleet.advise.watch import answering, some_answer
 from tokenfleet.pick.asked import AskedBody
 from tokenfleet.pick.call import Asker, Call
-from tokenfleet.pick.gauges import PickGauges
+from tokenfleet.pick.server import PickGauges
 from tokenfleet.pick.unseen import Unseen
 
 

@@ -82,7 +82,8 @@ def test_streams_reach_the_servers_that_were_chosen_and_the_ledger_is_empty_afte
     assert sorted(rows["output_tokens"].to_list()) == [6, 6, *range(150, 158)]
     assert set(rows["prompt_tokens"].to_list()[:8]) == {round(len(PROMPT) / 4)}
     assert rows["ttft_s"].is_null().sum() == 1  # of the answer that was not streamed
-    assert 0.0 <= rows["queued_s"].min() <= rows["queued_s"].max() < rows["ttft_s"].min()
+    assert rows["queued_s"].min() >= 0.0
+    assert (rows["queued_s"] < rows["ttft_s"]).drop_nulls().all()  # each waited before its own first token
     assert rows["queued_s"].is_null().sum() == 0
 
 

@@ -27,7 +27,7 @@ from tokenfleet.portfolios.plan import plan_portfolio
 from tokenfleet.portfolios.request import read_portfolio
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces import read_traces
-from tokenfleet.whatifs.cache import Cache
+from tokenfleet.whatifs.solve import Cache
 
 PRICES = "schema: tokenfleet.prices/1\nprices:\n" + "".join(
     f'- {{gpu: {gpu}, on_demand: {usd}, {spot}date: 2026-01-01, source: "made"}}\n'

@@ -25,9 +25,8 @@ from tokenfleet.texts import parse_slo
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.whatifs import run
 from tokenfleet.whatifs.axes import Scenario, changed, grid, prepared
-from tokenfleet.whatifs.cache import Cache, key_of
 from tokenfleet.whatifs.run import solved
-from tokenfleet.whatifs.solve import families
+from tokenfleet.whatifs.solve import Cache, families, key_of
 from tokenfleet.whatifs.view import whatif_json
 
 PRICES = "schema: tokenfleet.prices/1\nprices:\n" + "".join(

@@ -1,4 +1,7 @@
-"""The verbs of `tokenfleet fleet` that change a fleet's workers while it serves, and tell how it goes."""
+"""The verbs of `tokenfleet fleet` that change a fleet's workers while it serves, and tell how it goes.
+
+Two are for plans that a fleet makes again from its own history: `proposal` and `apply`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,15 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.fleet import ControlClient, fleet_app
+from tokenfleet.cli.terminal import answer
+from tokenfleet.files import refuse_to_replace, write_files
 from tokenfleet.texts import parse_duration_s
 
 __all__ = ["fleet_app"]
 LOOK_S = 0.3
-LATE = NOT_DONE = 1
+PROPOSAL_LOOK_S = 0.5
+PROPOSED_FROM = "1d"
+LATE = NOT_DONE = NO_PROPOSAL = 1
 GATEWAYS = "gateways"  # in place of a worker's name
 CHECK_S = 60.0  # vLLM reads the new model's configuration before the order is taken
 
@@ -179,3 +186,59 @@ def _events(client: ControlClient, after: int) -> Iterator[dict[str, Any]]:
                 after = event["id"]
                 yield event
         time.sleep(LOOK_S)
+
+
+@fleet_app.command()
+def proposal(
+    context: typer.Context,
+    now: Annotated[bool, typer.Option("--now", help="plan again now, and wait for the result")] = False,
+    since: Annotated[
+        str | None, typer.Option(metavar="1d", help="history to plan from, with --now (default: 1d)")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="also write the proposed plan.json here")] = None,
+    format: Format = OutputFormat.TABLE,
+) -> None:
+    """Show what the fleet's last re-plan would change.
+
+    A fleet served with a plan and a history plans again once a day, and when its plan no longer holds.
+    The fleet stays unchanged until `fleet apply`. Exit code 1: there is no proposal.
+
+    Examples:
+    tokenfleet fleet proposal
+    tokenfleet fleet proposal --now --since 6h
+    """
+    if since is not None and not now:
+        raise BadInput("--since: is the history that --now plans from; give --now too")
+    if output is not None:
+        refuse_to_replace(output, overwrite=True)
+    client: ControlClient = context.obj
+    if now:
+        client.ask("POST", "/v1/fleet/proposal", {"since": since or PROPOSED_FROM})
+    while (view := client.ask("GET", "/v1/fleet/proposal"))["state"] == "planning" and now:
+        time.sleep(PROPOSAL_LOOK_S)
+    if output is not None:
+        if view["plan"] is None:
+            raise BadInput(f"--output: there is no proposed plan: {view['line']}")
+        plan = client.ask("GET", f"/v1/plans/{view['plan']}")["plan"]
+        write_files({output: json.dumps(plan, indent=2) + "\n"})
+    answer(format, json.dumps(view, indent=2), lambda: _lines(view))
+    if view["plan"] is None:
+        raise typer.Exit(NO_PROPOSAL)
+
+
+@fleet_app.command()
+def apply(context: typer.Context, format: Format = OutputFormat.TABLE) -> None:
+    """Serve by the proposed plan, one worker after another.
+
+    A new worker starts before old ones leave, where there is room. Requests move along, and no stream is
+    cut. If SLO attainment falls below its target, or a new worker does not start, the fleet
+    becomes what it was. `fleet update --cancel` stops it. Exit code 1: it was rolled back.
+    """
+    roll(context.obj, format, "/v1/fleet/apply", {})
+
+
+def _lines(view: dict[str, Any]) -> Iterator[str]:
+    """A proposal for a terminal."""
+    yield f"Proposed: {view['line']}"
+    if view["state"] == "ready":
+        yield "The fleet stays unchanged; `tokenfleet fleet apply` applies the plan while it serves."
