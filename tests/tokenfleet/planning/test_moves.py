@@ -77,9 +77,15 @@ def test_a_plan_moves_requests_by_default_and_says_how_many_fewer_are_late() -> 
     )
 
 
-def test_a_worker_that_moves_save_is_not_planned() -> None:
+@pytest.fixture(scope="module")
+def still() -> Plan:
+    """The plan without moves of a load for which moves save a worker."""
+    load = memory_bound(8.0, output=300)
+    return with_moves(load, 3000, Slo(1.0, 0.05), 0.94, policy="spread", explained=False)
+
+
+def test_a_worker_that_moves_save_is_not_planned(still: Plan) -> None:
     load, slo = memory_bound(8.0, output=300), Slo(1.0, 0.05)
-    still = with_moves(load, 3000, slo, 0.94, policy="spread", explained=False)
     plan = with_moves(load, 3000, slo, 0.94)
     assert still.best is not None
     assert plan.best is not None
@@ -184,9 +190,8 @@ def test_a_fleet_with_each_worker_alone_of_its_type_serves_alike_with_moves() ->
     assert plain.finish_s.tolist() == moving.finish_s.tolist()
 
 
-def test_what_ifs_have_moves_and_the_fleet_that_holds_without_them() -> None:
+def test_what_ifs_have_moves_and_the_fleet_that_holds_without_them(still: Plan) -> None:
     load, slo = memory_bound(8.0, output=300), Slo(1.0, 0.05)
-    still = with_moves(load, 3000, slo, 0.94, policy="spread", explained=False)
     plan = with_moves(load, 3000, slo, 0.94, explained=False)
     assert plan.policy == "spread+migrate"
     assert plan.best is not None
