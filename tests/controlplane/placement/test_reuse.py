@@ -99,29 +99,56 @@ def not_prefilled_at(state, w: int) -> list[int]:
     return np.flatnonzero(here).tolist()
 
 
-def loads_by_hand(state, w: int, r: int) -> int:
-    """Copies in host memory that follow what worker `w` has or will have of a request in its cache."""
-    chunks = state.ledger.host.chunks
-    ids, there = state.workload.prefixes.of(r).tolist(), ids_at(chunks, w, False) if chunks.tokens else set()
-    begins = end = expected_by_hand(state, w, r, False) // BLOCK
-    while end < len(ids) and ids[end] in there:
-        end += 1
-    return end - begins
+class ByHand:
+    """What workers have and will have, from the copies there and the lists of those at them.
 
+    The lists are walked once: it is of one instant.
+    """
 
-def expected_by_hand(state, w: int, r: int, in_use: bool) -> int:
-    """What worker `w` has or will have of a request, from the copies there and the lists of those at it."""
-    led = state.ledger
-    ids, there = state.workload.prefixes.of(r).tolist(), ids_at(led.caches, w, in_use)
-    for other in not_prefilled_at(state, w):
-        row = led.requests[other]
-        full = int(row["prompt"] + row["key"]) // BLOCK
-        there |= set(state.workload.prefixes.of(other).tolist()[:full])
-    tokens = int(led.requests["prompt"][r])
-    hits = 0
-    while hits < min((tokens - 1) // BLOCK, len(ids)) and ids[hits] in there:
-        hits += 1
-    return hits * BLOCK
+    def __init__(self, state) -> None:
+        self.state = state
+        self._stored: dict[tuple[int, bool], set[int]] = {}
+        self._in_host: dict[int, set[int]] = {}
+
+    def stored(self, w: int, in_use: bool) -> set[int]:
+        """Blocks that worker `w` has, and those that requests at it will store."""
+        if (w, in_use) not in self._stored:
+            led = self.state.ledger
+            there = ids_at(led.caches, w, in_use)
+            for other in not_prefilled_at(self.state, w):
+                row = led.requests[other]
+                full = int(row["prompt"] + row["key"]) // BLOCK
+                there |= set(self.state.workload.prefixes.of(other).tolist()[:full])
+            self._stored[w, in_use] = there
+        return self._stored[w, in_use]
+
+    def in_host(self, w: int) -> set[int]:
+        chunks = self.state.ledger.host.chunks
+        if w not in self._in_host:
+            self._in_host[w] = ids_at(chunks, w, False) if chunks.tokens else set()
+        return self._in_host[w]
+
+    def expected(self, w: int, r: int, in_use: bool = False) -> int:
+        """Tokens of a request that worker `w` has or will have in its cache."""
+        ids, there = self.state.workload.prefixes.of(r).tolist(), self.stored(w, in_use)
+        tokens = int(self.state.ledger.requests["prompt"][r])
+        hits = 0
+        while hits < min((tokens - 1) // BLOCK, len(ids)) and ids[hits] in there:
+            hits += 1
+        return hits * BLOCK
+
+    def loads(self, w: int, r: int) -> int:
+        """Copies in host memory that follow what worker `w` has or will have of a request in its cache."""
+        ids, there = self.state.workload.prefixes.of(r).tolist(), self.in_host(w)
+        begins = end = self.expected(w, r) // BLOCK
+        while end < len(ids) and ids[end] in there:
+            end += 1
+        return end - begins
+
+    def counted(self, w: int, r: int) -> tuple[int, int]:
+        """Tokens of a request that worker `w` would not compute, and copies that it would load."""
+        copies = self.loads(w, r)
+        return self.expected(w, r) + copies * BLOCK, copies
 
 
 @settings(max_examples=60)
@@ -136,14 +163,14 @@ def test_what_is_expected_of_a_worker_is_what_it_has_and_what_those_at_it_will_s
         coming = np.flatnonzero(
             (state.ledger.requests["phase"] == HELD) & (state.ledger.requests["worker"] == NONE)
         )
-        for r in coming[:12].tolist():
-            most = 0
+        by_hand = ByHand(state)
+        for r in coming[:6].tolist():
             for w in range(3):
                 for in_use in (False, True):
-                    expected = expected_by_hand(state, w, r, in_use)
+                    expected = by_hand.expected(w, r, in_use)
                     for guess in (0, 16, 160, int(load.prompt_tokens[r])):
                         assert cached_tokens(state.ledger, w, r, guess, in_use) == expected
-                most = max(most, expected_by_hand(state, w, r, False))
+            most = max(by_hand.expected(w, r) for w in range(3))
             assert least_cached_s(state.ledger, r, True) == least_prefill_s(state.ledger, r, most, True)
 
 
@@ -164,10 +191,10 @@ def test_what_a_worker_would_load_is_what_its_host_memory_has_behind_what_it_cac
         for until_s in (0.2, 0.5, 0.9, 1.6):
             advance(led, state.engines, state.cluster, state.rules, until_s)
             view_all(led, state.engines, until_s)
+            by_hand = ByHand(state)
             for r in np.flatnonzero((led.requests["phase"] == HELD) & (led.requests["worker"] == NONE))[:12]:
                 for w in range(3):
-                    copies = loads_by_hand(state, w, r)
-                    tokens = expected_by_hand(state, w, r, False) // BLOCK * BLOCK + copies * BLOCK
+                    tokens, copies = by_hand.counted(w, r)
                     assert known_loads(led, w, r) == copies
                     assert known_cached(led, w, r, 0) == tokens
                     seen["loads"] += copies > 0
@@ -198,12 +225,13 @@ def test_what_would_be_loaded_ends_at_the_first_gap_whatever_host_memory_keeps()
                 forget(led.caches, w, 2500)
                 learn(led.caches, w, load.prefixes.of(r)[: rng.integers(40)], np.zeros(0, np.int64))
             led.orders.changes[0] += 1
+            by_hand = ByHand(state)
             for w, r in np.ndindex(2, 6):
-                copies, cached = loads_by_hand(state, w, r), expected_by_hand(state, w, r, False)
+                copies, cached = by_hand.loads(w, r), by_hand.expected(w, r)
                 assert known_loads(led, w, r) == copies
                 assert known_cached(led, w, r, 0) == cached + copies * BLOCK
                 behind = load.prefixes.of(r)[cached // BLOCK + copies :].tolist()
-                seen["gaps"] += bool(copies) and not ids_at(led.host.chunks, w, False).isdisjoint(behind)
+                seen["gaps"] += bool(copies) and not by_hand.in_host(w).isdisjoint(behind)
                 seen["both"] += 0 < copies * BLOCK < cached
 
     compare()
@@ -273,12 +301,6 @@ def work_by_hand(state, w: int, r: int, counted: tuple[int, int], now_s: float) 
     return float(work_s + (max(worker["boundary_s"] - now_s, 0.0) if worker["queued"] else 0.0))
 
 
-def counted_by_hand(state, w: int, r: int) -> tuple[int, int]:
-    """Tokens of a request that worker `w` would not compute, and copies that it would load."""
-    cached, copies = expected_by_hand(state, w, r, False), loads_by_hand(state, w, r)
-    return cached + copies * BLOCK, copies
-
-
 @settings(max_examples=90)
 @given(st.integers(0, 2**40), st.sampled_from([None, host_of(200), host_of(2000)]))
 def test_spread_takes_the_worker_with_least_added_work_among_those_that_may(seed, host):
@@ -290,10 +312,11 @@ def test_spread_takes_the_worker_with_least_added_work_among_those_that_may(seed
     now_s = float(rng.uniform(0.2, 1.2))
     advance(led, state.engines, state.cluster, state.rules, now_s)
     view_all(led, state.engines, now_s)
+    by_hand = ByHand(state)
     for r in range(int(np.searchsorted(load.arrival_s, now_s, "right")), len(load)):
         led.requests["arrival_s"][r] = now_s
         chosen = int(assign(led, POLICY_CODE[Policy.SPREAD], KNOBS, r, now_s, False, ANY_PHASE, np.zeros(2)))
-        counted = [counted_by_hand(state, w, r) for w in range(4)]
+        counted = [by_hand.counted(w, r) for w in range(4)]
         cached = [tokens for tokens, _ in counted]
         may = [w for w in range(4) if fits(led, KNOBS, w, r, cached[w], now_s, False)]
         work_s = [work_by_hand(state, w, r, counted[w], now_s) for w in range(4)]
@@ -359,7 +382,7 @@ def test_a_worker_that_has_the_prefix_in_host_memory_is_chosen_although_anothers
         state = with_text_in_host_memory(host)
         empty = state.ledger.caches.workers["empty"]
         assert empty[0] < 10 < empty[1]
-        assert expected_by_hand(state, 0, 3, False) == 0
+        assert ByHand(state).expected(0, 3) == 0
         assert known_cached(state.ledger, 0, 3, 0) == (0 if host is None else 1600)
         assert spread_takes(state, 3, 10.0) == chosen
 
