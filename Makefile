@@ -13,7 +13,7 @@ PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
 # Also where the environment tells Python to keep no compiled modules: each process of a fleet would compile
 # thousands anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo quick test nightly check pure unit live kernels serve-demo gpu-day wheel release docs reference clean
+.PHONY: help demo quick test nightly check pure unit live kernels pack-kernels serve-demo gpu-day wheel release docs reference clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -44,6 +44,10 @@ kernels: .venv/base
 	$(BIN)/python -m tokenfleet simulate --trace examples/sample_trace.csv --model llama-3.1-8b --gpu h100 --tp 1 \
 	  --workers 2 --slo ttft=1s,tpot=50ms --window 0s..10s > /dev/null
 
+# Where sources of kernels have changed, this compiles them for every CPU. Commit the archive.
+pack-kernels: .venv/base  ## deploy/kernels-*.tar.xz: the compiled simulator, for this Python and architecture
+	$(BIN)/python deploy/ship_kernels.py
+
 pure: .venv/dev kernels
 	$(BIN)/pytest -n 2 --dist loadfile $(DAILY) --ignore tests/live --ignore tests/rehearsal --durations 10
 
@@ -67,8 +71,7 @@ serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU
 gpu-day:  ## on a host with GPUs: measure what docs/limits-hardware.md lacks, one to two hours; MODEL=folder for a model's own
 	@$(PYTHON) -m experiments.gpu.host_day $(if $(MODEL),--model $(MODEL))
 
-wheel: .venv/wheel  ## dist/: a wheel with compiled kernels, for this Python and architecture
-	$(BIN)/python deploy/ship_kernels.py
+wheel: .venv/wheel pack-kernels  ## dist/: a wheel with compiled kernels, for this Python and architecture
 	$(BIN)/python -m hatchling build -t wheel
 
 # The check installs the wheel in an empty environment and makes its first plan there.

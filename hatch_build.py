@@ -1,18 +1,23 @@
-"""Build hook of the wheel: it adds the commit and, where `make wheel` has compiled them, the kernels.
+"""Build hook of the wheel: it adds the commit, and compiled kernels where `deploy/` has them for this Python.
 
-Without kernels the wheel is pure Python, as `pip install .` makes it. With them it is for one version of
-Python and one architecture; elsewhere pip takes the source distribution.
+With kernels the wheel is for one version of Python and one architecture. Without them it is pure Python.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
+import sysconfig
+import tarfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 KERNELS = Path("build", "kernels")  # one folder, named by the digest of its sources
+THIS = f"cp{sys.version_info.major}{sys.version_info.minor}-{sysconfig.get_platform()}"
+PACKED = Path("deploy", f"kernels-{THIS}.tar.xz")  # startup.PACKED: that module is not there yet
 COMMIT = Path("build", "commit.txt")
 
 
@@ -27,7 +32,10 @@ class WheelHook(BuildHookInterface):  # type: ignore[type-arg]
             (root / COMMIT).parent.mkdir(exist_ok=True)
             (root / COMMIT).write_text(commit + "\n", encoding="ascii")
             build_data["force_include"][str(root / COMMIT)] = "tokenfleet/_commit.txt"
-        if any((root / KERNELS).glob("kernels-*")):
+        if (root / PACKED).exists():
+            shutil.rmtree(root / KERNELS, ignore_errors=True)
+            with tarfile.open(root / PACKED) as archive:
+                archive.extractall(root / KERNELS, filter="data")
             build_data["force_include"][str(root / KERNELS)] = "tokenfleet/_kernels"
             build_data["pure_python"] = False
             build_data["infer_tag"] = True

@@ -2,8 +2,8 @@
 
 Numba's own cache notices a change of the file a kernel stands in, not of a kernel that it calls from another
 file. So the folder's name carries a digest of every source file that has to do with kernels. A wheel brings a
-folder that is filled already. The core does no I/O when it is imported: every process that runs kernels calls
-`use_kernel_cache` as it begins.
+folder that is filled already, and a checkout brings it packed. The core does no I/O when it is imported: each
+process that runs kernels calls `use_kernel_cache` as it begins.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import shutil
 import stat
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ from pathlib import Path
 
 _SOURCES = Path(__file__).resolve().parent.parent  # our packages
 _SHIPPED = _SOURCES / "tokenfleet" / "_kernels"  # a wheel has it: kernels for every CPU of its architecture
+_THIS = f"cp{sys.version_info.major}{sys.version_info.minor}-{sysconfig.get_platform()}"
+PACKED = _SOURCES / "deploy" / f"kernels-{_THIS}.tar.xz"  # a checkout has it: the same, packed
 _KEPT = 4  # digests to keep; older folders are removed
 
 
@@ -132,18 +135,44 @@ def _folder() -> Path:
     return shipped
 
 
+def unpacked(packed: Path, name: str, into: Path) -> bool:
+    """Whether the archive holds the folder of that name; then it lies in `into`.
+
+    An archive that cannot be read costs a line on stderr and the compilation.
+    """
+    import tarfile  # 10 ms, once
+    from lzma import LZMAError
+
+    try:
+        with tarfile.open(packed, "r:xz") as archive:
+            first = archive.next()
+            if first is None or first.name != name:
+                return False
+            archive.extractall(into, filter="data")  # nothing outside of the folder
+    except FileNotFoundError:
+        return False
+    except (OSError, EOFError, LZMAError, tarfile.TarError) as error:
+        logging.getLogger(__name__).warning(
+            "%s: cannot be read (%s); the simulator is compiled instead", packed, error
+        )
+        return False
+    return True
+
+
 def _filled(parent: Path, name: str, shipped: Path) -> Path:
-    """The folder of that name in `parent`, made with the kernels that the wheel brought. Raises OSError."""
+    """The folder of that name in `parent`, made with the kernels of wheel or checkout. Raises OSError."""
     folder = parent / name
     if not folder.exists():
         parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
-        if shipped.is_dir():
-            shutil.copytree(shipped, part, dirs_exist_ok=True)
-        try:
-            part.rename(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(part, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=parent) as part:
+            new = Path(part, name)
+            if shipped.is_dir():
+                shutil.copytree(shipped, new)
+            elif not unpacked(PACKED, name, Path(part)):
+                shutil.rmtree(new, ignore_errors=True)
+                new.mkdir()
+            with suppress(OSError):  # another process was first
+                new.rename(folder)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder}: cannot be written to")
     return folder

@@ -1,20 +1,19 @@
-"""Compiles the kernels that a wheel brings, for every CPU: those of plans, simulations and gateways.
+"""Packs compiled kernels for every CPU: those of plans, simulations and gateways.
 
-It runs the same commands twice, with a kernel folder of their own. The first run compiles. The second, in a
-new process, loads the kernels that Python calls; each of them contains all that it calls. Only these are
-kept. `make wheel` runs this script before it builds the wheel.
+A checkout unpacks the archive before its first plan, and a wheel brings it unpacked. An archive that fits
+the sources stays. Else a process with a home of its own runs what the kernels are to serve. Of its kernels
+those are kept that Python calls; each of them contains all that it calls. Commit the archive together with
+the change of kernels that asks for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import json
 import os
-import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from contextlib import redirect_stdout
 from io import StringIO
@@ -62,10 +61,8 @@ async def gateway() -> None:
     FleetCore(settings, placement, Metrics(), EventLog(), lengths.expected_tokens)
 
 
-def loaded(scratch: str) -> list[str]:
-    """Run the commands in this process; the files of kernels that were loaded from disk."""
-    from numba.core.dispatcher import Dispatcher
-
+def compile_all(scratch: str) -> None:
+    """Run the commands in this process."""
     from tokenfleet.cli.main import main as run
 
     for command in commands(scratch):
@@ -74,37 +71,42 @@ def loaded(scratch: str) -> list[str]:
         if code not in (0, 1):
             raise SystemExit(f"{' '.join(command)}: exit code {code}\n{said.getvalue()}")
     asyncio.run(gateway())
-    kernels = [one for one in gc.get_objects() if isinstance(one, Dispatcher) and one._cache_hits]
-    return sorted({f"{one._cache._cache_path}/{one._cache._impl.filename_base}" for one in kernels})
+
+
+def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without owner and time, so that the same kernels are the same archive."""
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    member.mode = 0o755 if member.isdir() else 0o644
+    return member
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--into", type=Path, default=ROOT / "build" / "kernels")
     parser.add_argument("--within", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.within:
-        print(json.dumps(loaded(asked.within)))
+        compile_all(asked.within)
         return 0
-    from dataplane.startup import kernel_digest
+    from dataplane.startup import PACKED, kernel_digest, unpacked
 
-    into = asked.into / f"kernels-{kernel_digest()}"
-    if into.exists():
-        print(f"{into}: compiled already")
-        return 0
     with tempfile.TemporaryDirectory() as scratch:
+        name = f"kernels-{kernel_digest()}"
+        if unpacked(PACKED, name, Path(scratch)):
+            print(f"{PACKED}: fits the sources")
+            return 0
         alone = {"HOME": scratch, "NUMBA_CPU_NAME": "generic", "PYTHONPATH": str(ROOT)}
-        again, own = [sys.executable, __file__, "--within", scratch], os.environ | alone
-        for _ in ("compile", "load"):
-            said = subprocess.run(again, env=own, stdout=subprocess.PIPE, text=True, check=True)
-        shutil.rmtree(asked.into, ignore_errors=True)
-        for base in map(Path, json.loads(said.stdout)):
-            for file in base.parent.glob(f"{base.name}.*"):
-                place = into / base.parent.name / file.name
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, place)
-    files = [path for path in into.rglob("*") if path.is_file()]
-    print(f"{into}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB")
+        own = os.environ | alone
+        subprocess.run([sys.executable, __file__, "--within", scratch], env=own, check=True)
+        built = Path(scratch, ".cache", "tokenfleet", name)
+        files = sorted(path for path in built.glob("*/*.nb[ci]") if not path.name.startswith("called."))
+        part = PACKED.with_suffix(".part")
+        with tarfile.open(part, "w:xz", format=tarfile.PAX_FORMAT, preset=9) as archive:
+            for path in [built, *files]:
+                archive.add(path, str(path.relative_to(built.parent)), recursive=False, filter=plain)
+        part.replace(PACKED)
+        size = sum(path.stat().st_size for path in files)
+    print(f"{PACKED}: {len(files)} files, {size / 1e6:.1f} MB, packed {PACKED.stat().st_size / 1e6:.2f}")
     return 0
 
 

@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from contextlib import suppress
 from importlib.metadata import packages_distributions
 
 import pytest
 from checkout import ROOT
 
-from dataplane.startup import loading
+from dataplane.startup import PACKED, kernel_digest, loading, unpacked
 
 WATCH = """
 import importlib, os, pkgutil, sys
@@ -33,6 +34,10 @@ for package in (controlplane, dataplane.simulated):
 """
 
 
+# Kernels are compiled, as where a checkout has none packed.
+BARE = "from pathlib import Path; from dataplane import startup; startup.PACKED = Path('none')\n"
+
+
 def python(code, home, **more):
     env = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"HOME": str(home), **more}
     return subprocess.run(
@@ -49,7 +54,7 @@ def test_importing_the_core_writes_no_file_and_starts_no_process(tmp_path):
 @pytest.mark.parametrize("loaded_first", [False, True])
 def test_a_process_that_asks_keeps_its_kernels_whenever_they_were_loaded(tmp_path, loaded_first):
     imports = "from controlplane.placement.lengths import expected_output" if loaded_first else ""
-    code = f"""
+    code = f"""{BARE}
 {imports}
 from dataplane.startup import use_kernel_cache
 use_kernel_cache()
@@ -102,7 +107,7 @@ def test_a_temporary_folder_that_others_can_enter_is_not_used(tmp_path):
 
 
 # Calls one kernel, and tells whether it was compiled, and whether it was loaded.
-CALL = """
+LOAD = """
 from dataplane import startup
 startup.use_kernel_cache()
 import numpy as np
@@ -111,20 +116,74 @@ print("ready", flush=True)
 decode_base_s(np.zeros(64), 1.0)
 print(sum(decode_base_s._cache_misses.values()), sum(decode_base_s._cache_hits.values()))
 """
+CALL = BARE + LOAD
+
+
+def test_the_packed_kernels_are_those_of_the_sources():
+    packed = list((ROOT / "deploy").glob("kernels-*.tar.xz"))
+    assert packed, "deploy/ has no packed kernels: run `make pack-kernels` and commit the archive"
+    for path in packed:
+        with tarfile.open(path) as archive:
+            names = {name.partition("/")[0] for name in archive.getnames()}
+        assert names == {f"kernels-{kernel_digest()}"}, (
+            f"{path.name} is of other sources: run `make pack-kernels` and commit the archive"
+        )
+
+
+@pytest.mark.skipif(not PACKED.exists(), reason=f"needs {PACKED.name}")
+def test_a_checkout_unpacks_its_kernels_and_compiles_none(tmp_path):
+    done = python(LOAD, tmp_path)
+    assert (done.stdout, done.stderr) == ("ready\n0 1\n", "")
+    (folder,) = (tmp_path / ".cache" / "tokenfleet").iterdir()  # nothing but the folder stays
+    assert list(folder.glob("dataplane.simulated.cluster/cluster.advance-*.nbc"))
+
+
+@pytest.mark.parametrize("size", [0, 100, 200_000])
+def test_packed_kernels_that_cannot_be_read_are_told_and_compiled(tmp_path, size):
+    cut = tmp_path / "cut.tar.xz"
+    folder = tmp_path / "folder" / f"kernels-{kernel_digest()}"
+    folder.mkdir(parents=True)
+    (folder / "one.nbc").write_bytes(os.urandom(300_000))
+    with tarfile.open(cut, "w:xz") as archive:
+        archive.add(folder, folder.name)
+    os.truncate(cut, size)
+    done = python(f"{BARE}startup.PACKED = Path({str(cut)!r}){LOAD}", tmp_path)
+    assert done.stdout == "ready\n1 0\n"
+    assert re.fullmatch(rf"{cut}: cannot be read \(.+\); the simulator is compiled instead\n", done.stderr)
+    (kept,) = (tmp_path / ".cache" / "tokenfleet").iterdir()
+    assert not (kept / "one.nbc").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "link"])
+def test_packed_kernels_lie_within_their_folder(tmp_path, name):
+    into = tmp_path / "into"
+    into.mkdir()
+    member = tarfile.TarInfo(f"kernels-1/../{name}")
+    if name == "link":
+        member = tarfile.TarInfo("kernels-1/link")
+        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    folder = tarfile.TarInfo("kernels-1")
+    folder.type = tarfile.DIRTYPE
+    with tarfile.open(tmp_path / "packed.tar.xz", "w:xz") as archive:
+        archive.addfile(folder)
+        archive.addfile(member)
+    assert not unpacked(tmp_path / "packed.tar.xz", "kernels-1", into)
+    assert [path.name for path in into.rglob("*")] in ([], ["kernels-1"])
+    assert not (tmp_path / "outside").exists()
 
 
 def test_kernels_that_a_wheel_brings_for_every_cpu_are_loaded_not_compiled(tmp_path):
     built, bought = tmp_path / "built", tmp_path / "bought"
     assert python(CALL, built, NUMBA_CPU_NAME="generic").stdout == "ready\n1 0\n"
     shipped = built / ".cache" / "tokenfleet"
-    brought = f"from pathlib import Path\nstartup._SHIPPED = Path({str(shipped)!r})\nstartup.use"
+    brought = f"startup._SHIPPED = Path({str(shipped)!r})\nstartup.use"
     assert python(CALL.replace("startup.use", brought), bought).stdout == "ready\n0 1\n"
     here, there = ({path.name for path in of.rglob("*.nbc")} for of in (bought, built))
     assert here == there
 
 
 def test_a_kernel_that_two_processes_need_is_compiled_once(tmp_path):
-    assert python(FOLDER, tmp_path).returncode == 0
+    assert python(BARE + FOLDER, tmp_path).returncode == 0
     (folder,) = (tmp_path / ".cache" / "tokenfleet").iterdir()
     env = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"HOME": str(tmp_path)}
     with open(folder / "compiling", "a") as turn:
@@ -146,7 +205,7 @@ def test_a_folder_that_cannot_be_written_to_only_costs_the_compilation(tmp_path)
 
 
 def test_the_simulator_is_known_to_be_on_disk_once_it_was_compiled(tmp_path):
-    told = "from dataplane.startup import has_simulator; print(has_simulator())"
+    told = f"{BARE}print(startup.has_simulator())"
     assert python(told, tmp_path).stdout == "False\n"
     (folder,) = (tmp_path / ".cache" / "tokenfleet").iterdir()
     kept = folder / "dataplane.simulated.cluster"
