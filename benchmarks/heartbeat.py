@@ -40,10 +40,9 @@ from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.http.keys import KeyRing
 from dataplane.http.server import bind, until_answering
 from dataplane.live.control.api import control_app, control_server
-from dataplane.live.control.controller_process import ControllerProcess
+from dataplane.live.control.controller_process import ControllerProcess, ControllerSettings
 from dataplane.live.control.fleet_state import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
-from dataplane.live.control.settings import ControllerSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.emulated.segment import Noise
 from dataplane.live.gateway.events import EventLog

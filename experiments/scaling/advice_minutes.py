@@ -21,10 +21,10 @@ from typing import Any
 from controlplane.control import Settings, State, tick
 from controlplane.placement.policies import Policy
 from controlplane.port import Decide
+from controlplane.scaler.bounds import Autoscale
 from controlplane.snapshot import Action, Scale, Snapshot
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
-from dataplane.live.control.settings import Autoscale
 from dataplane.simulated.elastic import ElasticSettings
 from dataplane.simulated.elastic_run import ElasticPlane, simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec

@@ -37,10 +37,10 @@ from multiprocessing import get_context
 from typing import Any
 
 from controlplane.control import Settings, State, tick
+from controlplane.scaler.bounds import Autoscale
 from controlplane.snapshot import Action, Snapshot
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
-from dataplane.live.control.settings import Autoscale
 from dataplane.simulated.elastic import FleetRecord
 from dataplane.simulated.simulate import ControlSettings, Outcome
 from experiments.lib.autoscaling import (

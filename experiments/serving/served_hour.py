@@ -32,9 +32,10 @@ import numpy as np
 
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import read_policy
+from controlplane.scaler.bounds import Autoscale
 from controlplane.workload import Workload
 from dataplane.live.control.controller import HEARTBEAT_S
-from dataplane.live.control.settings import Autoscale, ControllerSettings
+from dataplane.live.control.controller_process import ControllerSettings
 from dataplane.simulated.elastic import ElasticSettings
 from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, simulate

@@ -21,8 +21,8 @@ from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.live.control import controller
 from dataplane.live.control.controller import LivePlane
+from dataplane.live.control.controller_process import ControllerSettings
 from dataplane.live.control.fleet_state import MoveRow, RequestRow, WorkerRow
-from dataplane.live.control.settings import ControllerSettings
 from dataplane.simulated.control_loop import ControlSettings, drive
 from dataplane.simulated.elastic import Elastic, ElasticSettings
 from dataplane.simulated.elastic_run import ElasticPlane

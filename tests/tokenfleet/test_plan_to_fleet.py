@@ -10,7 +10,7 @@ from planning_builders import planned, worker, worker_type
 from controlplane.errors import BadInput
 from controlplane.placement.strictness import LEVELS, NORMAL, Strictness
 from controlplane.scaler.state import ScalingSettings
-from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
+from dataplane.live.control.controller_process import CONTROLLER_SETTINGS, ControllerSettings
 from tokenfleet.cli.serve.loop import autoscale_of
 from tokenfleet.cli.serve.workers import headroom_of, planned_types, strictness_of
 from tokenfleet.export.deployment import deployment, serve_words

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from controlplane.scaler.bounds import Autoscale
 from controlplane.worker_type import WorkerType
-from dataplane.live.control.settings import Autoscale
 from tokenfleet.advise.advice import AdviceSettings, AdviceState
 from tokenfleet.advise.decide import ORIGIN_S, advise, looked_at
 from tokenfleet.advise.look import NoCounts, Page, Watched, look

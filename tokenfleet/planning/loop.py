@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from controlplane.errors import BadInput
-from controlplane.scaler.clock import DAY_S, WEEK_S, ClockFloor, FloorInterval, by_the_day
+from controlplane.scaler.bounds import DAY_S, WEEK_S, ClockFloor, FloorInterval, by_the_day
 from tokenfleet.planning.plan_file import ExpectedLoop, PlanFile
 
 WEEKDAYS = 7

@@ -226,7 +226,6 @@ def _add_changes(app: FastAPI, operations: Operations) -> None:
     @app.post("/v1/workers/{worker}/restart", status_code=202)
     async def restart(worker: str, order: Annotated[RestartOrder, Body()]) -> dict[str, Any]:
         """Replace a worker by a new one, its requests moved or finished."""
-        operations.check_worker(worker)
         return operations.updates.restart(WorkerId(worker), order.finish_s)
 
     @app.post("/v1/gateways/restart", status_code=202)
@@ -292,13 +291,13 @@ def _worker_routes(app: FastAPI, operations: Operations) -> None:
     @app.post("/v1/workers/{worker}/drain", status_code=202)
     async def drain(worker: str) -> dict[str, Any]:
         """Move everything off a worker, then stop it."""
-        operations.drain(worker)
+        operations.cluster.drain(WorkerId(worker), "an operator asked")
         return {"worker": worker, "state": "draining"}
 
     @app.delete("/v1/workers/{worker}/drain")
     async def cancel_drain(worker: str) -> dict[str, Any]:
         """Let a draining worker serve again."""
-        operations.cancel_drain(worker)
+        operations.cluster.cancel_drain(WorkerId(worker), "an operator cancelled the drain")
         return {"worker": worker, "state": "serving"}
 
     @app.post("/v1/workers/{worker}/evacuate", status_code=202)
@@ -314,7 +313,7 @@ def _worker_routes(app: FastAPI, operations: Operations) -> None:
     @app.post("/v1/workers/{worker}/role", status_code=202)
     async def role(worker: str, order: Annotated[RoleOrder, Body()]) -> dict[str, Any]:
         """Give a worker another role while it serves: prefill, decode, or any."""
-        operations.set_role(worker, order.role)
+        operations.cluster.set_role(WorkerId(worker), order.role, "an operator asked")
         return {"worker": worker, "role": order.role}
 
 

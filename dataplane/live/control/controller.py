@@ -35,8 +35,8 @@ from controlplane.snapshot import DRAINING, SERVING, STARTING, Migrate, Note, Re
 from controlplane.worker_type import WorkerType
 from dataplane.history.fleet_log import FleetLog, FleetSpec, Look, Ruled
 from dataplane.http.tls import own_host_context
+from dataplane.live.control.controller_process import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.fleet_state import FleetState, Observer
-from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.startup import use_kernel_cache
 
 HEARTBEAT_S = 0.5

@@ -1,4 +1,4 @@
-"""The controller's process, as the core keeps it."""
+"""The controller's process as the core keeps it, and its settings: plain values passed over a pipe."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from signal import SIGKILL, SIGTERM
 
-from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
+from pydantic import TypeAdapter
+
+from controlplane.control import Settings
+from controlplane.migration.balance import MoveSettings
+from controlplane.migration.overload import ShedSettings
+from controlplane.migration.usage import Reading
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.policies import BY_TARGETS, Policy
+from controlplane.placement.strictness import NORMAL, Strictness
+from controlplane.scaler.bounds import Autoscale
+from controlplane.scaler.load import LoadSettings
+from controlplane.types import SloClass
+from controlplane.worker_type import WorkerType
 from dataplane.live.gateway.events import EventLog
 from dataplane.processes.keeper import End, Keeper, Pauses, Spec, program, told
 from dataplane.processes.keeper import tell as signal_to
@@ -20,6 +33,64 @@ LOOK_S = 1.0
 SILENT_S = 120.0  # its first round may compile
 
 log = logging.getLogger("tokenfleet.core")
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """The control API's address, and the settings of `tick`.
+
+    `parent`: the process to end with. `worker_types`: the fleet's, with the profiles given. `data`: the
+    folder that demand and the fleet's log are kept in; None keeps none. `moves`: whether requests move
+    between serving workers. `policy`: of placement, where all profiles are known; `strictness`: of
+    forecasts; `headroom`: for high-priority requests. `attainment`: of requests of none of the `classes`.
+    `tells_need`: whether the controller reports to the fleet how many of the workers asked for are needed.
+    """
+
+    control: str
+    key: str | None
+    advisory: bool
+    parent: int
+    worker_types: tuple[WorkerType, ...]
+    autoscale: Autoscale | None = None
+    data: str | None = None
+    moves: bool = True
+    policy: Policy = Policy.SPREAD
+    strictness: Strictness = NORMAL
+    headroom: float = 0.0
+    attainment: float = 0.99
+    classes: tuple[SloClass, ...] = ()
+    tells_need: bool = False
+
+    @property
+    def profiles(self) -> dict[str, Profile]:
+        """The profiles given, by the name of their type."""
+        return {t.name: t.known_profile for t in self.worker_types if t.known_profile is not None}
+
+    def tick(
+        self, profiles: Mapping[str, Profile], unix_s: float = 0.0, cold_start_s: float = 0.0
+    ) -> Settings:
+        """This heartbeat's settings; profiles as known by now. The fleet empties draining workers itself.
+
+        `unix_s`: for the floor by the clock, and `cold_start_s` for what it wants soon.
+        """
+        are_known = bool(self.worker_types) and all(t.name in profiles for t in self.worker_types)
+        by_targets = are_known and self.policy in BY_TARGETS
+        # Shedding is off until a worker's speed is known.
+        forecasts = ShedSettings(self.strictness.theta, self.strictness.gamma, headroom=self.headroom)
+        shed = forecasts if profiles and self.moves else None
+        balance = MoveSettings(Reading(self.headroom)) if self.moves and not by_targets else None
+        plain = Settings(balance, shed)
+        if self.autoscale is None:
+            return plain
+        # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.
+        fewest = self.autoscale.fewest(unix_s, cold_start_s)
+        load = LoadSettings(max(fewest, 1), self.autoscale.high, hold_s=self.autoscale.hold_s)
+        types = tuple(replace(t, known_profile=profiles.get(t.name)) for t in self.worker_types)
+        return replace(plain, load=load, scaling=self.autoscale.settings(types, self.classes, fewest))
+
+
+# Sent to the controller's process as JSON, and checked when read.
+CONTROLLER_SETTINGS = TypeAdapter(ControllerSettings)
 
 
 class ControllerProcess:

@@ -31,17 +31,17 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Policy
 from controlplane.placement.queue import QueueSettings
 from controlplane.placement.strictness import NORMAL, Strictness
+from controlplane.scaler.bounds import Autoscale
 from controlplane.types import Slo, SloClass
 from controlplane.worker_type import WorkerType
 from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing, read_control_keys
 from dataplane.http.server import Extension, address, follow, until_answering
 from dataplane.live.control.api import control_app, control_server
-from dataplane.live.control.controller_process import ControllerProcess
+from dataplane.live.control.controller_process import ControllerProcess, ControllerSettings
 from dataplane.live.control.fleet_state import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
 from dataplane.live.control.replanned import Replanned, TypeParts, taken_up
-from dataplane.live.control.settings import Autoscale, ControllerSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api.processes import Estate
 from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
@@ -64,8 +64,7 @@ from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import ANYWHERE, FleetTypes, Site
 from dataplane.live.pool.learning import KeptProfiles, Learning
 from dataplane.live.pool.member import Host, Revision
-from dataplane.live.pool.notice_watch import NoticeWatch
-from dataplane.live.pool.pool import WorkerPool
+from dataplane.live.pool.pool import NoticeWatch, WorkerPool
 from dataplane.live.pool.roster import PoolRecord
 from dataplane.live.worker.profiling import fingerprint
 
@@ -199,6 +198,7 @@ class _Fleet:
         certificate = self.gateway.certificate
         self.gateway_url = address(settings.gateway.host, settings.gateway.port, certificate)
         self.control_url = address(settings.control_host, settings.control_port, certificate)
+        self.parts = TypeParts(self.profiles, self.placement, self.step_times, self._decide_by)
         self.learning = self._learning()
         self.core = self._core()
         self.controller = ControllerProcess(self.events)
@@ -221,8 +221,7 @@ class _Fleet:
             PlacementSettings.of(settings.strictness, settings.headroom),
         )
         self.history.on_learnt.append(placement.learn)
-        for kind, times in self.step_times.kinds.items():
-            times.on_refit.append(partial(placement.kinds.refit, kind))
+        self.step_times.on_refit.append(placement.kinds.refit)
         return placement
 
     def _learning(self) -> Learning:
@@ -236,14 +235,9 @@ class _Fleet:
         model = self.gateway.config.model_config
         named = settings.gateway.model, fingerprint(model.hf_config)
         learning = Learning(unknown, named, flags, model.get_vocab_size(), self.events, settings.kept)
-        learning.on_learnt.append(self._know)
+        learning.on_learnt.append(self.parts.know)
         learning.on_measured.append(self.step_times.pass_over)
         return learning
-
-    def _know(self, kind: str, profile: Profile) -> None:
-        """Place by a learned profile from now on, and refit it."""
-        self.placement.kinds.know(kind, profile)
-        self.step_times.know(kind, profile).on_refit.append(partial(self.placement.kinds.refit, kind))
 
     def _core(self) -> FleetCore:
         """The fleet as one engine, and who hears of its requests and steps."""
@@ -299,7 +293,6 @@ class _Fleet:
         self.controller.start()
         await pool.start()
         telling.cancel()
-        self.profiles |= self.learning.learnt
 
     async def _host(self) -> Host:
         settings = self.settings
@@ -394,7 +387,7 @@ class _Fleet:
         )
         self.pool.tasks.spawn(self.controller.watch(lambda: operations.looked_s))
         operations.updates.resume()
-        replanned = Replanned(operations, self._parts())
+        replanned = Replanned(operations, self.parts)
         self._register(REGISTRY if gateways is None else gateways.registry())
         for extension in settings.extensions:
             extension.attach(replanned)
@@ -437,13 +430,11 @@ class _Fleet:
         core.on_closing.append(lambda why: setattr(door, "closing", why))
         return asyncio.create_task(self.gateway.serve(core, door, self.estate.listening))
 
-    def _parts(self) -> TypeParts:
-        def decide_by(types: tuple[WorkerType, ...], autoscale: Autoscale | None) -> None:
-            self.controller.renew(self._decides_by(types, autoscale))
+    def _decide_by(self, types: tuple[WorkerType, ...], autoscale: Autoscale | None) -> None:
+        """Let the controller decide by these from now on."""
+        self.controller.renew(self._controlled(types, autoscale))
 
-        return TypeParts(self.profiles, self.placement, self.step_times, decide_by)
-
-    def _decides_by(self, types: Iterable[WorkerType], autoscale: Autoscale | None) -> ControllerSettings:
+    def _controlled(self, types: Iterable[WorkerType], autoscale: Autoscale | None) -> ControllerSettings:
         """The controller's settings, with a key of its own, for these types and bounds."""
         settings = self.settings
         return ControllerSettings(
@@ -466,7 +457,7 @@ class _Fleet:
     def let_decide(self) -> None:
         """Let the controller begin, and leave machines that are to go away."""
         self._cleanup.push_async_callback(self.controller.close)  # before the control API that it asks
-        self.controller.tell(self._decides_by(self.settings.types, self.settings.autoscale))
+        self.controller.tell(self._controlled(self.settings.types, self.settings.autoscale))
         self.pool.tasks.spawn(NoticeWatch(self.pool, self.settings.reclaim_notice).run())
 
     def _say(self, kind: str, line: str) -> None:

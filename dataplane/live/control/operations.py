@@ -13,11 +13,11 @@ from typing import Any
 from controlplane.errors import BadInput
 from controlplane.placement.ledger import NONE
 from controlplane.placement.policies import MIGRATE, Policy
+from controlplane.scaler.bounds import Autoscale
 from controlplane.snapshot import Note, Scale
-from controlplane.types import Role, WorkerId
+from controlplane.types import WorkerId
 from dataplane.http.rules import Conflict, UnknownName
 from dataplane.live.control.fleet_state import DemandCount, FleetState, MoveRow, RequestRow, WorkerRow, copied
-from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.control.updates import Updates
 from dataplane.live.control.views import (
@@ -29,10 +29,9 @@ from dataplane.live.control.views import (
     worker_view,
 )
 from dataplane.live.engine_api.processes import Estate, Tasks
-from dataplane.live.gateway.events import Event, is_of_loss
+from dataplane.live.gateway.events import BUCKET_S, Event, is_of_loss
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.metrics import Metrics
-from dataplane.live.gateway.timeline import BUCKET_S
 from dataplane.live.gateways.keeper import Gateways
 from dataplane.live.ledger.request import Tracked
 from dataplane.live.pool.pool import WorkerPool
@@ -321,17 +320,8 @@ class Operations:
         if self._estate is not None:
             self._estate.record.note(auto=auto)
 
-    def drain(self, worker: str) -> None:
-        self.check_worker(worker)
-        self.cluster.drain(WorkerId(worker), "an operator asked")
-
-    def cancel_drain(self, worker: str) -> None:
-        self.check_worker(worker)
-        self.cluster.cancel_drain(WorkerId(worker), "an operator cancelled the drain")
-
     def evacuate(self, worker: str, seconds: float, reason: str) -> dict[str, Any]:
         """Empty a worker within `seconds`; what its requests are to do, counted."""
-        self.check_worker(worker)
         plan = self.cluster.evacuate([WorkerId(worker)], seconds, reason)
         return {"worker": worker, "state": "draining", "deadline_s": seconds, "plan": plan_view(plan)}
 
@@ -344,10 +334,6 @@ class Operations:
         plan = self.cluster.evacuate(here, seconds, reason)
         await self.cluster.host.leave_node(address, seconds)
         return {"node": address, "workers": here, "deadline_s": seconds, "plan": plan_view(plan)}
-
-    def set_role(self, worker: str, role: Role) -> None:
-        self.check_worker(worker)
-        self.cluster.set_role(WorkerId(worker), role, "an operator asked")
 
     def restart_gateways(self, finish_s: float) -> dict[str, Any]:
         """Begin to replace every gateway by a new process; how many there are. Raises UnknownName."""
@@ -364,8 +350,7 @@ class Operations:
         if tracked is None:
             raise UnknownName(f"request {name}: is not running")
         if target is not None:
-            self.check_worker(target)
-            if self.cluster.state_of(WorkerId(target)) != "serving":
+            if self.cluster.named(WorkerId(target)).state != "serving":
                 raise BadInput(f"target {target}: is not serving")
             if tracked.worker == target:
                 raise BadInput(f"target {target}: the request is there already")
@@ -408,9 +393,3 @@ class Operations:
 
     def _advise(self, kind: str, reason: str, **said: Any) -> None:
         self.events.record(time.time(), f"advice-{kind}", reason, **said)
-
-    def check_worker(self, worker: str) -> None:
-        """Raises UnknownName for a worker that the fleet does not have."""
-        if self.cluster.state_of(WorkerId(worker)) is None:
-            names = ", ".join(member.worker for member in self.cluster.members()) or "none"
-            raise UnknownName(f"worker {worker}: no such worker, there are: {names}")

@@ -21,9 +21,9 @@ from typing import Any
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, Profile
 from controlplane.placement.policies import Policy
+from controlplane.scaler.bounds import Autoscale
 from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.live.control.operations import Operations
-from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api.processes import Estate
 from dataplane.live.ledger.placement import Placement
@@ -85,7 +85,7 @@ class TypeParts:
         """There may be workers of a type from now on."""
         self.profiles[kind] = profile
         self.placement.kinds.know(kind, profile)
-        self.step_times.know(kind, profile).on_refit.append(partial(self.placement.kinds.refit, kind))
+        self.step_times.know(kind, profile)
 
     def forget(self, kind: str) -> None:
         """There are none any more."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,17 +33,13 @@ LEARNT = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_su
 
 
 class KindTimes:
-    """The refit of one worker type, whose profile is in force `since_s` (Unix time).
+    """The refit of one worker type, whose profile is in force `since_s` (Unix time); `tell` corrections."""
 
-    `on_refit(step model)` are called on corrections.
-    """
-
-    def __init__(self, profile: Profile, events: EventLog) -> None:
+    def __init__(self, profile: Profile, events: EventLog, tell: Callable[[StepModel], None]) -> None:
         self.refit = Refit(profile)
         self.since_s = time.time()
         self.variant = profile.type_name
-        self.on_refit: list[Callable[[StepModel], None]] = []
-        self._events = events
+        self._events, self._tell = events, tell
         self._factors: dict[WorkerId, float] = {}
         self._reported = 0
 
@@ -61,8 +58,7 @@ class KindTimes:
             self._announce(drift)
         if drift is not None or self.refit.steps - self._reported >= TELL_EVERY:
             self._reported = self.refit.steps
-            for tell in self.on_refit:
-                tell(self.refit.model)
+            self._tell(self.refit.model)
 
     def own_factors(self, here: Collection[WorkerId]) -> dict[WorkerId, float]:
         """Each worker's own factor on the profile; those that are not `here` any more are forgotten."""
@@ -127,14 +123,18 @@ class StepTimes(Collector):
 
     `attached`: the workers there are, `kind_of`: their kind. Workers of a kind take turns, so each is heard
     as often as the others. A large fleet learns as fast as a small one, for the same time of the gateway's.
+    `on_refit(kind, step model)` are called on corrections.
     """
 
     def __init__(
         self, profiles: Mapping[str, Profile], events: EventLog, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._events = events
-        known = {kind: profile for kind, profile in profiles.items() if profile.speculation is None}
-        self.kinds = {kind: KindTimes(profile, events) for kind, profile in known.items()}
+        self.kinds: dict[str, KindTimes] = {}
+        self.on_refit: list[Callable[[str, StepModel], None]] = []
+        for kind, profile in profiles.items():
+            if profile.speculation is None:
+                self.know(kind, profile)
         self.attached: Callable[[], Collection[WorkerId]] = lambda: tuple(self._steps_taken)
         self.kind_of: Callable[[WorkerId], str | None] = lambda worker: next(iter(profiles))
         self._steps_taken: dict[WorkerId, int] = {}
@@ -142,10 +142,13 @@ class StepTimes(Collector):
         self._turn_s: dict[WorkerId, float] = {}  # when it is each worker's turn again
         self._turns = 0
 
-    def know(self, kind: str, profile: Profile) -> KindTimes:
+    def know(self, kind: str, profile: Profile) -> None:
         """Refit this profile from now on."""
-        self.kinds[kind] = KindTimes(profile, self._events)
-        return self.kinds[kind]
+        self.kinds[kind] = KindTimes(profile, self._events, partial(self._refitted, kind))
+
+    def _refitted(self, kind: str, step: StepModel) -> None:
+        for tell in self.on_refit:
+            tell(kind, step)
 
     def forget(self, kind: str) -> None:
         """There are no workers of a kind any more."""

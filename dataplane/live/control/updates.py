@@ -48,8 +48,9 @@ class Updates:
 
     def restart(self, worker: WorkerId, finish_s: float) -> dict[str, Any]:
         """Begin to replace one worker by another of its kind; how it stands."""
+        state = self._pool.named(worker).state
         self.check_no_rollout()
-        if (state := self._pool.state_of(worker)) != "serving":
+        if state != "serving":
             raise BadInput(f"worker {worker}: is {state}, so it cannot be restarted")
         return self.roll(Rollout(self._pool, self._pool.revision, finish_s, worker))
 

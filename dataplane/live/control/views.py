@@ -11,10 +11,9 @@ from urllib.parse import urlsplit
 
 from controlplane.figures import bytes_text, duration_text
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Order
-from controlplane.scaler.clock import ClockFloor
+from controlplane.scaler.bounds import Autoscale, ClockFloor
 from controlplane.snapshot import Pace
 from controlplane.types import Role
-from dataplane.live.control.settings import Autoscale
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.metrics import PRIORITY_NAMES
 from dataplane.live.ledger.request import Tracked

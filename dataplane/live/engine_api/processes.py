@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
-# vLLM and Ray send no usage statistics. vLLM's log goes to stderr, where `worker.cause` looks for the reason
-# of a failed start: stdout is for our one line.
+# vLLM and Ray send no usage statistics. vLLM's log goes to stderr, where `worker.failures` looks for the
+# reason of a failed start: stdout is for our one line.
 QUIET = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",

@@ -16,6 +16,7 @@ from typing import Any
 from controlplane.errors import BadInput
 from controlplane.snapshot import Facts
 from controlplane.types import WorkerId
+from dataplane.http.rules import UnknownName
 from dataplane.live.engine_api.processes import Record
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.pool.fleet_types import FleetTypes
@@ -98,10 +99,10 @@ class Roster:
         return None if member is None or member.life is Life.ENDING else member
 
     def named(self, worker: WorkerId) -> Member:
-        """A worker that is there. Raises BadInput for another."""
+        """A worker that is there. Raises UnknownName for another."""
         if (member := self.find(worker)) is None:
             names = ", ".join(m.worker for m in self.members()) or "none"
-            raise BadInput(f"worker {worker}: no such worker, there are: {names}")
+            raise UnknownName(f"worker {worker}: no such worker, there are: {names}")
         return member
 
     def state_of(self, worker: WorkerId) -> WorkerState | None:

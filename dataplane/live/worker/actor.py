@@ -53,10 +53,9 @@ from dataplane.live.engine_api.vllm_surface import (
 from dataplane.live.engine_api.wire import Door
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.kv.transport import reserve_addresses
-from dataplane.live.worker.cause import own_log, start_failure
 from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, tells_cached, warm_up, worker_info
+from dataplane.live.worker.failures import WATCH_FROM_S, EngineSilence, own_log, start_failure
 from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
-from dataplane.live.worker.silence import WATCH_FROM_S, EngineSilence
 
 log = logging.getLogger(__name__)
 TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on

@@ -23,7 +23,7 @@ from dataplane.live.engine_api.notices import Notice
 from dataplane.live.engine_api.processes import QUIET
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.worker.actor import Worker
-from dataplane.live.worker.cause import StartFailure
+from dataplane.live.worker.failures import StartFailure
 
 log = logging.getLogger(__name__)
 PLACE_S = 30.0

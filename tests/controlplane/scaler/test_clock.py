@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.scaler.clock import DAY_S, WEEK_S, ClockFloor, FloorInterval, by_the_day, since_begin_s
+from controlplane.scaler.bounds import DAY_S, WEEK_S, ClockFloor, FloorInterval, by_the_day, since_begin_s
 
 WEDNESDAY_14H = datetime(2026, 11, 25, 14, tzinfo=UTC).timestamp()
 

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.scaler.autoscale import scale
+from controlplane.scaler.bounds import Autoscale
 from controlplane.scaler.line import line_of
 from controlplane.scaler.state import Scaling
 from controlplane.scaler.traffic import Traffic as Lengths
 from controlplane.snapshot import Snapshot
 from controlplane.types import ClassArrivals, Slo
 from controlplane.worker_type import WorkerType
-from dataplane.live.control.settings import Autoscale
 from tokenfleet.advise.advice import AdviceSettings, AdviceState
 from tokenfleet.advise.bottleneck import bottleneck, hopeless
 from tokenfleet.advise.decide import ORIGIN_S, WITHDRAWN_S, advise

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from controlplane.errors import BadInput
+from controlplane.scaler.bounds import Autoscale
 from controlplane.scaler.hpa import HpaRule
 from controlplane.snapshot import SERVING, Snapshot
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
-from dataplane.live.control.settings import Autoscale
 from tokenfleet.advise.advice import AdviceSettings
 from tokenfleet.advise.decide import looked_at
 from tokenfleet.advise.followers import (

@@ -11,11 +11,11 @@ from counted_servers import OUTPUT, PROMPT, CountedServer, busy
 from prometheus_client import CollectorRegistry, generate_latest
 
 from controlplane.errors import BadInput
+from controlplane.scaler.bounds import Autoscale
 from controlplane.scaler.line import line_of
 from controlplane.scaler.traffic import Traffic as Lengths
 from controlplane.types import ClassArrivals, Slo
 from controlplane.worker_type import WorkerType
-from dataplane.live.control.settings import Autoscale
 from tokenfleet.advise.advice import AdviceSettings, AdviceState
 from tokenfleet.advise.decide import ORIGIN_S, advise
 from tokenfleet.advise.gauges import AdviceGauges

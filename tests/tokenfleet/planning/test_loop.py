@@ -6,7 +6,7 @@ import pytest
 from made_plans import plan_json, plan_of_fleet
 
 from controlplane.errors import BadInput
-from controlplane.scaler.clock import DAY_S, WEEK_S
+from controlplane.scaler.bounds import DAY_S, WEEK_S
 from tokenfleet.planning.loop import expected_loop, planned_loop
 from tokenfleet.planning.plan_file import parse_plan
 

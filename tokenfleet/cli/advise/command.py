@@ -59,7 +59,7 @@ def advise_command(flags: AdviseFlags) -> int:
     each = of_types(flags)
     given = [None if one.profile is None else read_profile(one.profile) for one in each]
 
-    from dataplane.live.control.settings import Autoscale
+    from controlplane.scaler.bounds import Autoscale
     from tokenfleet.advise.advice import AdviceSettings
 
     follows = Autoscale(low, high, hold_s=hold_s, attainment=flags.attainment)

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from controlplane.placement.strictness import Strictness
+    from controlplane.scaler.bounds import Autoscale
     from dataplane.http.tls import ServerCertificate
     from dataplane.live.control.fleet import FleetSettings
-    from dataplane.live.control.settings import Autoscale
     from dataplane.live.pool.fleet_types import FleetTypes, Site
     from tokenfleet.cli.serve.processes import Say
 

@@ -18,6 +18,7 @@ from made_states import PROFILE, counted, state, worker
 
 from controlplane.errors import BadInput
 from controlplane.scaler.autoscale import scale
+from controlplane.scaler.bounds import Autoscale
 from controlplane.scaler.correction import Correction
 from controlplane.scaler.forecast import ForecastSettings
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
@@ -26,7 +27,7 @@ from controlplane.snapshot import Snapshot
 from controlplane.worker_type import WorkerType
 from dataplane.history.fleet_log import read_fleet_log
 from dataplane.live.control.controller import DemandFile
-from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
+from dataplane.live.control.controller_process import CONTROLLER_SETTINGS, ControllerSettings
 
 SETTINGS = ScalingSettings(
     TargetSettings(0.5, 0.2, high=40),

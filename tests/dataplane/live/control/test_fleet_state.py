@@ -16,13 +16,14 @@ from controlplane.placement.ledger import new_ledger
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import Policy
 from controlplane.port import run_round
+from controlplane.scaler.bounds import Autoscale
 from controlplane.snapshot import Cached, Migrate, Pace, Reassign, Scale, WorkerLoad
 from controlplane.types import ClassArrivals, Slo, SloClass, WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.history.fleet_log import FleetLog, read_fleet_log
 from dataplane.live.control.controller import LivePlane
+from dataplane.live.control.controller_process import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.fleet_state import Observer, RequestRow, WorkerRow, since
-from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
 
 
 def test_arrivals_are_what_came_between_two_looks():

@@ -28,8 +28,8 @@ def pool(**wanted):
 
 
 def test_a_successor_has_the_types_and_the_bounds_of_the_plan_that_was_applied(tmp_path):
+    from controlplane.scaler.bounds import Autoscale
     from dataplane.live.control.replanned import PlanRecord, PlanToServe, taken_up
-    from dataplane.live.control.settings import Autoscale
     from dataplane.live.pool.fleet_types import FleetTypes
 
     large, bounds = group(2, 1), Autoscale(1, 3, line=(0.2, 0.1))
@@ -45,8 +45,8 @@ def test_a_successor_has_the_types_and_the_bounds_of_the_plan_that_was_applied(t
 
 
 def test_a_fleet_that_was_never_replanned_stays_as_it_was_started(tmp_path):
+    from controlplane.scaler.bounds import Autoscale
     from dataplane.live.control.replanned import taken_up
-    from dataplane.live.control.settings import Autoscale
     from dataplane.live.pool.fleet_types import FleetTypes
 
     types, bounds = FleetTypes([group(1, 2)]), Autoscale(1, 2)

@@ -36,7 +36,7 @@ def test_a_slowdown_reaches_placement_the_log_and_the_operators() -> None:
     events = EventLog()
     times = StepTimes({"a": PROFILE}, events)
     told: list[StepModel] = []
-    times.kinds["a"].on_refit.append(told.append)
+    times.on_refit.append(lambda kind, step: told.append(step))
     run(times, 1.0, 400)
     assert len(told) == 400 // TELL_EVERY
     assert float(told[-1].step_s(0, 32, 32_000)) == pytest.approx(expected_s(32), rel=1e-6)

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from dataplane.live.worker.cause import StartFailure, start_failure
+from dataplane.live.worker.failures import StartFailure, start_failure
 
 POINTS_ELSEWHERE = RuntimeError(
     "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP0': 1}"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.step_trace import StepTrace
-from dataplane.live.worker.silence import (
+from dataplane.live.worker.failures import (
     CEILING_S,
     COMPUTES_S,
     FLOOR_S,

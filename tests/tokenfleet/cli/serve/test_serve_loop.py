@@ -13,10 +13,11 @@ from made_types import profile_of
 from controlplane.control import Settings
 from controlplane.perfmodel.step import StepModel
 from controlplane.scaler.autoscale import scale
+from controlplane.scaler.bounds import Autoscale
 from controlplane.scaler.state import Scaling
 from controlplane.snapshot import Snapshot
 from controlplane.worker_type import WorkerType
-from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
+from dataplane.live.control.controller_process import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.views import bounds_view
 from tokenfleet.cli.main import main
 from tokenfleet.cli.serve.flags import ServeFlags

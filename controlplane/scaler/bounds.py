@@ -1,33 +1,98 @@
-"""The controller's settings: plain values that the fleet which starts it passes over a pipe."""
+"""Bounds of the number of workers, and a floor by the clock: the fewest at each time of day or week, in UTC.
+
+A planned schedule becomes a floor: each of its intervals at the same time of day, and of a trace of a week
+and more on the same weekday too. Where days of the trace differ at a time of day the highest counts. Times
+that the schedule does not cover have no floor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from pydantic import TypeAdapter
-
-from controlplane.control import Settings
 from controlplane.errors import BadInput
-from controlplane.migration.balance import MoveSettings
-from controlplane.migration.overload import ShedSettings
-from controlplane.migration.usage import Reading
-from controlplane.perfmodel.profile import Profile
-from controlplane.placement.policies import BY_TARGETS, Policy
-from controlplane.placement.strictness import NORMAL, Strictness
-from controlplane.scaler.clock import ClockFloor
 from controlplane.scaler.forecast import NEAR, ForecastSettings
-from controlplane.scaler.load import LoadSettings
 from controlplane.scaler.mix import MixSettings
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.types import ClassArrivals, Slo, SloClass
 from controlplane.worker_type import WorkerType
 
+DAY_S, WEEK_S = 86_400.0, 604_800.0
 ANY_SLO = Slo(1.0, 1.0)  # a line's lengths are compared within each class, at its own targets
 BIN_S = 10.0
 HAIR_S = 0.001  # past an edge of the floor, whatever was rounded
 BINS_A_HOLD = 6  # a fall is seen in a few bins, so a short hold asks for short ones
+_MONDAY_S = 3 * DAY_S  # 1970 began on a Thursday, three days after a Monday
+
+
+@dataclass(frozen=True, slots=True)
+class FloorInterval:
+    """The fewest workers from `start_s` to `end_s`, seconds since midnight or since Monday's (UTC)."""
+
+    start_s: float
+    end_s: float
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClockFloor:
+    """Intervals that repeat every `period_s`: DAY_S or WEEK_S. They may overlap."""
+
+    period_s: float
+    intervals: tuple[FloorInterval, ...]
+
+    def at(self, unix_s: float, ahead_s: float = 0.0) -> int:
+        """The fewest workers at a Unix time; those wanted within `ahead_s`, a cold start, count already."""
+        begin_s = since_begin_s(unix_s, self.period_s)
+        end_s = begin_s + min(ahead_s, self.period_s)
+        return max(
+            (
+                one.workers
+                for one in self.intervals
+                for turn_s in (0.0, self.period_s)
+                if one.start_s + turn_s <= end_s and begin_s < one.end_s + turn_s
+            ),
+            default=0,
+        )
+
+    def edges_s(self, unix_s: float, ahead_s: float = 0.0) -> list[float]:
+        """The Unix times within a period from now at which the floor may change, in order."""
+        begin_s = since_begin_s(unix_s, self.period_s)
+        edges = {edge for one in self.intervals for edge in (one.start_s - ahead_s, one.end_s)}
+        waits_s = ((edge - begin_s) % self.period_s or self.period_s for edge in edges)
+        return sorted(unix_s + wait_s for wait_s in waits_s)
+
+    @property
+    def clock(self) -> str:
+        """What of the clock counts."""
+        return "time of day" if self.period_s == DAY_S else "weekday and time of day"
+
+    @property
+    def covered_s(self) -> float:
+        """Seconds of a period for which there is a floor."""
+        covered, until_s = 0.0, 0.0
+        for one in sorted(self.intervals, key=lambda i: i.start_s):
+            covered += max(one.end_s - max(one.start_s, until_s), 0.0)
+            until_s = max(until_s, one.end_s)
+        return covered
+
+
+def since_begin_s(unix_s: float, period_s: float) -> float:
+    """Seconds since midnight, or of a week since Monday's (UTC)."""
+    return (unix_s + _MONDAY_S) % period_s
+
+
+def by_the_day(spans: Iterable[tuple[float, float, int]]) -> ClockFloor:
+    """The floor of intervals in Unix time, each at its time of day; one across midnight becomes two."""
+    found: list[FloorInterval] = []
+    for start_s, end_s, workers in spans:
+        begin_s = since_begin_s(start_s, DAY_S)
+        last_s = begin_s + min(end_s - start_s, DAY_S)
+        found.append(FloorInterval(begin_s, min(last_s, DAY_S), workers))
+        if last_s > DAY_S:
+            found.append(FloorInterval(0.0, last_s - DAY_S, workers))
+    return ClockFloor(DAY_S, tuple(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,61 +167,3 @@ class Autoscale:
             attainment=self.attainment,
             classes=classes,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerSettings:
-    """The control API's address, and the settings of `tick`.
-
-    `parent`: the process to end with. `worker_types`: the fleet's, with the profiles given. `data`: the
-    folder that demand and the fleet's log are kept in; None keeps none. `moves`: whether requests move
-    between serving workers. `policy`: of placement, where all profiles are known; `strictness`: of
-    forecasts; `headroom`: for high-priority requests. `attainment`: of requests of none of the `classes`.
-    `tells_need`: whether the controller reports to the fleet how many of the workers asked for are needed.
-    """
-
-    control: str
-    key: str | None
-    advisory: bool
-    parent: int
-    worker_types: tuple[WorkerType, ...]
-    autoscale: Autoscale | None = None
-    data: str | None = None
-    moves: bool = True
-    policy: Policy = Policy.SPREAD
-    strictness: Strictness = NORMAL
-    headroom: float = 0.0
-    attainment: float = 0.99
-    classes: tuple[SloClass, ...] = ()
-    tells_need: bool = False
-
-    @property
-    def profiles(self) -> dict[str, Profile]:
-        """The profiles given, by the name of their type."""
-        return {t.name: t.known_profile for t in self.worker_types if t.known_profile is not None}
-
-    def tick(
-        self, profiles: Mapping[str, Profile], unix_s: float = 0.0, cold_start_s: float = 0.0
-    ) -> Settings:
-        """This heartbeat's settings; profiles as known by now. The fleet empties draining workers itself.
-
-        `unix_s`: for the floor by the clock, and `cold_start_s` for what it wants soon.
-        """
-        are_known = bool(self.worker_types) and all(t.name in profiles for t in self.worker_types)
-        by_targets = are_known and self.policy in BY_TARGETS
-        # Shedding is off until a worker's speed is known.
-        forecasts = ShedSettings(self.strictness.theta, self.strictness.gamma, headroom=self.headroom)
-        shed = forecasts if profiles and self.moves else None
-        balance = MoveSettings(Reading(self.headroom)) if self.moves and not by_targets else None
-        plain = Settings(balance, shed)
-        if self.autoscale is None:
-            return plain
-        # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.
-        fewest = self.autoscale.fewest(unix_s, cold_start_s)
-        load = LoadSettings(max(fewest, 1), self.autoscale.high, hold_s=self.autoscale.hold_s)
-        types = tuple(replace(t, known_profile=profiles.get(t.name)) for t in self.worker_types)
-        return replace(plain, load=load, scaling=self.autoscale.settings(types, self.classes, fewest))
-
-
-# Sent to the controller's process as JSON, and checked when read.
-CONTROLLER_SETTINGS = TypeAdapter(ControllerSettings)
