@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataplane.live.engine_api.kv_messages import UNBOUND
 from dataplane.live.kv.holds import LoadJob, StepOrders
 from dataplane.live.kv.memory import BlockTables, KvMemory
-from dataplane.live.kv.transport import Fetch, FetchFailed, KvTransport
+from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport
 
 log = logging.getLogger(__name__)
 PARALLEL_LOADS = 8  # a gateway's streams take half of them
@@ -29,13 +29,7 @@ INLINE_TIMEOUT_S = 2.0  # every request of the worker waits with it
 class KvLoads:
     """Offers, loads and their results of one rank."""
 
-    def __init__(
-        self,
-        memory: KvMemory,
-        transport: KvTransport,
-        address: str,
-        rank: int,
-    ) -> None:
+    def __init__(self, memory: KvMemory, transport: SocketTransport, address: str, rank: int) -> None:
         self._memory = memory
         self._tables = BlockTables()
         self._transport = transport

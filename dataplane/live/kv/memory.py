@@ -42,7 +42,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, count
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,20 +113,25 @@ class BlockTables:
             return table is not None and table[1] == grant.generation
 
 
-class KvMemory(Protocol):
-    """Read and write blocks. Views are flat byte views: layer by layer, blocks in the order asked."""
+class KvMemory:
+    """Reads and writes blocks of `layers`, the caches themselves, of shape [blocks, ...].
 
-    @property
-    def layers(self) -> Sequence[torch.Tensor]:
-        """The caches themselves, of shape [blocks, ...]."""
+    Views are flat byte views: layer by layer, blocks in the order asked. What does nothing here is for
+    memory in which something is computed late.
+    """
+
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+        self.layers = layers
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
+        raise NotImplementedError
 
     @property
     def piece_blocks(self) -> int:
         """The number of blocks that is best read or written at once."""
+        return len(self.layers[0])
 
     def enter_thread(self) -> None:
         """Called by a thread before it copies: on GPUs it works on its rank's own."""
@@ -139,15 +144,18 @@ class KvMemory(Protocol):
 
     def read(self, blocks: Sequence[int]) -> tuple[Views, Callable[[int], None]]:
         """Views whose concatenation is the blocks' bytes, and what waits until one of them is filled."""
+        raise NotImplementedError
 
     def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
         """Writable views to fill, and what to call when they are full; `finish` waits for the blocks."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Return once all that was written is in its blocks."""
 
     def beside_steps(self) -> AbstractContextManager[None]:
         """A context whose copies write after all steps begun so far, and are done when it ends."""
+        return nullcontext()
 
 
 def kv_memory(caches: Sequence[torch.Tensor]) -> KvMemory:
@@ -162,11 +170,11 @@ def kv_memory(caches: Sequence[torch.Tensor]) -> KvMemory:
     return StagedMemory(layers)
 
 
-class DirectMemory:
-    """Blocks of host tensors, without a copy."""
+class DirectMemory(KvMemory):
+    """Blocks of host tensors, without a copy: all is computed when the next step begins."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        self.layers = layers
+        super().__init__(layers)
         self._views_of: list[memoryview] = []
         self._strides: list[int] = []
         for tensor in layers:
@@ -178,30 +186,11 @@ class DirectMemory:
     def block_bytes(self) -> int:
         return sum(self._strides)
 
-    @property
-    def piece_blocks(self) -> int:
-        return len(self.layers[0])
-
-    def enter_thread(self) -> None:
-        """A host's memory is the same to all threads."""
-
-    def step_begins(self) -> None:
-        """A host's step has been computed when the next begins."""
-
-    def settle(self) -> None:
-        """Nothing is computed late."""
-
     def read(self, blocks: Sequence[int]) -> tuple[Views, Callable[[int], None]]:
         return self._views(blocks), lambda view: None
 
     def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
         return self._views(blocks), lambda: None
-
-    def finish(self) -> None:
-        """The end of a write; it is in its blocks at once."""
-
-    def beside_steps(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def _views(self, blocks: Sequence[int]) -> Views:
         views = []
@@ -210,11 +199,11 @@ class DirectMemory:
         return views
 
 
-class StagedMemory:
+class StagedMemory(KvMemory):
     """Blocks of any tensors, through host buffers; `cuda`: torch.cuda's streams and events, or another's."""
 
     def __init__(self, layers: Sequence[torch.Tensor], cuda: Any = None) -> None:
-        self.layers = layers
+        super().__init__(layers)
         self._words = [as_words(t) for t in layers]
         self._device = layers[0].device
         is_pinned = self._device.type == "cuda"

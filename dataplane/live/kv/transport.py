@@ -1,9 +1,8 @@
 """The KV transport: copies KV bytes from the rank that holds them to the rank that loads them.
 
-`KvTransport` is the seam: serving blocks and fetching them. `SocketTransport` is for hosts: TCP between
-machines (`tcp://host:port`), within TLS; Linux abstract Unix sockets on one (`unix://name`, no file, no
-port). A server at a TCP address has such a socket as well, named after the address. Abstract names are a
-host's own, so a reader that reaches it is on the same host.
+It goes by TCP between machines (`tcp://host:port`), within TLS, and by Linux abstract Unix sockets on one
+(`unix://name`, no file, no port). A server at a TCP address has such a socket as well, named after the
+address. Abstract names are a host's own, so a reader that reaches it is on the same host.
 
 One exchange on a connection, all integers big-endian:
 
@@ -40,7 +39,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from cryptography import x509
@@ -79,21 +78,9 @@ class Fetch:
     pace: CopyRate = UNBOUND
 
 
-class KvTransport(Protocol):
-    """Serve a rank's blocks, and fetch another's."""
-
-    def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
-        """Start to answer fetches at an address; returns what stops it."""
-
-    def fetch(
-        self, address: str, fetch: Fetch, memory: KvMemory, blocks: Sequence[int], timeout_s: float
-    ) -> tuple[int, str]:
-        """Fill these blocks; return the bytes moved and the last way they took. Raises FetchFailed."""
-
-
 class SocketTransport:
-    """KV over stream sockets, with a pool of idle connections per server, or by the first of the ways around
-    them that both ends have. Readers must know `secret`."""
+    """Serves a rank's blocks, and fetches another's, over stream sockets with a pool of idle connections per
+    server, or by the first of the ways around them that both ends have. Readers must know `secret`."""
 
     def __init__(self, secret: str = "", bypasses: Sequence[Bypass] = ()) -> None:
         self._secret = secret
@@ -103,6 +90,7 @@ class SocketTransport:
         self._share = Share()  # of all that this process copies
 
     def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
+        """Start to answer fetches at an address; returns what stops it."""
         listeners: list[socket.socket] = []
         try:
             for each in (address, _on_this_host(address)):
@@ -133,6 +121,7 @@ class SocketTransport:
     def fetch(
         self, address: str, fetch: Fetch, memory: KvMemory, blocks: Sequence[int], timeout_s: float
     ) -> tuple[int, str]:
+        """Fill these blocks; return the bytes moved and the last way they took. Raises FetchFailed."""
         try:
             connection = self._connect(address, fetch.secret, timeout_s)
             try:
