@@ -20,7 +20,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from dataplane.history.fleet_log import FleetLog, FleetSpec, Look, Ruled
 from dataplane.http.tls import own_host_context
 from dataplane.live.control.controller_process import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.fleet_state import FleetState, Observer
+from dataplane.live.engine_api.processes import replace_text
 from dataplane.startup import use_kernel_cache
 
 HEARTBEAT_S = 0.5
@@ -200,14 +200,10 @@ class DemandFile:
         self._bins = bins
         clocks = {"unix_s": time.time(), "up_s": time.monotonic(), "boot": _boot()}
         said: dict[str, Any] = {"schema": SCHEMA, **clocks, "kept": to_keep(state, now_s)}
-        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps(said), encoding="utf-8")
-            os.replace(beside, self._path)
+            replace_text(self._path, json.dumps(said))
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink()
             print(f"controller: {self._path}: cannot be written: {error.strerror}", file=sys.stderr)
 
 

@@ -118,8 +118,12 @@ OWN_RAY, FORKS = "own-ray", "forks"
 def replace_text(path: Path, text: str) -> None:
     """Write a file as a whole, or not at all."""
     beside = path.with_suffix(".new")
-    beside.write_text(text)
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 class Record:
