@@ -42,8 +42,8 @@ LONG_LINES = 300  # of a module, and of a class
 # The ratchet: the most that each figure may be. A change that needs more raises the number here, in its own
 # diff, and its message says what the lines buy. A change that needs less lowers it.
 BARS = {
-    "product lines": 78_591,
-    "product modules": 355,
+    "product lines": 78_420,
+    "product modules": 351,
     "lines of experiments and benchmarks": 12_000,
     "modules over 300 lines": 58,
     "modules in the fullest folder": 19,

@@ -32,18 +32,7 @@ from typing import Any
 import psutil
 
 from dataplane.live.engine_api.processes import FORKS, OWN_RAY, Pulse, cancel_all, descendants
-from dataplane.processes.fork_server import (
-    LOST,
-    PASSED_ON,
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_PDEATHSIG,
-    SIGNS,
-    Forked,
-    Job,
-    ask_kernel,
-    ended,
-    serve_forks,
-)
+from dataplane.processes import fork_server
 from dataplane.processes.keeper import End, Inherited, Keeper, Pauses, Process, Spec, tell
 from dataplane.startup import child_environment, log_to_stderr
 
@@ -81,13 +70,13 @@ class Supervised:
     times: Times = Times()
 
 
-def run_supervised(jobs: Mapping[str, Job], settings: Supervised) -> None:
+def run_supervised(jobs: Mapping[str, fork_server.Job], settings: Supervised) -> None:
     """Serve forks of `jobs` below a supervisor, which takes this process's place; returns in a child.
 
     This process has started no pool of threads yet.
     """
     folder = Path(tempfile.mkdtemp(prefix="tokenfleet-", dir="/tmp"))  # a socket's path must be short
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, fork_server.SIGNS)
     if server := os.fork():
         for descriptor in (*settings.pulses.values(), *filter(None, [settings.front])):
             os.set_inheritable(descriptor, True)
@@ -96,8 +85,8 @@ def run_supervised(jobs: Mapping[str, Job], settings: Supervised) -> None:
         sys.stderr.flush()
         os.execve(sys.executable, [sys.executable, "-m", __name__, words], child_environment())
     os.setpgrp()
-    ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
-    serve_forks(folder / FORKS, jobs)
+    fork_server.ask_kernel(fork_server.PR_SET_PDEATHSIG, signal.SIGTERM)
+    fork_server.serve_forks(folder / FORKS, jobs)
 
 
 class EndSignals:
@@ -111,7 +100,7 @@ class EndSignals:
         for sign in (signal.SIGTERM, signal.SIGINT, *(() if is_kept else (signal.SIGHUP,))):
             asyncio.get_running_loop().add_signal_handler(sign, self._take)
         # A service manager may send SIGTERM to every process: what is passed on repeats no order.
-        asyncio.get_running_loop().add_signal_handler(PASSED_ON, self._take_first)
+        asyncio.get_running_loop().add_signal_handler(fork_server.PASSED_ON, self._take_first)
 
     def _take(self) -> None:
         self.is_repeated = self.since_s is not None
@@ -153,20 +142,20 @@ class Supervisor:
             if self._code and self._sweeps:
                 with suppress(OSError, TimeoutError):
                     own_ray = str(self._folder / OWN_RAY).encode()
-                    sweeping = await Forked.start(self._shared / FORKS, SWEEP, own_ray)
+                    sweeping = await fork_server.Forked.start(self._shared / FORKS, SWEEP, own_ray)
                     await asyncio.wait_for(sweeping.wait(), self._times.end_s)
         finally:
             await cancel_all((keeping, watching))
             shutil.rmtree(self._folder, ignore_errors=True)
         return self._code
 
-    async def _begin(self) -> Forked:
+    async def _begin(self) -> fork_server.Forked:
         self._number += 1
         settings = {"number": self._number, "folder": str(self._folder), "again": self._again}
-        return await Forked.start(self._shared / FORKS, self._job, json.dumps(settings).encode())
+        return await fork_server.Forked.start(self._shared / FORKS, self._job, json.dumps(settings).encode())
 
-    def _ended(self, end: End[Forked]) -> bool:
-        code = LOST if end.code is None else end.code
+    def _ended(self, end: End[fork_server.Forked]) -> bool:
+        code = fork_server.LOST if end.code is None else end.code
         is_asked, has_served = self._orders.since_s is not None, self._pulse.has_served
         if code == 0 or is_asked or not has_served:
             # One that was killed before it could answer has ended as by itself.
@@ -177,7 +166,7 @@ class Supervisor:
         self._pulse.still()
         return True
 
-    async def _watch(self, keeper: Keeper[Forked]) -> None:
+    async def _watch(self, keeper: Keeper[fork_server.Forked]) -> None:
         """Pass on that the fleet is to end, and kill a core that hangs; returns where none runs by then."""
         asked: Process | None = None
         while True:
@@ -239,7 +228,7 @@ class PortfolioSupervisor:
     async def run(self) -> int:
         """The exit code of the process that has ended them all; 0 where this one was asked to."""
         fleets = [self._keeper(name, partial(self._fleet, name)) for name in self._settings.pulses]
-        front = self._keeper("the front", partial(Forked.start, self._shared / FORKS, FRONT))
+        front = self._keeper("the front", partial(fork_server.Forked.start, self._shared / FORKS, FRONT))
         for keeper in (*fleets, front):
             keeper.start()
         asked = asyncio.ensure_future(self._orders.changed.wait())
@@ -259,7 +248,7 @@ class PortfolioSupervisor:
         if self._orders.since_s is not None or self._failed.done():
             return False
         if not self._front.has_served:
-            code = LOST if end.code is None else end.code
+            code = fork_server.LOST if end.code is None else end.code
             self._failed.set_result((code if code >= 0 else 128 - code) or 1)
             return False
         log.warning("%s %s; it is started again in %g s", name, end.why, end.pause_s)
@@ -278,22 +267,22 @@ async def supervise(settings: Supervised, shared: Path, server: int) -> int:
 
     def reap() -> None:
         """Take the ends of children, those among them whose parents have died."""
-        if server in dict(ended()) and not lost.done():
+        if server in dict(fork_server.ended()) and not lost.done():
             lost.set_result(None)
 
     loop.add_signal_handler(signal.SIGCHLD, reap)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, fork_server.SIGNS)
     if settings.has_own_ray:
         _ray_keeper(shared / OWN_RAY, settings.times.longest_pause_s, orders).start()
     running = asyncio.ensure_future(_served(settings, shared, orders))
     await asyncio.wait((running, lost), return_when=asyncio.FIRST_COMPLETED)
     if lost.done():  # it ends after the last core where all were asked to end at once
         await asyncio.wait((running,), timeout=1.0 if orders.since_s is not None else 0.0)
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, fork_server.SIGNS)
     if running.done():
         return running.result()
     log.error("the fork server has died: the fleet ends")
-    return LOST
+    return fork_server.LOST
 
 
 def _ray_keeper(own: Path, longest_pause_s: float, orders: EndSignals) -> Keeper[Inherited]:
@@ -328,15 +317,17 @@ def end_all(seconds: float) -> None:
                 os.kill(pid, sign)
         until_s = time.monotonic() + seconds
         while descendants() and time.monotonic() < until_s:
-            dict(ended())
+            dict(fork_server.ended())
             time.sleep(LOOK_S)
-    dict(ended())
+    dict(fork_server.ended())
 
 
 def main() -> int:
     """Supervise what the only argument says, in JSON."""
     log_to_stderr()
-    ask_kernel(PR_SET_CHILD_SUBREAPER, 1)  # those whose parent has died are ours to wait for
+    fork_server.ask_kernel(
+        fork_server.PR_SET_CHILD_SUBREAPER, 1
+    )  # those whose parent has died are ours to wait for
     what = json.loads(sys.argv[1])
     shared, settings = Path(what["folder"]), what["settings"]
     settings["times"] = times = Times(**settings["times"])

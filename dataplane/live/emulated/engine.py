@@ -19,18 +19,8 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.types import WorkerId
 from dataplane.live.emulated.batch import EmulatedBatch, PlannedStep, StepOutput
 from dataplane.live.emulated.segment import Noise
-from dataplane.live.engine_api import VLLM_VERSION
+from dataplane.live.engine_api import VLLM_VERSION, messages
 from dataplane.live.engine_api.link import Adapters, Event, Lost, Outputs, SegmentRefused, WorkerInfo
-from dataplane.live.engine_api.messages import (
-    Adapter,
-    EngineLoad,
-    EngineRequest,
-    Finish,
-    Logprobs,
-    Prefilled,
-    SegmentOutput,
-    StepOutputs,
-)
 from dataplane.live.engine_api.processes import Tasks
 from dataplane.live.engine_api.step_trace import Step, StepTrace, step_stats
 from dataplane.live.kv.holds import LoadJob
@@ -120,7 +110,7 @@ class EmulatedEngine:
     def is_lost(self) -> bool:
         return self._lost is not None
 
-    async def add(self, request: EngineRequest) -> None:
+    async def add(self, request: messages.EngineRequest) -> None:
         if self._lost is not None:
             return
         if len(self.batch) >= 4 * self._info.max_seqs and not request.abort_immediately:
@@ -131,8 +121,8 @@ class EmulatedEngine:
             await self.load_adapter(adapter)
         is_leased = self.batch.add(request, time.monotonic())
         if is_leased is not None:
-            reason = Finish.ABORT if is_leased else Finish.ERROR
-            await self._tell([SegmentOutput(request.request_id, [], finish_reason=reason)])
+            reason = messages.Finish.ABORT if is_leased else messages.Finish.ERROR
+            await self._tell([messages.SegmentOutput(request.request_id, [], finish_reason=reason)])
         self._work.set()
 
     async def abort(self, segments: Sequence[str]) -> None:
@@ -140,7 +130,7 @@ class EmulatedEngine:
             self.batch.abort(name, time.monotonic())
         self._work.set()
 
-    async def load_adapter(self, adapter: Adapter) -> None:
+    async def load_adapter(self, adapter: messages.Adapter) -> None:
         self._adapters.add(adapter.lora_int_id)
         await self._events.put(Adapters(tuple(sorted(self._adapters)), adapter.lora_int_id))
 
@@ -199,7 +189,7 @@ class EmulatedEngine:
             model.step_s(step.prefill_tokens, step.sequences, step.context_tokens, step.prefill_sum_sq)
         )
 
-    def _start_loads(self, step: PlannedStep) -> tuple[float, list[SegmentOutput]]:
+    def _start_loads(self, step: PlannedStep) -> tuple[float, list[messages.SegmentOutput]]:
         """Start the step's loads; return the time of those inside it, and outputs of those that failed."""
         inline_s, outputs = 0.0, []
         block_bytes = self._info.block_tokens * self._info.kv_bytes_per_token
@@ -222,42 +212,42 @@ class EmulatedEngine:
         elif not self._fabric.can_read(job):
             self._say(self._fail(job))
         elif self.batch.loaded(job.segment, time.monotonic()):
-            self._say([SegmentOutput(job.segment, [], finish_reason=Finish.STOP)])
+            self._say([messages.SegmentOutput(job.segment, [], finish_reason=messages.Finish.STOP)])
         self._work.set()
 
-    def _say(self, outputs: list[SegmentOutput]) -> None:
+    def _say(self, outputs: list[messages.SegmentOutput]) -> None:
         """Emit the outputs that arise between steps."""
         self._telling.spawn(self._tell(outputs))
 
-    def _fail(self, job: LoadJob) -> list[SegmentOutput]:
+    def _fail(self, job: LoadJob) -> list[messages.SegmentOutput]:
         output = self.batch.failed(job.segment, time.monotonic())
         return [] if output is None else [self._output(output)]
 
-    def _output(self, produced: StepOutput) -> SegmentOutput:
+    def _output(self, produced: StepOutput) -> messages.SegmentOutput:
         segment = produced.segment
-        output = SegmentOutput(segment.id, [] if produced.token is None else [produced.token])
+        output = messages.SegmentOutput(segment.id, [] if produced.token is None else [produced.token])
         output.finish_reason = produced.finish
         if produced.is_first:
             prompt = segment.tokens - segment.produced
             cached = segment.cached
-            output.prefill_stats = Prefilled(prompt, prompt - cached, cached, cached)
+            output.prefill_stats = messages.Prefilled(prompt, prompt - cached, cached, cached)
             output.events, segment.events = segment.events, []
         wanted = segment.params.logprobs
         if wanted is not None and produced.token is not None:
             output.new_logprobs = _logprobs(produced.token, wanted)
         return output
 
-    async def _tell(self, outputs: list[SegmentOutput], step: PlannedStep | None = None) -> None:
+    async def _tell(self, outputs: list[messages.SegmentOutput], step: PlannedStep | None = None) -> None:
         """Emit the outputs of a step, or, without one, those that arise between steps."""
         if not outputs and step is None:
             return
-        stats = EngineLoad(
+        stats = messages.EngineLoad(
             num_running_reqs=self.batch.running,
             num_waiting_reqs=self.batch.waiting,
             kv_cache_usage=1 - self.batch.free_blocks / self.batch.total_blocks,
             kv_connector_stats=None if step is None else step_stats(_load(step)),
         )
-        batch = StepOutputs(outputs=outputs, scheduler_stats=stats, timestamp=time.monotonic())
+        batch = messages.StepOutputs(outputs=outputs, scheduler_stats=stats, timestamp=time.monotonic())
         await self._events.put(Outputs(batch))
 
     async def _tell_load(self, now_s: float, step: PlannedStep, lasts_s: float) -> None:
@@ -280,8 +270,10 @@ def _load(step: PlannedStep) -> dict[str, int]:
     }
 
 
-def _logprobs(token: int, wanted: int) -> Logprobs:
+def _logprobs(token: int, wanted: int) -> messages.Logprobs:
     """Log-probabilities of the right shape, [1, wanted + 1]: the token's own, then the likeliest."""
     others = [token + i for i in range(wanted)]
     values = [-0.5 - i for i in range(wanted)]
-    return Logprobs(np.array([[token, *others]]), np.array([[-0.5, *values]], np.float32), np.array([1]))
+    return messages.Logprobs(
+        np.array([[token, *others]]), np.array([[-0.5, *values]], np.float32), np.array([1])
+    )

@@ -1,8 +1,8 @@
-"""A fleet's memory of late: decisions and their reasons, and the last hour in buckets of ten seconds.
+"""A fleet's recent past: decisions and their reasons, and the last hour in buckets of ten seconds.
 
 The buckets hold throughput, TTFT, TPOT, attainment and errors. Prometheus keeps such series where it is
 installed; the live page and `tokenfleet fleet status` need them on a fleet that stands alone. Memory is
-bounded: so many events, and KEPT buckets, each with at most MOST_VALUES latencies.
+bounded: the last events, and KEPT buckets, each with at most MOST_VALUES latencies.
 """
 
 from __future__ import annotations

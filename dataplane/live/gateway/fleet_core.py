@@ -21,17 +21,9 @@ from dataclasses import dataclass, field
 
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, Role, Slo, SloClass, WorkerId
+from dataplane.live.engine_api import link as links
 from dataplane.live.engine_api.cache_events import CacheChange
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX
-from dataplane.live.engine_api.link import (
-    Adapters,
-    EngineLink,
-    Lost,
-    Outputs,
-    SegmentRefused,
-    Silence,
-    Telemetry,
-)
 from dataplane.live.engine_api.messages import Adapter, EngineRequest, Finish, SegmentOutput, StepOutputs
 from dataplane.live.engine_api.step_trace import take_prefilled
 from dataplane.live.gateway.connections import AdapterBook, Attached, Attachments, FrontEndClient
@@ -97,7 +89,7 @@ class FleetCore(FrontEndClient):
         self.migrations, self.handovers = self.segments.migrations, self.segments.handovers
         self.on_lost: list[Callable[[WorkerId, str, Sequence[bool]], None]] = []
         self.on_arrival: list[Callable[[Tracked], None]] = []
-        self.on_step: list[Callable[[Telemetry], None]] = []
+        self.on_step: list[Callable[[links.Telemetry], None]] = []
         self.on_end, self.on_closing = self.segments.on_end, list[Callable[[str], None]]()
         self._predict, self._predict_anew = predict, predict_anew
 
@@ -162,7 +154,7 @@ class FleetCore(FrontEndClient):
 
     # Workers.
 
-    def attach(self, link: EngineLink, kind: str = "", role: Role = "any") -> None:
+    def attach(self, link: links.EngineLink, kind: str = "", role: Role = "any") -> None:
         """Take a worker in; it gets requests from now on. Raises StopIteration when every slot is taken."""
         at = self._attached.add(link, kind, role)
         self.placement.attach(link.info, kind, role)
@@ -198,7 +190,7 @@ class FleetCore(FrontEndClient):
             self.placement.set_open(worker, is_open)
             self.admission.look()
 
-    def link(self, worker: WorkerId) -> EngineLink | None:
+    def link(self, worker: WorkerId) -> links.EngineLink | None:
         return self._attached.link(worker)
 
     def kind_of(self, worker: WorkerId) -> str | None:
@@ -242,11 +234,11 @@ class FleetCore(FrontEndClient):
                 event = await at.link.receive()
             except Exception as error:
                 log.exception("link to %s broke", at.worker)
-                event = Lost(f"its link broke: {error!r}")
-            if isinstance(event, Outputs):
+                event = links.Lost(f"its link broke: {error!r}")
+            if isinstance(event, links.Outputs):
                 self._deliver(at, event.batch)
                 await self.unread.until_room()
-            elif isinstance(event, Telemetry):
+            elif isinstance(event, links.Telemetry):
                 at.telemetry = event
                 self.placement.take_loads(at.link.info, event)
                 for take in self.on_step:
@@ -254,13 +246,13 @@ class FleetCore(FrontEndClient):
                 self.admission.look()
             elif isinstance(event, CacheChange):
                 await self._take_cached(at, event)
-            elif isinstance(event, SegmentRefused):
+            elif isinstance(event, links.SegmentRefused):
                 tracked = self.requests.listening_to(event.segment)
                 if tracked is not None:
                     self.segments.replay(tracked, f"{at.worker} refused it: {event.reason}")
-            elif isinstance(event, Adapters):
+            elif isinstance(event, links.Adapters):
                 self.adapters.take(at.worker, event)
-            elif isinstance(event, Silence):
+            elif isinstance(event, links.Silence):
                 self._suspect(at, not event.is_over)
             else:
                 go_on = self._forget_worker(at, event.reason)

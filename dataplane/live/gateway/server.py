@@ -29,14 +29,7 @@ from controlplane.errors import BadInput
 from dataplane.http.keys import KeyRing
 from dataplane.http.server import follow, server_options
 from dataplane.http.tls import ServerCertificate, is_loopback
-from dataplane.live.engine_api.vllm_surface import (
-    AsyncEngineArgs,
-    EngineClient,
-    EngineCoreClient,
-    UsageContext,
-    check_served,
-    has_prompt_logprobs,
-)
+from dataplane.live.engine_api import vllm_surface as vllm
 from dataplane.live.gateway.connections import FrontEndClient
 from dataplane.live.gateway.middleware import DoorPolicy
 from dataplane.live.gateway.settings import GatewaySettings
@@ -77,7 +70,7 @@ class Gateway:
         names = () if "--served-model-name" in flags else ("--served-model-name", *self._names)
         asked = replace(self.settings, model=model, engine_flags=(*flags, *names))
         arguments = parse_flags(asked.server_flags())
-        beneath = {field.name for field in fields(AsyncEngineArgs)} - set(SERVERS_TOO)
+        beneath = {field.name for field in fields(vllm.AsyncEngineArgs)} - set(SERVERS_TOO)
         for name in sorted(vars(arguments).keys() - beneath - {"model_tag"}):
             ours, theirs = (getattr(a, name, None) for a in (self.arguments, arguments))
             if ours != theirs:
@@ -138,7 +131,7 @@ class FleetLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed here
 
     def __init__(self, config: Any, core: FrontEndClient, door: DoorPolicy) -> None:
         self.door = door
-        beneath = EngineClient(core)
+        beneath = vllm.EngineClient(core)
         with _engine_client(lambda **_: beneath):
             # No executor: should vLLM ever bypass the factory, it fails here and starts no engine.
             super().__init__(config, executor_class=None, log_stats=True, log_requests=False)
@@ -153,20 +146,22 @@ class FleetLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed here
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *more: Any, **named: Any) -> Any:
         """vLLM's own, but that it turns away, with a 400, what its engine would die of."""
-        if getattr(params, "prompt_logprobs", None) is not None and not has_prompt_logprobs(self.vllm_config):
+        if getattr(params, "prompt_logprobs", None) is not None and not vllm.has_prompt_logprobs(
+            self.vllm_config
+        ):
             raise VLLMValidationError("prompt_logprobs: not computed by CPU engines with --enable-lora")
         return await super().add_request(request_id, prompt, params, *more, **named)
 
 
 @contextmanager
-def _engine_client(make: Callable[..., EngineCoreClient]) -> Iterator[None]:
+def _engine_client(make: Callable[..., vllm.EngineCoreClient]) -> Iterator[None]:
     """AsyncLLM has no argument for its engine client, only a factory that it looks up on a class."""
-    original = EngineCoreClient.__dict__["make_async_mp_client"]
-    EngineCoreClient.make_async_mp_client = staticmethod(make)
+    original = vllm.EngineCoreClient.__dict__["make_async_mp_client"]
+    vllm.EngineCoreClient.make_async_mp_client = staticmethod(make)
     try:
         yield
     finally:
-        EngineCoreClient.make_async_mp_client = original
+        vllm.EngineCoreClient.make_async_mp_client = original
 
 
 class _OneLineParser(FlexibleArgumentParser):  # type: ignore[misc]
@@ -190,11 +185,11 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
 
 def engine_settings_of(arguments: Any) -> dict[str, Any]:
     """The engine arguments that differ from vLLM's defaults: what the operator has asked for."""
-    args = AsyncEngineArgs.from_cli_args(arguments)
+    args = vllm.AsyncEngineArgs.from_cli_args(arguments)
     # vLLM looks a model up when it is named, and its default one is not the operator's.
-    plain = AsyncEngineArgs(model=args.model)
+    plain = vllm.AsyncEngineArgs(model=args.model)
     settings: dict[str, Any] = {"model": args.model}
-    for field in fields(AsyncEngineArgs):
+    for field in fields(vllm.AsyncEngineArgs):
         value = getattr(args, field.name)
         if value != getattr(plain, field.name):
             settings[field.name] = value
@@ -207,12 +202,12 @@ def engine_config(arguments: argparse.Namespace) -> Any:
     Raises BadInput where vLLM cannot serve this model with these flags.
     """
     try:
-        args = AsyncEngineArgs.from_cli_args(arguments)
+        args = vllm.AsyncEngineArgs.from_cli_args(arguments)
         args.kv_offloading_size = None  # the engines' alone: here it would only be a connector of its own
-        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        config = args.create_engine_config(vllm.UsageContext.OPENAI_API_SERVER)
     except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
         raise BadInput(f"model {arguments.model}: {_first_line(error)}") from error
-    check_served(config)
+    vllm.check_served(config)
     # Engines keep no images: each is sent whole, and vLLM's cache here only saves its processing.
     config.parallel_config._api_process_count = 2
     return config

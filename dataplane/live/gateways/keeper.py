@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import psutil
@@ -24,14 +25,8 @@ from controlplane.errors import BadInput
 from dataplane.live.engine_api.processes import Estate, Tasks, cancel_all
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.gateways import wire
 from dataplane.live.gateways.core_server import CoreServer
-from dataplane.live.gateways.wire import (
-    MOST_GATEWAYS,
-    NOT_ACCEPTING,
-    PROCESS_SETTINGS,
-    Loads,
-    ProcessSettings,
-)
 from dataplane.processes.fork_server import Forked
 from dataplane.processes.keeper import End, Inherited, Keeper, Process, Spec, end, tell
 
@@ -91,7 +86,7 @@ class Gateways:
     def __init__(
         self,
         count: int,
-        told: ProcessSettings,
+        told: wire.ProcessSettings,
         server: CoreServer,
         events: EventLog,
         estate: Estate,
@@ -102,8 +97,8 @@ class Gateways:
         self._start_limit_s, self._end_s = start_limit_s, end_s
         self._metrics = estate.folder / "metrics"
         self._metrics.mkdir(exist_ok=True)
-        os.truncate(estate.loads, 4 * MOST_GATEWAYS)
-        self._loads = Loads(estate.loads)
+        os.truncate(estate.loads, 4 * wire.MOST_GATEWAYS)
+        self._loads = wire.Loads(estate.loads)
         self._told = replace(told, core=estate.folder / "core", metrics=self._metrics, loads=estate.loads)
         before = estate.record.part("gateways", GatewaysRecord) or GatewaysRecord()
         self._next, self._before = before.next, before.kept
@@ -135,7 +130,7 @@ class Gateways:
                     "pid": kept.pid,
                     "state": kept.state,
                     "for_s": round(time.monotonic() - kept.began_s, 3),
-                    "connections": None if load == NOT_ACCEPTING else load,
+                    "connections": None if load == wire.NOT_ACCEPTING else load,
                     "requests": 0 if connected is None else len(connected.requests),
                     "served": 0 if connected is None else connected.served,
                 }
@@ -149,8 +144,8 @@ class Gateways:
         """
         self._inherit()
         await self._server.start(self._told.core, self._find, self._disconnected)
-        for index in set(range(MOST_GATEWAYS)) - {kept.index for kept in self}:
-            self._loads[index] = NOT_ACCEPTING
+        for index in set(range(wire.MOST_GATEWAYS)) - {kept.index for kept in self}:
+            self._loads[index] = wire.NOT_ACCEPTING
         while sum(kept.state != "leaving" for kept in self) < self.count:
             await self._launch()
         for kept in self:
@@ -213,10 +208,10 @@ class Gateways:
         self._estate.record.note(gateways=GatewaysRecord(self._next, kept))
 
     async def _launch(self) -> Kept:
-        index = next(i for i in range(MOST_GATEWAYS) if all(kept.index != i for kept in self))
+        index = next(i for i in range(wire.MOST_GATEWAYS) if all(kept.index != i for kept in self))
         name, self._next = f"g{self._next}", self._next + 1
         self._note()  # first: should this core die here, no other gateway gets the name
-        settings = PROCESS_SETTINGS.dump_json(replace(self._told, name=name, index=index))
+        settings = wire.PROCESS_SETTINGS.dump_json(replace(self._told, name=name, index=index))
         process = await Forked.start(self._estate.forks, GATEWAY, settings)
         kept = Kept(KeptRecord(name, index, process.pid), process)
         self._kept.append(kept)
@@ -227,17 +222,14 @@ class Gateways:
         """Whether a gateway accepts connections; waits until it does, ends, or has taken too long."""
         until_s = kept.began_s + self._start_limit_s
         while kept.returncode is None and time.monotonic() < until_s:
-            if self._loads[kept.index] != NOT_ACCEPTING:
+            if self._loads[kept.index] != wire.NOT_ACCEPTING:
                 return True
             await asyncio.sleep(LOOK_S)
         return False
 
     def _keep(self, kept: Kept) -> None:
         """Start another in a gateway's place when it ends, unless it was to leave."""
-
-        def begin(new: Kept) -> None:
-            self._begin_serving(new, f"in place of {kept.name}")
-
+        begin = partial(self._begin_serving, why=f"in place of {kept.name}")
         spec = Spec(self._launch, self._ended, self._accepts, begin)
         self._tasks.spawn(Keeper(spec, kept).run())
 
@@ -304,7 +296,7 @@ class Gateways:
 
     def _forget(self, kept: Kept) -> None:
         self._kept.remove(kept)
-        self._loads[kept.index] = NOT_ACCEPTING
+        self._loads[kept.index] = wire.NOT_ACCEPTING
         self._note()
 
     def _record(self, kind: str, reason: str, kept: Kept | None = None, **facts: object) -> None:

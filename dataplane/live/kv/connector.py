@@ -27,20 +27,10 @@ from typing import Any
 import torch
 
 from controlplane.errors import BadInput
+from dataplane.live.engine_api import vllm_surface as vllm
 from dataplane.live.engine_api.kv_messages import Control, Transfer, message_from
 from dataplane.live.engine_api.link import PRIOR_TOKENS
 from dataplane.live.engine_api.processes import cpu_s, descendants
-from dataplane.live.engine_api.vllm_surface import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorStats,
-    KVConnectorTransferResults,
-    SupportsHMA,
-    current_platform,
-    group_kernel_blocks,
-    sleep_while_spinning,
-)
 from dataplane.live.kv.holds import Holds, StepOrders, inline_blocks
 from dataplane.live.kv.loads import KvLoads
 from dataplane.live.kv.memory import kv_memory
@@ -49,14 +39,14 @@ from dataplane.live.kv.transport import SocketTransport
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(vllm.KVConnectorMetadata):  # type: ignore[misc]
     """A step's orders, from the scheduler's connector to the ranks'."""
 
     orders: StepOrders = field(default_factory=StepOrders)
     host: Any = None  # those of vLLM's offloading (host_memory.py)
 
 
-class StepStats(KVConnectorStats):  # type: ignore[misc]
+class StepStats(vllm.KVConnectorStats):  # type: ignore[misc]
     """The message of the scheduler's connector to the worker about a step, in vLLM's channel for it."""
 
     def reset(self) -> None:
@@ -115,7 +105,7 @@ def gpu_times(last: Any, begun: Any, ended: Any) -> dict[str, float]:
     return {"since_last_s": last.elapsed_time(ended) / 1e3, "gpu_s": begun.elapsed_time(ended) / 1e3}
 
 
-class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class MigrationConnector(vllm.KVConnectorBase_V1, vllm.SupportsHMA):  # type: ignore[misc]
     """Live migration of running requests. Settings in `kv_connector_extra_config`:
 
     `addresses`: where each TP rank serves its blocks; `secret`: asked of readers; `lease_s`, `hold_s`;
@@ -124,11 +114,11 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if current_platform.is_cpu():
-            sleep_while_spinning()
+        if vllm.current_platform.is_cpu():
+            vllm.sleep_while_spinning()
         self._why_fixed = why_fixed(kv_cache_config, vllm_config.speculative_config)
         self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if role == KVConnectorRole.SCHEDULER:
+        if role == vllm.KVConnectorRole.SCHEDULER:
             groups, pool = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
             self._cache: dict[str, Any] = {
                 "groups": len(groups),
@@ -270,7 +260,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In a rank
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+        if vllm.current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
             # A rank whose first step decodes one token would use the CPU's tiles before asking the kernel
             # for them, and die of SIGILL.
             torch.cpu._init_amx()
@@ -286,7 +276,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     f"{name}: KV cache of shape {tuple(tensor.shape)}, expected {blocks} blocks first"
                 )
         # A kernel may split the blocks that the scheduler counts in.
-        layers = [group_kernel_blocks(tensor, blocks) for tensor in kv_caches.values()]
+        layers = [vllm.group_kernel_blocks(tensor, blocks) for tensor in kv_caches.values()]
         address = self._settings["addresses"][self._rank]
         memory = kv_memory(layers)
         around = bypasses(self._settings.get("transport", "auto"), address, memory)
@@ -316,9 +306,9 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         if self._loads is None:
-            return KVConnectorTransferResults()
+            return vllm.KVConnectorTransferResults()
         freed, received, failed, self._block_errors = self._loads.results()
-        return KVConnectorTransferResults(
+        return vllm.KVConnectorTransferResults(
             finished_sending=freed, finished_recving=received, failed_recving=failed
         )
 
@@ -334,7 +324,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         vLLM's own figure of a step's time is only the wait for its result: nothing, where the rank computes
         inside this process.
         """
-        if self._role != KVConnectorRole.SCHEDULER:
+        if self._role != vllm.KVConnectorRole.SCHEDULER:
             fetched = self._loads.fetched() if self._loads is not None else {}
             told: dict[str, Any] = {"fetched": fetched} if fetched else {}
             if self._marks is not None:
@@ -359,7 +349,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return StepStats(data=stats)
 
     def shutdown(self) -> None:
-        if self._role == KVConnectorRole.WORKER and self._loads is not None:
+        if self._role == vllm.KVConnectorRole.WORKER and self._loads is not None:
             self._loads.close()
 
 
@@ -369,7 +359,7 @@ def loads_inside_steps() -> bool:
     On a GPU the engine launches steps ahead. A load inside one would wait for the kernels before it, and the
     next step of every request with it.
     """
-    return bool(current_platform.is_cpu())
+    return bool(vllm.current_platform.is_cpu())
 
 
 def asked_of(request: Any) -> Transfer | Control:

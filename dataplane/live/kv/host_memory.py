@@ -30,17 +30,8 @@ from typing import Any
 import numpy as np
 
 from controlplane.errors import no_offload
+from dataplane.live.engine_api import vllm_surface as vllm
 from dataplane.live.engine_api.processes import free_memory_bytes
-from dataplane.live.engine_api.vllm_surface import (
-    CPUOffloadingSpec,
-    KVConnectorRole,
-    OffloadingConnector,
-    OffloadingWorker,
-    TransferResult,
-    fence_blocks,
-    host_chunks,
-    loads_of,
-)
 from dataplane.live.kv.connector import MigrationConnector, StepMetadata, StepStats
 
 
@@ -51,20 +42,20 @@ class TieredConnector(MigrationConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if self._why_fixed:
             raise no_offload(f"not for this engine: {self._why_fixed}")
-        if role == KVConnectorRole.SCHEDULER:
+        if role == vllm.KVConnectorRole.SCHEDULER:
             has, ranks = self._settings["cpu_bytes_to_use"], vllm_config.parallel_config.world_size
             needs = max(self._cache["block_bytes"] * ranks, 1)
             if has < needs:
                 raise no_offload(f"{has:,} bytes hold no block of KV, which takes {needs:,}")
-        self._host = OffloadingConnector(vllm_config, role, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER:
-            self._cache["host_blocks"] = host_chunks(self._host)
+        self._host = vllm.OffloadingConnector(vllm_config, role, kv_cache_config)
+        if role == vllm.KVConnectorRole.SCHEDULER:
+            self._cache["host_blocks"] = vllm.host_chunks(self._host)
         self._told: list[Any] = []  # events of host memory
         self._from_host: set[str] = set()  # requests whose external tokens are in host memory
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        layout: str | None = OffloadingConnector.get_required_kvcache_layout(vllm_config)
+        layout: str | None = vllm.OffloadingConnector.get_required_kvcache_layout(vllm_config)
         return layout
 
     # In the scheduler
@@ -97,7 +88,7 @@ class TieredConnector(MigrationConnector):
             return
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
-            fence_blocks(self._host, blocks.get_block_ids()[0])
+            vllm.fence_blocks(self._host, blocks.get_block_ids()[0])
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         if request.request_id in self._from_host:
@@ -167,11 +158,11 @@ class TieredConnector(MigrationConnector):
     def get_kv_connector_stats(self) -> StepStats | None:
         """As without host memory, and what has come there, gone, and been loaded since the last step."""
         stats = super().get_kv_connector_stats()
-        if self._role != KVConnectorRole.SCHEDULER:
+        if self._role != vllm.KVConnectorRole.SCHEDULER:
             return stats
         told, self._told = [*self._told, *self._host.take_events()], []
         news: dict[str, Any] = {"host_events": told} if told else {}
-        loaded, took_s = loads_of(self._host.get_kv_connector_stats())
+        loaded, took_s = vllm.loads_of(self._host.get_kv_connector_stats())
         if loaded:
             news["host_loads"] = {"bytes": loaded, "seconds": took_s}
         if not news:
@@ -183,12 +174,12 @@ class TieredConnector(MigrationConnector):
         self._host.shutdown()
 
 
-class CpuMemorySpec(CPUOffloadingSpec):  # type: ignore[misc]
+class CpuMemorySpec(vllm.CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's tier in host memory for an engine whose KV is in host memory itself."""
 
     _worker: CpuCopies | None
 
-    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+    def get_worker(self, kv_caches: Any) -> vllm.OffloadingWorker:
         if self._worker is None:
             asked, free = self.num_chunks * self.cpu_page_size_per_worker, free_memory_bytes()
             if asked > free:
@@ -198,7 +189,7 @@ class CpuMemorySpec(CPUOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
 
-class CpuCopies(OffloadingWorker):  # type: ignore[misc]
+class CpuCopies(vllm.OffloadingWorker):  # type: ignore[misc]
     """A rank's copies between its KV caches, as vLLM describes them, and a pool of `chunks` of one block."""
 
     def __init__(self, kv_caches: Any, chunks: int) -> None:
@@ -220,9 +211,9 @@ class CpuCopies(OffloadingWorker):  # type: ignore[misc]
         )
         return True
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[vllm.TransferResult]:
         done = {job: self._jobs.pop(job) for job in [job for job, copy in self._jobs.items() if copy.done()]}
-        return [TransferResult(job, True, *copy.result()) for job, copy in done.items()]
+        return [vllm.TransferResult(job, True, *copy.result()) for job, copy in done.items()]
 
     def wait(self, job_ids: set[int]) -> None:
         wait([self._jobs[job] for job in job_ids if job in self._jobs])

@@ -1,6 +1,6 @@
 """The KV transport: copies KV bytes from the rank that holds them to the rank that loads them.
 
-It goes by TCP between machines (`tcp://host:port`), within TLS, and by Linux abstract Unix sockets on one
+It uses TCP between machines (`tcp://host:port`), within TLS, and Linux abstract Unix sockets on one
 (`unix://name`, no file, no port). A server at a TCP address has such a socket as well, named after the
 address. Abstract names are a host's own, so a reader that reaches it is on the same host.
 
@@ -79,8 +79,11 @@ class Fetch:
 
 
 class SocketTransport:
-    """Serves a rank's blocks, and fetches another's, over stream sockets with a pool of idle connections per
-    server, or by the first of the ways around them that both ends have. Readers must know `secret`."""
+    """Serves a rank's blocks, and fetches another's, with a pool of idle connections per server.
+
+    KV goes over stream sockets, or by the first of the ways around them that both ends have. Readers must
+    know `secret`.
+    """
 
     def __init__(self, secret: str = "", bypasses: Sequence[Bypass] = ()) -> None:
         self._secret = secret

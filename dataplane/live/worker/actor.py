@@ -25,31 +25,13 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from controlplane.types import WorkerId
-from dataplane.live.engine_api import wire
+from dataplane.live.engine_api import processes, wire
+from dataplane.live.engine_api import vllm_surface as vllm
 from dataplane.live.engine_api.cache_events import CacheChange, CachedBlocks
 from dataplane.live.engine_api.kv_messages import Control, message_of, told_of_load
 from dataplane.live.engine_api.link import Adapters, Telemetry, WorkerInfo
 from dataplane.live.engine_api.notices import Notice, read_notice
-from dataplane.live.engine_api.processes import (
-    Cores,
-    RayDaemon,
-    cancel_all,
-    cpu_s,
-    descendants,
-    shared_memory,
-    unlink,
-)
 from dataplane.live.engine_api.step_trace import Step, StepTrace, step_stats
-from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineDeadError,
-    FinishReason,
-    LoRARequest,
-    VllmCodec,
-    current_platform,
-    vllm_version,
-)
 from dataplane.live.engine_api.wire import Door
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.kv.transport import reserve_addresses
@@ -62,7 +44,11 @@ TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on
 SHUTDOWN_S, ORDERLY_S, CLEANED_S = 10.0, 1.0, 1.0
 LINGER_MS = 200
 ALONE_S = 300.0  # without a core; a fleet's next one comes within seconds
-ANSWERS = {"leased": FinishReason.ABORT, "gone": FinishReason.ERROR, "loaded": FinishReason.STOP}
+ANSWERS = {
+    "leased": vllm.FinishReason.ABORT,
+    "gone": vllm.FinishReason.ERROR,
+    "loaded": vllm.FinishReason.STOP,
+}
 
 
 class Worker:
@@ -79,8 +65,8 @@ class Worker:
         self._lost = ""
         self.patience = wire.PATIENCE
         self._phase = "loading the model"
-        self._daemon = RayDaemon()
-        self._silence = EngineSilence(is_on_cpu=current_platform.is_cpu())
+        self._daemon = processes.RayDaemon()
+        self._silence = EngineSilence(is_on_cpu=vllm.current_platform.is_cpu())
         self._needed_s = self._heard_s = time.monotonic()  # a core wanted this worker; its engine spoke
 
     async def phase(self) -> str:
@@ -106,7 +92,7 @@ class Worker:
         ranks = int(engine_settings.get("tensor_parallel_size") or 1)
         host = host or str(ray.util.get_node_ip_address())
         if shares:
-            self._cores = Cores(ranks, shares, str(ray.get_runtime_context().namespace))
+            self._cores = processes.Cores(ranks, shares, str(ray.get_runtime_context().namespace))
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.binding  # which vLLM reads as it starts
         addresses, release = reserve_addresses(host, ranks)
         kv_door = KvDoor(addresses, secrets.token_hex(32), transport=transport)
@@ -114,15 +100,15 @@ class Worker:
         try:
             self._core = await asyncio.to_thread(start_engine, engine_args(engine_settings, kv_door))
             release()
-            self._shared, self._engines = shared_memory(descendants()), active_children()
+            self._shared, self._engines = processes.shared_memory(processes.descendants()), active_children()
             self._phase = "warming up"
             kv = await warm_up(self._core)
-        except (RuntimeError, EngineDeadError) as error:
+        except (RuntimeError, vllm.EngineDeadError) as error:
             raise start_failure(error, own_log()) from error
         self._door = Door(host, self._gateways)
         self._socket = self._door.socket
         self._info = worker_info(self._worker, self._core, kv, self._door, kv_door, os.getpid())
-        self._peers = GatewayPeers(self._socket, self._core.abort_requests_async, VllmCodec())
+        self._peers = GatewayPeers(self._socket, self._core.abort_requests_async, vllm.VllmCodec())
         self._trace = StepTrace(self._worker, self._info.kv_blocks)
         tells = kv["groups"] == 1 and tells_cached(self._core)
         self._cached = CachedBlocks(self._info.block_tokens) if tells else None
@@ -167,20 +153,20 @@ class Worker:
         if core < self._core_number:
             return False
         self._lost = self._lost or "it was stopped"
-        await cancel_all(self._tasks)
+        await processes.cancel_all(self._tasks)
         if hasattr(self, "_peers"):
             await self._peers.dismiss_all("the worker was stopped")
             self._door.close(LINGER_MS)
         if hasattr(self, "_core"):
             await _end_engine(self._core)
-        unlink(self._shared)
+        processes.unlink(self._shared)
         return True
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         async def run() -> None:
             try:
                 await work()
-            except EngineDeadError:
+            except vllm.EngineDeadError:
                 await self._end(_end_of(self._engines))
             except Exception as error:  # a worker that has lost a task must not look alive
                 log.exception("%s broke", self._worker)
@@ -192,10 +178,10 @@ class Worker:
         self._lost = self._lost or reason
         await self._peers.dismiss_all(self._lost)
         if self._core.resources.engine_dead:
-            unlink(self._shared)  # killed processes leave it behind
+            processes.unlink(self._shared)  # killed processes leave it behind
 
     async def _listen(self) -> None:
-        codec = VllmCodec()
+        codec = vllm.VllmCodec()
         while True:
             identity, kind, *frames = await self._socket.recv_multipart(copy=False)
             name = identity.bytes
@@ -210,7 +196,7 @@ class Worker:
             if kind == wire.ADD:
                 await self._add(peer, codec, frames)
             elif kind == wire.ADAPTER:
-                await self._load_adapter(wire.noun_from(frames[0].bytes, LoRARequest))
+                await self._load_adapter(wire.noun_from(frames[0].bytes, vllm.LoRARequest))
             elif kind == wire.CACHED and self._cached is not None:
                 peer.offer(_told(self._cached.all()))
             elif kind == wire.ABORT:
@@ -225,16 +211,15 @@ class Worker:
             return  # not a gateway of this version
         if self._lost:
             refusal = self._lost
-        elif (version, theirs) != (wire.WIRE_VERSION, vllm_version):
-            refusal = (
-                f"it runs vllm {vllm_version}, wire {wire.WIRE_VERSION}; this gateway {theirs}, {version}"
-            )
+        elif (version, theirs) != (wire.WIRE_VERSION, vllm.vllm_version):
+            ours = f"it runs vllm {vllm.vllm_version}, wire {wire.WIRE_VERSION}"
+            refusal = f"{ours}; this gateway {theirs}, {version}"
         else:
             await self._peers.welcome(name, wire.pack(asdict(self._info)))
             return
         await self._socket.send_multipart([name, wire.LOST, wire.pack(refusal)])
 
-    async def _add(self, peer: GatewayPeer, codec: VllmCodec, frames: Sequence[Any]) -> None:
+    async def _add(self, peer: GatewayPeer, codec: vllm.VllmCodec, frames: Sequence[Any]) -> None:
         segment = wire.unpack(frames[0].bytes)
         try:
             request = codec.request(frames[1:])
@@ -258,7 +243,7 @@ class Worker:
             self._peers.admit(peer, segment)  # an output will come for it
         await self._core.add_request_async(request)
 
-    async def _load_adapter(self, adapter: LoRARequest) -> str:
+    async def _load_adapter(self, adapter: vllm.LoRARequest) -> str:
         """Let the engine load an adapter, and tell the gateways; return why it could not, or nothing.
 
         No other message is read meanwhile: the engine could not act on it.
@@ -267,7 +252,7 @@ class Worker:
         try:
             await self._core.add_lora_async(adapter)
             self._adapters = frozenset(await self._core.list_loras_async())
-        except EngineDeadError:
+        except vllm.EngineDeadError:
             raise
         except Exception as error:  # what an engine's utility call raises: whatever is wrong with the files
             why = str(error)
@@ -279,7 +264,7 @@ class Worker:
 
     async def _pump(self) -> None:
         while True:
-            batch: EngineCoreOutputs = await self._core.get_output_async()
+            batch: vllm.EngineCoreOutputs = await self._core.get_output_async()
             self._heard_s = time.monotonic()
             stats = batch.scheduler_stats
             did_something = bool(batch.outputs)
@@ -342,14 +327,14 @@ class Worker:
         silent_s = now_s - self._heard_s
         if self._lost or self._is_loading or not len(self._peers) or silent_s < WATCH_FROM_S:
             return
-        processes = descendants()
-        is_stopped = any(_status(process) == psutil.STATUS_STOPPED for process in processes)
+        pids = processes.descendants()
+        is_stopped = any(_status(process) == psutil.STATUS_STOPPED for process in pids)
         ordinary_s = self._trace.ordinary_s
-        if not self._silence.is_hung(now_s, self._heard_s, cpu_s(processes), is_stopped, ordinary_s):
+        if not self._silence.is_hung(now_s, self._heard_s, processes.cpu_s(pids), is_stopped, ordinary_s):
             return
         log.error("%s: its engine has work and was silent for %.1f s", self._worker, silent_s)
         await self._end(f"its engine made no step for {silent_s:.0f} s")
-        for process in processes:  # one that is stopped ends by no other signal, and keeps its GPU
+        for process in pids:  # one that is stopped ends by no other signal, and keeps its GPU
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
@@ -358,7 +343,7 @@ class Worker:
         log.warning("%s: no gateway for %g s, or Ray's daemon is gone: it ends itself", self._worker, ALONE_S)
         with suppress(Exception):  # however the engine takes it
             await _end_engine(self._core)
-        unlink(self._shared)
+        processes.unlink(self._shared)
         if not self._daemon.is_gone and (group := ray.util.get_current_placement_group()) is not None:
             remove_placement_group(group)
         os._exit(1)
@@ -389,7 +374,10 @@ async def _end_engine(core: Any) -> None:
     if (needed := resource_tracker.getfd()) is not None:
         os.close(needed)
     until_s = time.monotonic() + CLEANED_S
-    while any(_status(one) != psutil.STATUS_ZOMBIE for one in descendants()) and time.monotonic() < until_s:
+    while (
+        any(_status(one) != psutil.STATUS_ZOMBIE for one in processes.descendants())
+        and time.monotonic() < until_s
+    ):
         await asyncio.sleep(0.02)
 
 
@@ -404,8 +392,8 @@ def _told(change: CacheChange) -> list[bytes]:
     return [wire.CACHED, wire.pack(asdict(change))]
 
 
-def _answer(segment: str, answer: tuple[str, int]) -> EngineCoreOutput:
+def _answer(segment: str, answer: tuple[str, int]) -> vllm.EngineCoreOutput:
     """The output that answers a begin or a loader (kv_messages.py)."""
     what, tokens = answer
     told = told_of_load(tokens) if what == "loaded" else None
-    return EngineCoreOutput(segment, [], finish_reason=ANSWERS[what], kv_transfer_params=told)
+    return vllm.EngineCoreOutput(segment, [], finish_reason=ANSWERS[what], kv_transfer_params=told)

@@ -18,24 +18,11 @@ from typing import Any
 
 from controlplane.errors import BadInput, no_offload
 from controlplane.types import WorkerId
+from dataplane.live.engine_api import vllm_surface as vllm
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.penalties import penalties_of
 from dataplane.live.engine_api.processes import EndsWithParent
 from dataplane.live.engine_api.segment import plain_request
-from dataplane.live.engine_api.vllm_surface import (
-    ONE_PROCESS_EXECUTOR,
-    AsyncEngineArgs,
-    EngineCoreClient,
-    Executor,
-    KVEventsConfig,
-    OMPProcessManager,
-    SamplingParams,
-    UsageContext,
-    check_served,
-    current_platform,
-    has_prompt_logprobs,
-    vllm_version,
-)
 from dataplane.live.engine_api.wire import Door
 from dataplane.live.kv.nixl import Asked, check_installed
 from dataplane.live.worker.host_checks import check_shared_room, files_digest, model_files
@@ -62,7 +49,7 @@ class KvDoor:
     transport: Asked = "auto"
 
 
-def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngineArgs:
+def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> vllm.AsyncEngineArgs:
     """vLLM's arguments for a worker: what was asked, this platform's defaults, and what moves need.
 
     Raises BadInput for a setting that the live plane keeps for itself.
@@ -77,25 +64,25 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
             "engine argument distributed_executor_backend: ranks share one host, so it cannot be ray"
         )
     check_installed(door.transport)
-    names = {field.name for field in fields(AsyncEngineArgs)}
+    names = {field.name for field in fields(vllm.AsyncEngineArgs)}
     unknown = sorted(set(engine_settings) - names)
     if unknown:
-        raise BadInput(f"engine argument {unknown[0]}: vllm {vllm_version} has none of that name")
+        raise BadInput(f"engine argument {unknown[0]}: vllm {vllm.vllm_version} has none of that name")
     # One KV cache group for all layers, also where some look back over a window only: such KV can be moved.
     settings: dict[str, Any] = {"scheduling_policy": "priority", "disable_hybrid_kv_cache_manager": True}
-    if current_platform.is_cpu():
+    if vllm.current_platform.is_cpu():
         settings |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
         settings |= {"kv_cache_memory_bytes": CPU_KV_BYTES}
         if not any((engine_settings.get(degree) or 1) > 1 for degree in DEGREES):
             # A queue between two processes costs more here than the step of a small model.
-            settings |= {"distributed_executor_backend": ONE_PROCESS_EXECUTOR}
+            settings |= {"distributed_executor_backend": vllm.ONE_PROCESS_EXECUTOR}
     elif (engine_settings.get("tensor_parallel_size") or 1) > 1:
         # In a placement group vLLM would take Ray, which refuses one bundle with all GPUs of a worker. Child
         # processes of the engine also share memory with the KV doors, and a step has no hop through Ray.
         settings |= {"distributed_executor_backend": "mp"}
     # Read by our connector, so that nothing needs to be published.
     tells = engine_settings.get("enable_prefix_caching") is not False
-    settings |= {"kv_events_config": KVEventsConfig(enable_kv_cache_events=tells, publisher="null")}
+    settings |= {"kv_events_config": vllm.KVEventsConfig(enable_kv_cache_events=tells, publisher="null")}
     settings |= {name: value for name, value in engine_settings.items() if value is not None}
     host_bytes = _take_host_bytes(settings)
     settings |= {
@@ -104,7 +91,7 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
         "disable_log_stats": False,
         "kv_transfer_config": _connector(door, host_bytes),
     }
-    return AsyncEngineArgs(**settings)
+    return vllm.AsyncEngineArgs(**settings)
 
 
 def _take_host_bytes(settings: dict[str, Any]) -> int:
@@ -131,7 +118,7 @@ def _connector(door: KvDoor, host_bytes: int) -> dict[str, Any]:
     if host_bytes:
         name, module = "TieredConnector", "dataplane.live.kv.host_memory"
         extra["cpu_bytes_to_use"] = host_bytes
-        if current_platform.is_cpu():  # where vLLM's own half in the ranks refuses
+        if vllm.current_platform.is_cpu():  # where vLLM's own half in the ranks refuses
             extra |= {"spec_name": "CpuMemorySpec", "spec_module_path": module}
     return {
         "kv_connector": name,
@@ -142,35 +129,37 @@ def _connector(door: KvDoor, host_bytes: int) -> dict[str, Any]:
     }
 
 
-def engine_config(args: AsyncEngineArgs) -> Any:
+def engine_config(args: vllm.AsyncEngineArgs) -> Any:
     """vLLM's configuration, with the penalties of moved requests in the form of the model runner it chose.
 
     With speculative decoding the first runner takes no logits processors. Requests with penalties then do
     not continue on another engine.
     """
     # vLLM's limits of a batch depend on who asks: the core would get a quarter of a server's on a GPU.
-    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    config = args.create_engine_config(vllm.UsageContext.OPENAI_API_SERVER)
     if config.use_v2_model_runner or config.speculative_config is None:
         config.model_config.logits_processors = [penalties_of(config.use_v2_model_runner)]
     return config
 
 
-def start_engine(args: AsyncEngineArgs) -> Any:
+def start_engine(args: vllm.AsyncEngineArgs) -> Any:
     """Start an EngineCore in its own process and return vLLM's asynchronous client of it. Blocks."""
     config = engine_config(args)
-    check_served(config)
-    if not current_platform.is_cpu():
+    vllm.check_served(config)
+    if not vllm.current_platform.is_cpu():
         check_shared_room(config.kv_transfer_config.kv_connector_extra_config.get("cpu_bytes_to_use", 0))
         if os.environ.get("OMP_NUM_THREADS") == "1":  # Ray's, for an actor without CPUs; weights load on them
             del os.environ["OMP_NUM_THREADS"]
     config.additional_config = EndsWithParent(config.additional_config)
     if config.model_config.is_hybrid:  # states and attention in turns cannot be one group
         config.scheduler_config.disable_hybrid_kv_cache_manager = False
-    is_one_process = config.parallel_config.distributed_executor_backend == ONE_PROCESS_EXECUTOR
+    is_one_process = config.parallel_config.distributed_executor_backend == vllm.ONE_PROCESS_EXECUTOR
     # OpenMP reads its cores when a process starts. vLLM tells its rank processes, not its engine's.
-    cores = OMPProcessManager(config).configure_omp_envs(0, 0) if is_one_process else nullcontext()
+    cores = vllm.OMPProcessManager(config).configure_omp_envs(0, 0) if is_one_process else nullcontext()
     with cores:
-        return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
+        return vllm.EngineCoreClient.make_async_mp_client(
+            config, vllm.Executor.get_class(config), log_stats=True
+        )
 
 
 def worker_info(
@@ -196,7 +185,7 @@ def worker_info(
         max_seqs=config.scheduler_config.max_num_seqs,
         max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         tp_degree=parallel.tensor_parallel_size,
-        vllm_version=vllm_version,
+        vllm_version=vllm.vllm_version,
         dtype=str(model.dtype).removeprefix("torch."),
         pid=pid,
         why_fixed=kv["why_fixed"],
@@ -247,7 +236,7 @@ async def warm_up(core: Any) -> Mapping[str, Any]:
         plain | {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
         plain | {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 1},
     ]
-    if has_prompt_logprobs(core.vllm_config):
+    if vllm.has_prompt_logprobs(core.vllm_config):
         kinds.append(plain | {"prompt_logprobs": 1})
     try:
         for turn, kind in enumerate(kinds):
@@ -267,7 +256,7 @@ async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any])
         segment = f"{name}-{at}"
         unfinished.add(segment)
         prompt = [(at + i) % 100 + 3 for i in range(length)]
-        asked = SamplingParams(detokenize=False, **params)
+        asked = vllm.SamplingParams(detokenize=False, **params)
         await core.add_request_async(plain_request(segment, prompt, asked, time.time()))
     while unfinished:
         batch = await core.get_output_async()
@@ -280,8 +269,8 @@ async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any])
 
 def device_name() -> str:
     """The GPU's or the processor's name."""
-    if not current_platform.is_cpu():
-        return str(current_platform.get_device_name())
+    if not vllm.current_platform.is_cpu():
+        return str(vllm.current_platform.get_device_name())
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
@@ -290,7 +279,7 @@ def device_name() -> str:
 
 def _cores(ranks: int) -> str:
     """How many of a host's cores a CPU engine computes on, in words; nothing elsewhere."""
-    if not current_platform.is_cpu():
+    if not vllm.current_platform.is_cpu():
         return ""
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "")
     shares = [share.count(",") + 1 for share in bound.split("|") if share[:1].isdigit()]

@@ -14,18 +14,9 @@ from zmq.constants import Event as SocketEvent
 from zmq.error import Again
 
 from controlplane.errors import BadInput
+from dataplane.live.engine_api import link as links
 from dataplane.live.engine_api import wire
 from dataplane.live.engine_api.cache_events import CacheChange
-from dataplane.live.engine_api.link import (
-    Adapters,
-    Event,
-    Lost,
-    Outputs,
-    SegmentRefused,
-    Silence,
-    Telemetry,
-    WorkerInfo,
-)
 from dataplane.live.engine_api.messages import Adapter, Codec, EngineRequest
 from dataplane.live.engine_api.processes import cancel_all
 from dataplane.live.engine_api.wire import knock
@@ -47,7 +38,7 @@ class WorkerLink:
 
     def __init__(
         self,
-        worker: WorkerInfo,
+        worker: links.WorkerInfo,
         key: str,
         context: zmq.asyncio.Context,
         codec: Codec,
@@ -62,10 +53,10 @@ class WorkerLink:
         knock(self._socket, key, worker.link_key)
         self._socket.connect(worker.endpoint)
         self._codec = codec
-        self._info: WorkerInfo | None = None
-        self._lost: Lost | None = None
+        self._info: links.WorkerInfo | None = None
+        self._lost: links.Lost | None = None
         # A gateway that does not read stops here, then its socket fills, then the worker drops it.
-        self._events: asyncio.Queue[Event] = asyncio.Queue(UNREAD_EVENTS)
+        self._events: asyncio.Queue[links.Event] = asyncio.Queue(UNREAD_EVENTS)
         self._heard_s = time.monotonic()
         self._is_suspect = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -73,7 +64,7 @@ class WorkerLink:
     @classmethod
     async def connect(
         cls,
-        worker: WorkerInfo,
+        worker: links.WorkerInfo,
         key: str,
         context: zmq.asyncio.Context,
         codec: Codec,
@@ -97,7 +88,7 @@ class WorkerLink:
         return link
 
     @property
-    def info(self) -> WorkerInfo:
+    def info(self) -> links.WorkerInfo:
         assert self._info is not None
         return self._info
 
@@ -119,14 +110,14 @@ class WorkerLink:
         if self._lost is None:
             await self._socket.send_multipart([wire.CACHED])
 
-    async def receive(self) -> Event:
+    async def receive(self) -> links.Event:
         if self._lost is not None and self._events.empty():
             return self._lost
         return await self._events.get()
 
     async def close(self) -> None:
         if self._lost is None:
-            self._lost = Lost("closed")
+            self._lost = links.Lost("closed")
             with suppress(Again):  # where the worker was never reached, or did not let this gateway in
                 await self._socket.send_multipart([wire.BYE], flags=Flag.DONTWAIT)
         await cancel_all(self._tasks)
@@ -134,14 +125,14 @@ class WorkerLink:
         self._monitor.close(linger=0)
         self._socket.close(linger=GOODBYE_MS)
 
-    async def _greet(self) -> WorkerInfo:
+    async def _greet(self) -> links.WorkerInfo:
         await self._socket.send_multipart(wire.hello(self._codec.version))
         while True:
             kind, *frames = await self._socket.recv_multipart()
             if kind == wire.LOST:
                 raise BadInput(f"worker at {self._endpoint}: {wire.unpack(frames[0])}")
             if kind == wire.WELCOME:
-                return wire.noun_from(frames[0], WorkerInfo)
+                return wire.noun_from(frames[0], links.WorkerInfo)
 
     async def _read(self) -> None:
         while True:
@@ -151,28 +142,28 @@ class WorkerLink:
             self._heard_s = time.monotonic()
             if self._is_suspect:
                 self._is_suspect = False
-                await self._events.put(Silence(is_over=True))
+                await self._events.put(links.Silence(is_over=True))
             event = self._event(kind.bytes, frames)
             if event is not None:
                 await self._events.put(event)
-            if isinstance(event, Lost):
+            if isinstance(event, links.Lost):
                 self._lost = event
                 return
 
-    def _event(self, kind: bytes, frames: Sequence[Any]) -> Event | None:
+    def _event(self, kind: bytes, frames: Sequence[Any]) -> links.Event | None:
         if kind == wire.OUTPUTS:
-            return Outputs(self._codec.outputs(frames))
+            return links.Outputs(self._codec.outputs(frames))
         if kind == wire.LOAD:
-            return wire.noun_from(frames[0].bytes, Telemetry)
+            return wire.noun_from(frames[0].bytes, links.Telemetry)
         if kind == wire.CACHED:
             return wire.noun_from(frames[0].bytes, CacheChange)
         if kind == wire.ADAPTERS:
-            return wire.noun_from(frames[0].bytes, Adapters)
+            return wire.noun_from(frames[0].bytes, links.Adapters)
         if kind == wire.REFUSED:
             segment, reason = wire.unpack(frames[0].bytes)
-            return SegmentRefused(segment, reason)
+            return links.SegmentRefused(segment, reason)
         if kind == wire.LOST:
-            return Lost(wire.unpack(frames[0].bytes))
+            return links.Lost(wire.unpack(frames[0].bytes))
         return None
 
     async def _notice_end(self) -> None:
@@ -191,9 +182,9 @@ class WorkerLink:
                 return
             if silent_s > self.patience.suspect_s and not self._is_suspect:
                 self._is_suspect = True
-                await self._events.put(Silence(is_over=False))
+                await self._events.put(links.Silence(is_over=False))
 
     async def _lose(self, reason: str) -> None:
         if self._lost is None:
-            self._lost = Lost(reason)
+            self._lost = links.Lost(reason)
             await self._events.put(self._lost)
