@@ -38,8 +38,8 @@ from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.http.keys import KeyRing
-from dataplane.http.server import bind, until_answering
-from dataplane.live.control.api import control_app, control_server
+from dataplane.http.server import QuietServer, bind, until_answering
+from dataplane.live.control.api import control_app
 from dataplane.live.control.controller_process import ControllerProcess, ControllerSettings
 from dataplane.live.control.fleet_state import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
@@ -175,7 +175,7 @@ async def measured(asked: Any) -> dict[str, Any]:
     await pool.start()
     facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
     operations = Operations(facts, core, pool, arrived, step_times)
-    server = control_server(control_app(operations, KeyRing(())))
+    server = QuietServer(control_app(operations, KeyRing(())))
     listening = bind("127.0.0.1", 0, "port")
     port = listening.getsockname()[1]
     serving = of("control", asyncio.ensure_future, server.serve(sockets=[listening]))

@@ -72,7 +72,18 @@ def server_options(certificate: ServerCertificate | None) -> dict[str, Any]:
 
 
 class QuietServer(uvicorn.Server):
-    """Uvicorn without signal handlers of its own: the gateway's end is the fleet's end."""
+    """Uvicorn without signal handlers of its own: the gateway's end is the fleet's end.
+
+    Give its `serve` a bound socket, and set `should_exit` to end it; what is open then has `shutdown_s`.
+    """
+
+    def __init__(
+        self, app: Any, certificate: ServerCertificate | None = None, shutdown_s: int = 1, **options: Any
+    ) -> None:
+        """`options`: uvicorn's, besides those of every server of ours."""
+        usual: dict[str, Any] = {"log_level": "warning", "access_log": False}
+        usual |= server_options(certificate) | {"timeout_graceful_shutdown": shutdown_s} | options
+        super().__init__(uvicorn.Config(app, **usual))
 
     def install_signal_handlers(self) -> None:
         return

@@ -175,13 +175,12 @@ async def answering(
     extensions: Sequence[Extension] = (),
 ) -> AsyncIterator[None]:
     """Serve the gauges at /metrics and `page` at /v1/advice meanwhile, to everybody who may ask."""
-    import uvicorn
     from fastapi import APIRouter, Response
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
     from dataplane.http.keys import KeyRing
     from dataplane.http.rules import application
-    from dataplane.http.server import Extension, QuietServer, server_options
+    from dataplane.http.server import Extension, QuietServer
 
     registry, router = CollectorRegistry(auto_describe=False), APIRouter()
     registry.register(gauges)
@@ -202,11 +201,7 @@ async def answering(
     for extension in (own, *extensions):
         for one in extension.routers:
             app.include_router(one)
-    server = QuietServer(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **server_options(None)
-        )
-    )
+    server = QuietServer(app)
     listening.listen()  # a call before the server has started waits, and is not refused
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-import uvicorn
 from fastapi import Body, FastAPI, Header, Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from sse_starlette.sse import EventSourceResponse
@@ -17,8 +16,7 @@ from controlplane.snapshot import Fact, Note, Scale
 from controlplane.types import Role, WorkerId
 from dataplane.http.keys import KeyRing
 from dataplane.http.rules import ErrorReply, application, error_reply
-from dataplane.http.server import Extension, QuietServer, server_options
-from dataplane.http.tls import ServerCertificate
+from dataplane.http.server import Extension
 from dataplane.live.control.operations import Operations
 from dataplane.live.control.views import fleet_words
 
@@ -320,11 +318,3 @@ def _worker_routes(app: FastAPI, operations: Operations) -> None:
 async def _event_lines(operations: Operations, after_id: int) -> AsyncIterator[dict[str, str]]:
     async for event in operations.events.follow(after_id):
         yield {"id": str(event.id), "event": event.kind, "data": json.dumps(event.as_json())}
-
-
-def control_server(app: FastAPI, certificate: ServerCertificate | None = None) -> QuietServer:
-    """A server for the app; give its `serve` a bound socket, and set `should_exit` to end it."""
-    options = server_options(certificate)
-    return QuietServer(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **options)
-    )

@@ -36,8 +36,8 @@ from controlplane.types import Slo, SloClass
 from controlplane.worker_type import WorkerType
 from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing, read_control_keys
-from dataplane.http.server import Extension, address, follow, until_answering
-from dataplane.live.control.api import control_app, control_server
+from dataplane.http.server import Extension, QuietServer, address, follow, until_answering
+from dataplane.live.control.api import control_app
 from dataplane.live.control.controller_process import ControllerProcess, ControllerSettings
 from dataplane.live.control.fleet_state import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
@@ -398,7 +398,7 @@ class _Fleet:
         if (file := settings.control_keys_file) is not None:
             reload = partial(operators.reload, file, read_control_keys)
             self.pool.tasks.spawn(follow((file,), reload, partial(self._say, "control keys")))
-        control = control_server(app, self.gateway.certificate)
+        control = QuietServer(app, self.gateway.certificate)
         answering = asyncio.create_task(control.serve(sockets=[self.estate.control]))
         self._cleanup.push_async_callback(_end_server, control, answering)
         return answering
@@ -541,6 +541,6 @@ def _phases(cluster: WorkerPool) -> str:
     )
 
 
-async def _end_server(server: object, answering: asyncio.Task[None]) -> None:
-    server.should_exit = True  # type: ignore[attr-defined]
+async def _end_server(server: QuietServer, answering: asyncio.Task[None]) -> None:
+    server.should_exit = True
     await asyncio.wait([answering], timeout=5.0)

@@ -17,17 +17,10 @@ from controlplane.scaler.bounds import Autoscale
 from controlplane.snapshot import Note, Scale
 from controlplane.types import WorkerId
 from dataplane.http.rules import Conflict, UnknownName
+from dataplane.live.control import views
 from dataplane.live.control.fleet_state import DemandCount, FleetState, MoveRow, RequestRow, WorkerRow, copied
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.control.updates import Updates
-from dataplane.live.control.views import (
-    bounds_view,
-    move_view,
-    pace_view,
-    plan_view,
-    request_view,
-    worker_view,
-)
 from dataplane.live.engine_api.processes import Estate, Tasks
 from dataplane.live.gateway.events import BUCKET_S, Event, is_of_loss
 from dataplane.live.gateway.fleet_core import FleetCore
@@ -89,10 +82,10 @@ def transport_view(core: FleetCore) -> dict[str, Any]:
         if at.telemetry is not None:
             ways.update(at.telemetry.kv_fetched)
     pairs = [
-        {"source": source, "target": target} | pace_view(pace)
+        {"source": source, "target": target} | views.pace_view(pace)
         for (source, target), pace in core.migrations.paces.pairs.items()
     ]
-    return pace_view(core.migrations.paces.usual) | {"ways": dict(ways), "pairs": pairs}
+    return views.pace_view(core.migrations.paces.usual) | {"ways": dict(ways), "pairs": pairs}
 
 
 def _kept_by(core: FleetCore, worker: WorkerId) -> dict[str, Any]:
@@ -155,9 +148,9 @@ class Operations:
     def fleet(self) -> dict[str, Any]:
         """Workers, their load, what is moving, and the last decisions with their reasons."""
         attached = {at.worker: at for at in self.core.attached()}
-        book, scale = self.core.requests, self.facts.autoscale
-        views = [
-            worker_view(m, self.cluster.types[m.kind].role, attached.get(m.worker), book.on_worker(m.worker))
+        book, scale, types = self.core.requests, self.facts.autoscale, self.cluster.types
+        shown = [
+            views.worker_view(m, types[m.kind].role, attached.get(m.worker), book.on_worker(m.worker))
             | _kept_by(self.core, m.worker)
             for m in self.cluster.members()
         ]
@@ -177,7 +170,7 @@ class Operations:
             # The bounds within which the controller may decide; null where it was not asked to.
             "autoscale": None
             if scale is None
-            else bounds_view(scale, time.time(), self.cluster.cold_start_s),
+            else views.bounds_view(scale, time.time(), self.cluster.cold_start_s),
             "advisory": self.facts.advisory,
             "slo": asdict(self.core.settings.default_slo),
             "classes": _classes(self.core),
@@ -192,10 +185,10 @@ class Operations:
             "attainment": self.metrics.attainment(),
             "lately": self.metrics.timeline.lately(self._began_s, time.monotonic()),
             "requests": {
-                "running": sum(view["requests"] for view in views),
+                "running": sum(view["requests"] for view in shown),
                 "waiting": len(self.core.admission),
             },
-            "workers": views,
+            "workers": shown,
             "core": {"pid": os.getpid(), "number": self.core_number},
             # Those in processes of their own.
             "gateways": [] if self._gateways is None else self._gateways.views(),
@@ -206,7 +199,7 @@ class Operations:
             # Why requests that run cannot be moved, and how many.
             "fixed": dict(Counter(filter(None, map(self.core.segments.why_fixed, book)))),
             "transport": transport_view(self.core),
-            "moving": [move_view(move) for move in self.core.migrations.open.values()],
+            "moving": [views.move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
             "scaling": _last(LAST_SCALING, self.events, lambda e: e.kind in SCALING_KINDS),
             "losses": _last(LAST_LOSSES, self.events, is_of_loss),
@@ -267,7 +260,7 @@ class Operations:
         """Every running and waiting request."""
         now_s = time.monotonic()
         return [
-            request_view(tracked, now_s) | {"fixed": self.core.segments.why_fixed(tracked)}
+            views.request_view(tracked, now_s) | {"fixed": self.core.segments.why_fixed(tracked)}
             for tracked in self.core.requests
         ]
 
@@ -277,7 +270,7 @@ class Operations:
         about = self.events.about(tracked.id if tracked else name)
         if tracked is None and not about:
             raise UnknownName(f"request {name}: is not running, and no decision about it is kept")
-        view = None if tracked is None else request_view(tracked, time.monotonic())
+        view = None if tracked is None else views.request_view(tracked, time.monotonic())
         return {"request": view, "decisions": [event.as_json() for event in about]}
 
     def migration(self, number: str) -> dict[str, Any]:
@@ -285,7 +278,7 @@ class Operations:
         move = self.core.migrations.find(number)
         if move is None:
             raise UnknownName(f"migration {number}: no such migration is kept")
-        return move_view(move)
+        return views.move_view(move)
 
     def exposition(self) -> bytes:
         """The metrics, with gauges brought up to date."""
@@ -323,7 +316,7 @@ class Operations:
     def evacuate(self, worker: str, seconds: float, reason: str) -> dict[str, Any]:
         """Empty a worker within `seconds`; what its requests are to do, counted."""
         plan = self.cluster.evacuate([WorkerId(worker)], seconds, reason)
-        return {"worker": worker, "state": "draining", "deadline_s": seconds, "plan": plan_view(plan)}
+        return {"worker": worker, "state": "draining", "deadline_s": seconds, "plan": views.plan_view(plan)}
 
     async def evacuate_node(self, address: str, seconds: float, reason: str) -> dict[str, Any]:
         """Empty every worker of the node at an address within `seconds`, and start none there any more.
@@ -333,7 +326,7 @@ class Operations:
         here = self.cluster.at_address(address)
         plan = self.cluster.evacuate(here, seconds, reason)
         await self.cluster.host.leave_node(address, seconds)
-        return {"node": address, "workers": here, "deadline_s": seconds, "plan": plan_view(plan)}
+        return {"node": address, "workers": here, "deadline_s": seconds, "plan": views.plan_view(plan)}
 
     def restart_gateways(self, finish_s: float) -> dict[str, Any]:
         """Begin to replace every gateway by a new process; how many there are. Raises UnknownName."""
@@ -364,7 +357,7 @@ class Operations:
         self._moves.spawn(self.core.segments.move(tracked.id, chosen, reason))
         await asyncio.sleep(0)  # the move enters its record before its first wait
         move = self.core.migrations.open.get(tracked.id) or self.core.migrations.closed[-1]
-        return move_view(move)
+        return views.move_view(move)
 
     # The controller's decisions: carried out, or only recorded where they are advice.
 

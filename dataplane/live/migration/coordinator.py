@@ -32,22 +32,10 @@ from itertools import count
 
 from controlplane.migration.move import CLOSED, Happened, Stage
 from controlplane.types import RequestId, WorkerId
-from dataplane.live.engine_api.kv_messages import (
-    LOADER_PREFIX,
-    UNBOUND,
-    Control,
-    KvLoad,
-    Transfer,
-    loaded_tokens,
-)
+from dataplane.live.engine_api import kv_messages as kv
+from dataplane.live.engine_api import segment
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.messages import EngineRequest, Finish, SegmentOutput
-from dataplane.live.engine_api.segment import (
-    control_request,
-    keeper_request,
-    loader_request,
-    obstacle_to_move,
-)
 from dataplane.live.migration.move import (
     CopyFailed,
     EngineCalls,
@@ -108,7 +96,7 @@ class Migrations:
         """
         running = self._fleet.running(request)
         source = None if running is None else running.worker
-        name = f"{LOADER_PREFIX}{self._gateway}-{next(self._ids)}"
+        name = f"{kv.LOADER_PREFIX}{self._gateway}-{next(self._ids)}"
         move = MoveRecord(name, request, source, target, mode, time.time(), why=why, hurried=hurried)
         if request in self.open:
             move.take(Happened.REFUSED, "it is already being moved")
@@ -130,7 +118,7 @@ class Migrations:
 
         Raises CopyFailed; nothing is held anywhere then.
         """
-        name = f"{LOADER_PREFIX}{self._gateway}-{next(self._ids)}"
+        name = f"{kv.LOADER_PREFIX}{self._gateway}-{next(self._ids)}"
         keeper, loader = f"{name}-keeper", f"{name}-loader"
 
         def check() -> bool:
@@ -140,12 +128,14 @@ class Migrations:
         async with self._budgeted(source, target, "live"):
             info = self.engines.info(source)
             try:
-                kept = await self.engines.answer(check, source, keeper, keeper_request(text, keeper, tokens))
+                kept = await self.engines.answer(
+                    check, source, keeper, segment.keeper_request(text, keeper, tokens)
+                )
                 if kept.finish_reason != Finish.LENGTH:
                     raise CopyFailed(f"{source} could not keep a text")
                 pace = self._budget.pace(tokens * info.kv_bytes_per_token)
-                load = KvLoad(info.kv_addresses, keeper, tokens, pace=pace, secret=info.kv_secret)
-                request = loader_request(text, (), loader, load, ())
+                load = kv.KvLoad(info.kv_addresses, keeper, tokens, pace=pace, secret=info.kv_secret)
+                request = segment.loader_request(text, (), loader, load, ())
                 answer = await self.engines.answer(check, target, loader, request)
                 if answer.finish_reason not in (Finish.LENGTH, Finish.STOP):
                     raise CopyFailed(f"{target} could not load a text")
@@ -198,7 +188,7 @@ class Migrations:
             return
         if not running.output_token_ids and move.mode != "hand-over":
             move.take(Happened.WAITING)
-            await self._cut_over(move, running, Transfer())
+            await self._cut_over(move, running, kv.Transfer())
             return
         if layout(self.engines.info(running.worker)) != layout(self.engines.info(move.target)):
             move.mode = "recompute"
@@ -216,7 +206,7 @@ class Migrations:
             return f"it is on {move.target} already"
         if meaning(source.info) != meaning(target.info):
             return f"{running.worker} and {move.target} do not run the same model in the same way"
-        return obstacle_to_move(running.request, running.output_token_ids, source.info)
+        return segment.obstacle_to_move(running.request, running.output_token_ids, source.info)
 
     async def _move_running(self, move: MoveRecord, running: Running) -> None:
         loader: str | None = None
@@ -260,9 +250,9 @@ class Migrations:
             if move.mode != "recompute":
                 await self.engines.release(move.id, running.request, running.worker, running.segment)
 
-    def _last_load(self, move: MoveRecord, running: Running, copied: int, loader: str | None) -> Transfer:
+    def _last_load(self, move: MoveRecord, running: Running, copied: int, loader: str | None) -> kv.Transfer:
         if move.mode == "recompute":
-            return Transfer()
+            return kv.Transfer()
         info = self.engines.info(running.worker)
         tokens = running.tokens - 1
         move.tail_tokens = tokens - copied
@@ -271,10 +261,10 @@ class Migrations:
         # A short tail is loaded in the step that resumes; a long one would stop every other request of
         # the target for as long as it travels.
         inline = move.tail_tokens <= 4 * info.block_tokens
-        load = KvLoad(info.kv_addresses, running.segment, tokens, inline, secret=info.kv_secret)
-        return Transfer(load, drop=() if loader is None else (loader,))
+        load = kv.KvLoad(info.kv_addresses, running.segment, tokens, inline, secret=info.kv_secret)
+        return kv.Transfer(load, drop=() if loader is None else (loader,))
 
-    async def _cut_over(self, move: MoveRecord, running: Running, transfer: Transfer) -> bool:
+    async def _cut_over(self, move: MoveRecord, running: Running, transfer: kv.Transfer) -> bool:
         """Switch the stream; return whether the target gave a token."""
         began_s = time.monotonic()
         # Runs up to its first wait in this very turn of the loop, so `running` is not stale in it.
@@ -307,11 +297,11 @@ class Migrations:
         name = f"{move.id}-{len(move.stages)}"
         source = self.engines.info(running.worker)
         size = tokens * source.kv_bytes_per_token
-        pace = UNBOUND if move.hurried else self._budget.pace(size)
+        pace = kv.UNBOUND if move.hurried else self._budget.pace(size)
         where, secret = source.kv_addresses, source.kv_secret
-        load = KvLoad(where, running.segment, tokens, pace=pace, stream=is_stream, secret=secret)
+        load = kv.KvLoad(where, running.segment, tokens, pace=pace, stream=is_stream, secret=secret)
         drop = () if previous is None else (previous,)
-        request = loader_request(running.request, running.output_token_ids, name, load, drop)
+        request = segment.loader_request(running.request, running.output_token_ids, name, load, drop)
         try:
             answer = await self._ask(move, running, move.target, name, request)
             if answer.finish_reason not in (Finish.LENGTH, Finish.STOP):
@@ -341,7 +331,7 @@ class Migrations:
     async def _begin(self, move: MoveRecord, running: Running) -> None:
         """Lease the source's segment, and return once the source has said so."""
         name = f"{move.id}-begin-{running.segment}"
-        request = control_request(running.request, name, Control("begin", running.segment))
+        request = segment.control_request(running.request, name, kv.Control("begin", running.segment))
         answer = await self._ask(move, running, running.worker, name, request)
         if answer.finish_reason == Finish.ERROR:
             raise RequestEnded
@@ -362,7 +352,7 @@ def _taken(answer: SegmentOutput, most: int) -> int:
     """The tokens that a loader took from its source, of `most`: all, where its engine does not say."""
     if answer.finish_reason == Finish.LENGTH:
         return 0
-    told = loaded_tokens(answer)
+    told = kv.loaded_tokens(answer)
     return most if told is None else told
 
 

@@ -27,13 +27,12 @@ import numpy as np
 from controlplane.errors import BadInput
 from controlplane.perfmodel.fit import fit_step
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Source
-from controlplane.perfmodel.samples import Burst, EngineRoom, StepSamples, by_point, design
+from controlplane.perfmodel.samples import Burst, StepSamples, by_point, design
 from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
-from dataplane.live.engine_api.link import EngineLink, Executed, Lost, Outputs, SegmentRefused, Telemetry
-from dataplane.live.engine_api.messages import EngineRequest, SegmentOutput
+from dataplane.live.engine_api.link import EngineLink, Executed
 from dataplane.live.gateway.events import EventLog
-from dataplane.live.worker.bursts import EngineDied, Measured, run_burst
+from dataplane.live.worker.bursts import EngineDied, LinkedEngine, room_of, run_burst
 
 log = logging.getLogger(__name__)
 MEASURE_S = 20.0  # from the first worker of a kind that is warm; with the fit it is within 30 s
@@ -144,7 +143,7 @@ class Learning:
         await course.over.wait()
 
     async def _take_part(self, course: _Course, link: EngineLink) -> None:
-        engine = _Linked(link, self._vocabulary)
+        engine = LinkedEngine(link, self._vocabulary)
         rng, numbers = np.random.default_rng(course.took_part), itertools.count()
         while course.to_visit and time.monotonic() < course.until_s:
             burst, steps = course.to_visit.popleft(), list[Executed]()
@@ -246,56 +245,6 @@ class Learning:
         }
 
 
-class _Linked(Measured):
-    """An engine measured over its link, before anyone else listens there."""
-
-    def __init__(self, link: EngineLink, vocabulary: int) -> None:
-        self._link, self._vocabulary = link, vocabulary
-        self.steps = self._begun_at = 0
-        self._is_idle = True
-        self._open: set[str] = set()
-
-    @property
-    def room(self) -> EngineRoom:
-        return room_of(self._link)
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
-    async def begin(self, request: EngineRequest) -> None:
-        if not self._open:
-            self._begun_at = self.steps
-        self._is_idle = False
-        self._open.add(request.request_id)
-        await self._link.add(request)
-
-    async def news(self) -> tuple[Sequence[Executed], Sequence[SegmentOutput]]:
-        event = await self._link.receive()
-        if isinstance(event, Telemetry):
-            executed, self.steps = event.since(self.steps), event.steps
-            self._is_idle = event.running + event.waiting == 0 and event.steps > self._begun_at
-            return executed, ()
-        if isinstance(event, Outputs):
-            self._open -= {o.request_id for o in event.batch.outputs if o.finish_reason is not None}
-            return (), event.batch.outputs
-        if isinstance(event, SegmentRefused):
-            raise EngineDied(f"{self._link.info.worker} refused a request: {event.reason}")
-        if isinstance(event, Lost):
-            raise EngineDied(f"{self._link.info.worker} was lost: {event.reason}")
-        return (), ()  # nothing of steps
-
-    async def settled(self, steps: list[Executed]) -> None:
-        """Wait for telemetry of the burst's last step."""
-        while not self._is_idle:
-            steps += (await self.news())[0]
-
-    async def abandon(self) -> None:
-        """End what runs; its outputs are not waited for."""
-        await self._link.abort(sorted(self._open))
-        self._open.clear()
-
-
 def samples_of(visits: Sequence[Visit]) -> StepSamples:
     """The batches that were measured, each at the median of its visits.
 
@@ -319,14 +268,6 @@ def samples_of(visits: Sequence[Visit]) -> StepSamples:
     prefill, sequences, context, step_s = columns.T
     samples = StepSamples(prefill, sequences, context, step_s, sum_sq)
     return by_point(samples, [point for point, *_ in rows], [repeat for _, repeat, _ in rows])
-
-
-def room_of(link: EngineLink) -> EngineRoom:
-    """The largest batch and context of a worker."""
-    info = link.info
-    return EngineRoom(
-        info.kv_blocks * info.block_tokens, info.max_seqs, info.max_batched_tokens, info.max_model_len
-    )
 
 
 def _course_of(link: EngineLink, measure_s: float) -> _Course:

@@ -19,10 +19,9 @@ from socket import socket
 from typing import Any
 
 import aiohttp
-import uvicorn
 
 from controlplane.scaler.shares import Claims, Limits, Patience, Tenant, share_out
-from dataplane.http.server import QuietServer, address, follow, server_options, until_answering
+from dataplane.http.server import QuietServer, address, follow, until_answering
 from dataplane.http.tls import ServerCertificate
 from dataplane.live.engine_api.processes import Pulse
 from dataplane.live.portfolio.front import control, endpoint, session
@@ -184,7 +183,8 @@ async def run_front(
     async with session() as http:
         broker = Broker(settings, http)
         apps = endpoint(settings.gateways, http), control(settings.controls, http, broker.view)
-        servers = [_server(app, certificate, settings.shutdown_s) for app in apps]
+        last, usual = settings.shutdown_s, {"lifespan": "off", "timeout_keep_alive": IDLE_S}
+        servers = [QuietServer(app, certificate, last, **usual) for app in apps]
         is_first = not pulse.has_served
         if is_first and not await _unless_told(_until_ready(http, settings.controls), stop):
             return
@@ -206,20 +206,6 @@ async def run_front(
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
-
-
-def _server(app: object, certificate: ServerCertificate | None, shutdown_s: int) -> QuietServer:
-    return QuietServer(
-        uvicorn.Config(
-            app,  # type: ignore[arg-type]  # its messages are mappings, as uvicorn's are
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=IDLE_S,
-            timeout_graceful_shutdown=shutdown_s,
-            **server_options(certificate),
-        )
-    )
 
 
 async def _unless_told(what: Coroutine[None, None, None], stop: asyncio.Event) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import DECODE_STEPS, Burst, EngineRoom
-from dataplane.live.engine_api.link import Executed
+from dataplane.live.engine_api.link import EngineLink, Executed, Lost, Outputs, SegmentRefused, Telemetry
 from dataplane.live.engine_api.messages import EngineRequest, Sampling, SegmentOutput
 from dataplane.live.engine_api.segment import plain_request
 from dataplane.live.engine_api.step_trace import Step
@@ -37,6 +37,64 @@ class Measured(Protocol):
 
 class EngineDied(BadInput):
     """The engine under measurement ended, or went silent."""
+
+
+class LinkedEngine(Measured):
+    """An engine measured over its link, before anyone else listens there."""
+
+    def __init__(self, link: EngineLink, vocabulary: int) -> None:
+        self._link, self._vocabulary = link, vocabulary
+        self.steps = self._begun_at = 0
+        self._is_idle = True
+        self._open: set[str] = set()
+
+    @property
+    def room(self) -> EngineRoom:
+        return room_of(self._link)
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    async def begin(self, request: EngineRequest) -> None:
+        if not self._open:
+            self._begun_at = self.steps
+        self._is_idle = False
+        self._open.add(request.request_id)
+        await self._link.add(request)
+
+    async def news(self) -> tuple[Sequence[Executed], Sequence[SegmentOutput]]:
+        event = await self._link.receive()
+        if isinstance(event, Telemetry):
+            executed, self.steps = event.since(self.steps), event.steps
+            self._is_idle = event.running + event.waiting == 0 and event.steps > self._begun_at
+            return executed, ()
+        if isinstance(event, Outputs):
+            self._open -= {o.request_id for o in event.batch.outputs if o.finish_reason is not None}
+            return (), event.batch.outputs
+        if isinstance(event, SegmentRefused):
+            raise EngineDied(f"{self._link.info.worker} refused a request: {event.reason}")
+        if isinstance(event, Lost):
+            raise EngineDied(f"{self._link.info.worker} was lost: {event.reason}")
+        return (), ()  # nothing of steps
+
+    async def settled(self, steps: list[Executed]) -> None:
+        """Wait for telemetry of the burst's last step."""
+        while not self._is_idle:
+            steps += (await self.news())[0]
+
+    async def abandon(self) -> None:
+        """End what runs; its outputs are not waited for."""
+        await self._link.abort(sorted(self._open))
+        self._open.clear()
+
+
+def room_of(link: EngineLink) -> EngineRoom:
+    """The largest batch and context of a worker."""
+    info = link.info
+    return EngineRoom(
+        info.kv_blocks * info.block_tokens, info.max_seqs, info.max_batched_tokens, info.max_model_len
+    )
 
 
 async def run_burst(

@@ -9,7 +9,6 @@ import pytest
 web = pytest.importorskip("aiohttp.web")
 
 import aiohttp  # noqa: E402
-import uvicorn  # noqa: E402
 
 from dataplane.http.server import QuietServer  # noqa: E402
 from dataplane.live.portfolio.front import control, endpoint, merged, session  # noqa: E402
@@ -68,7 +67,7 @@ async def served(make=endpoint, **named):
         urls[name] = f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
     async with session() as http, aiohttp.ClientSession(headers=KEY) as client:
         app = make(urls, http, **named)
-        server = QuietServer(uvicorn.Config(app, port=0, lifespan="off", log_level="error"))
+        server = QuietServer(app, port=0, lifespan="off", log_level="error")
         serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
