@@ -31,7 +31,7 @@ SYNTH = [
 
 
 def commands(scratch: str) -> list[list[str]]:
-    """What the kernels are to serve: plans, sessions with caches, split fleets, and other targets."""
+    """What the kernels are to serve: plans, sessions with caches, split fleets, other targets, and moves."""
     sessions = str(Path(scratch, "sessions.csv"))
     return [
         [*SYNTH, sessions, "--overwrite"],
@@ -40,6 +40,7 @@ def commands(scratch: str) -> list[list[str]]:
         ["plan", "--trace", sessions, *TARGETS],
         [*SIMULATE, sessions, "--agents", "8", "--host-kv", "64GiB@25GB/s"],
         [*SIMULATE, str(SAMPLE), "--window", "0s..60s", "--engine", "split", "--prefill-workers", "1"],
+        [*SIMULATE, str(SAMPLE), "--window", "0s..60s", "--policy", "spread+migrate"],
     ]
 
 
