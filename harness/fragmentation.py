@@ -1,4 +1,4 @@
-"""Fragmented KV memory over time (Llumnix, OSDI '24, Figure 12), of a simulated fleet and of a served one.
+"""Fragmented KV memory over time (Llumnix, OSDI '24, Figure 12), of a simulated fleet.
 
 A request is blocked where it is the next of a worker's queue, or of the gateway's, and needs more memory than
 any worker that could take it has free. At a worker that is this worker alone. Memory is fragmented as far as
@@ -6,19 +6,14 @@ the free memory of all workers together would hold blocked requests, the smalles
 
     fragmented = Σ tokens of the blocked requests that fit into Σ free tokens / Σ tokens of all workers
 
-Both planes count it from the controller's `Snapshot`, at each heartbeat.
+It is counted from the controller's `Snapshot`, at each heartbeat.
 """
 
 from __future__ import annotations
 
-import asyncio
-import re
-import time
-import urllib.request
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
 import numpy as np
 
 from controlplane.control import Settings, tick
@@ -26,12 +21,9 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.snapshot import Snapshot
 from controlplane.types import Slo
 from controlplane.workload import Workload
-from dataplane.live.control.fleet_state import FleetState, Observer
 from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
 from dataplane.simulated.run import RunState
 from dataplane.simulated.simulate import WorkerSpec, prepare
-from harness.served import Server
-from tokenfleet.compare.replay import replay, served_model
 
 BEAT_S, MIGRATE = 0.25, "+migrate"
 
@@ -109,32 +101,3 @@ def simulated(profile: Profile, workers: int, workload: Workload, policy: str) -
     drive(plane, partial(tick, settings))
     outcome = run.outcome()
     return Watched(plane.memory, int(outcome.migrations.sum()), outcome.ttft_s.tolist())
-
-
-def served(server: Server, workload: Workload) -> Watched:
-    """A replay on a served fleet, as its controller would see it."""
-    memory = Memory(float(workload.arrival_s[-1]))
-
-    async def story() -> list[float]:
-        sending = asyncio.ensure_future(
-            replay(workload, await served_model(server.gateway, None), np.random.default_rng(7))
-        )
-        observer, began_s = Observer({}), time.monotonic()
-        while not sending.done():
-            state = await asyncio.to_thread(_state, server)
-            memory.add(observer.snapshot(state, time.monotonic() - began_s))
-            await asyncio.sleep(BEAT_S)
-        got = sending.result()
-        return (got.first_token_s - got.sent_s).tolist()
-
-    ttft_s = asyncio.run(story())
-    with urllib.request.urlopen(f"{server.control}/metrics", timeout=30) as reply:
-        done = re.findall(
-            r'^tokenfleet_migrations_total\{.*outcome="done".*\} (\S+)$', reply.read().decode(), re.M
-        )
-    return Watched(memory, round(sum(map(float, done))), ttft_s)
-
-
-def _state(server: Server) -> FleetState:
-    with urllib.request.urlopen(f"{server.control}/v1/state", timeout=30) as reply:
-        return msgspec.msgpack.decode(reply.read(), type=FleetState)

@@ -64,7 +64,8 @@ async def _round(server: Server, expected: list[list[int]]) -> Hang:
         while not why and time.monotonic() - stopped_s < NEVER_S:
             await asyncio.sleep(LOOK_S)
             losses = (await asyncio.to_thread(server.ask, "GET", "/v1/fleet"))["losses"]
-            why = next((one["reason"] for one in losses if one["worker"] == victim["worker"]), "")
+            gone = (one for one in losses if one["worker"] == victim["worker"] and one["kind"] == "lost")
+            why = next((one["reason"] for one in gone), "")
         noticed_s = time.monotonic() - stopped_s
         got = await asyncio.gather(*tasks)
     same = sum(_is_whole(one) and one.token_ids == ids for one, ids in zip(got, expected, strict=True))

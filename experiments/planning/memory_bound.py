@@ -1,12 +1,15 @@
 """Late requests where memory binds, with moves and without.
 
-    python experiments/planning/memory_bound.py [--quick] [--format table|json]
+    python experiments/planning/memory_bound.py [--fragmentation] [--quick] [--format table|json]
 
 Sixteen LLaMA-7B workers on A10s under vLLM 0.1.7, as Llumnix (OSDI '24) measured them: a memory of 13,616
 tokens, decode steps that grow by 0.286 ms a sequence, prefill times of Figure 10's recompute curve. Targets
 10 s, 100 ms. Power-law lengths (S, M and L: mean 128, 256 and 512 tokens), Poisson arrivals, or Gamma ones
 where a CV is named; 4,000 requests, three streams of arrivals. The default policy, `spread+migrate`, runs
 against `spread`.
+
+`--fragmentation`: the memory that `harness/fragmentation.py` counts as fragmented (Figure 12), L-L 4/s, 2,500
+requests of one stream.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.results import bar, flags, show
+from harness.fragmentation import MIGRATE, simulated
 from tokenfleet.traces.distributions import LONG, MEDIUM, PUBLISHED_SEED, SHORT, LengthMix, gamma, poisson
 
 WORKERS, BLOCK, KV_BYTES = 16, 16, 524_288
@@ -110,9 +114,27 @@ def with_moves(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
     return rows, bars
 
 
+def with_fragmentation(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows by policy, and the bars: the mean with moves over that without."""
+    rows, bars = [], {}
+    for base in ("freeness", "spread"):
+        means = []
+        for policy in (base, base + MIGRATE):
+            load = workload("L-L", 4.0, asked.seed + 1, 1.0, 300 if asked.quick else 2500)
+            run = simulated(PROFILE, WORKERS, load, policy)
+            seen = run.memory
+            means.append(seen.mean(seen.fragmented))
+            row = {"policy": policy, "fragmented": means[-1], "free": seen.mean(seen.free)}
+            rows.append(row | {"p99": float(np.percentile(seen.fragmented, 99)), "moves": run.moves})
+        bars[f"{base}: fragmented with moves, share of without"] = bar(means[1] / max(means[0], 1e-9), 0.5)
+    return rows, bars
+
+
 def main() -> int:
-    asked = flags(__doc__).parse_args()
-    return show("memory_bound", *with_moves(asked), asked)
+    parser = flags(__doc__)
+    parser.add_argument("--fragmentation", action="store_true", help="Figure 12 instead")
+    asked = parser.parse_args()
+    return show("memory_bound", *(with_fragmentation if asked.fragmentation else with_moves)(asked), asked)
 
 
 if __name__ == "__main__":
