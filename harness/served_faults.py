@@ -411,7 +411,7 @@ class _Play:
             if view["wanted_workers"] != self._workers:
                 self._fleet.ask("POST", "/v1/fleet/scale", {"workers": self._workers})
             now = left(view, self._workers)
-            losses = {one["worker"]: one["cause"] for one in view["losses"]}
+            losses = {one["worker"]: one["cause"] for one in view["losses"] if "cause" in one}
             seen.lost |= {w: cause for w, cause in losses.items() if w not in self._lost_before}
             now["missing controllers"] = 1 - len(by_role(self._fleet).get("controller", []))  # type: ignore[arg-type]
             if view["core"]["number"] == self._core:
