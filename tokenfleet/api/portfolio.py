@@ -13,7 +13,7 @@ import polars as pl
 from tokenfleet.files import cache_folder, write_files
 from tokenfleet.portfolios.offers import tasks_of
 from tokenfleet.portfolios.plan import PortfolioPlan, plan_portfolio
-from tokenfleet.portfolios.request import read_portfolio
+from tokenfleet.portfolios.request import Portfolio, read_portfolio
 from tokenfleet.portfolios.view import headline, portfolio_json, portfolio_report
 from tokenfleet.report.page import framed
 from tokenfleet.report.progress import counted_bar, tell_compiling
@@ -70,9 +70,13 @@ def portfolio(file: str | Path, *, jobs: int = 1, keep: bool = True) -> Portfoli
 
     `jobs` and `keep` as in `whatif`. Raises BadInput, and Infeasible with the cheapest relaxation.
     """
-    asked_for = read_portfolio(Path(file))
-    asked = tasks_of(asked_for, date.today())
+    return PortfolioAnswer(chosen_fleets(read_portfolio(Path(file)), jobs, keep))
+
+
+def chosen_fleets(models: Portfolio, jobs: int, keep: bool) -> PortfolioPlan:
+    """The plan of a portfolio as read, with a bar. Raises BadInput, and Infeasible as `portfolio` does."""
+    asked = tasks_of(models, date.today())
     cache = Cache(cache_folder("whatif") if keep else None)
     tell_compiling()
     with counted_bar("planning models", asked.count) as advance:
-        return PortfolioAnswer(plan_portfolio(asked_for, asked, jobs, cache, advance))
+        return plan_portfolio(models, asked, jobs, cache, advance)

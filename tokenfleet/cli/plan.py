@@ -259,28 +259,20 @@ def portfolio_command(
     tokenfleet portfolio models.yaml --output-dir out      # then: tokenfleet serve --plan out/chat.plan.json
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
-    from tokenfleet.api.portfolio import portfolio_texts
-    from tokenfleet.cli.terminal import answer, counted_bar, warn
-    from tokenfleet.files import cache_folder, refuse_unwritable, write_files
-    from tokenfleet.portfolios.offers import tasks_of
-    from tokenfleet.portfolios.plan import plan_portfolio
+    from tokenfleet.api.portfolio import chosen_fleets, portfolio_texts
+    from tokenfleet.cli.terminal import answer, warn
+    from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.portfolios.request import read_portfolio
     from tokenfleet.portfolios.view import portfolio_tables
-    from tokenfleet.report.progress import tell_compiling
-    from tokenfleet.whatifs.solve import Cache
 
     portfolio = read_portfolio(file)
     names = ("portfolio.json", "portfolio.html", *(f"{m.name}.plan.json" for m in portfolio.models))
     files = [] if output_dir is None else [output_dir / name for name in names]
     refuse_unwritable(files)
-    asked = tasks_of(portfolio, date.today())
-    tell_compiling()
-    with counted_bar("planning models", asked.count) as advance:
-        cache = Cache(None if no_cache else cache_folder("whatif"))
-        plan = plan_portfolio(portfolio, asked, jobs or os.cpu_count() or 1, cache, advance)
+    plan = chosen_fleets(portfolio, jobs or os.cpu_count() or 1, not no_cache)
     texts = portfolio_texts(plan)
     if output_dir is not None:
         write_files({output_dir / name: text for name, text in texts.items()})
     answer(output_format, texts["portfolio.json"], lambda: portfolio_tables(plan), files)
-    warn(asked.warnings)
+    warn(plan.warnings)
     return 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -11,14 +13,20 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes
 from tokenfleet.cli.terminal import answer, console, counted_bar, warn
 from tokenfleet.files import refuse_to_replace
-from tokenfleet.traces.check import as_json, as_tables, check
+from tokenfleet.traces.check import Checkup, Finding, as_json, check, verdict
 from tokenfleet.traces.distributions import PUBLISHED_SEED
+from tokenfleet.traces.phases import COLUMNS, Phase, phase_row
 from tokenfleet.traces.readers import read_trace
+from tokenfleet.traces.reuse import KEEPS, TraceReuse
 from tokenfleet.traces.synth import SESSION_THINK, SessionLaws, synthesise, synthesise_sessions
 from tokenfleet.traces.trace import Trace
 from tokenfleet.traces.writers import kind_for, write_trace
@@ -29,6 +37,10 @@ trace_app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
+
+BARS = "▁▂▃▄▅▆▇█"
+_READING = ("order", "empty outputs")  # these the reader of the file has told already
+SHOWN_PHASES = 8
 
 
 class Written(StrEnum):
@@ -169,3 +181,98 @@ def _write(trace: Trace, path: Path, form: str, overwrite: bool) -> None:
     with counted_bar("writing", len(trace)) as advance:
         write_trace(trace, path, form, overwrite, advance)
     print(f"{path}: {len(trace):,} requests in {trace.workload.duration_s:.1f} s", file=sys.stderr)
+
+
+def sparkline(values: NDArray[np.float64]) -> str:
+    """Values as bars, from 0 to their maximum; a value of 0 is a space."""
+    if not len(values) or values.max() <= 0:
+        return ""
+    levels = np.minimum((values / values.max() * len(BARS)).astype(int), len(BARS) - 1)
+    return "".join(BARS[level] if value > 0 else " " for level, value in zip(levels, values, strict=True))
+
+
+def as_tables(
+    checkup: Checkup, kv_tokens: Mapping[str, int], verbose: bool = False
+) -> Iterator[RenderableType]:
+    """The checkup for a terminal: the verdict, rate, lengths, prefix reuse and warnings.
+
+    `kv_tokens`: the KV memory of worker types, by their names. `verbose`: every finding, and reuse in full.
+    """
+    trace, shape = checkup.trace, checkup.shape
+    lines = Table.grid(padding=(0, 2))
+    lines.add_column(style="dim", no_wrap=True)
+    lines.add_column(overflow="fold")
+    if len(shape.rates_rps):
+        lines.add_row("Rate", f"{sparkline(shape.rates_rps)}  0 to {shape.rates_rps.max():.3g} req/s")
+    for name, tail in (("Prompt tokens", shape.prompt), ("Output tokens", shape.output)):
+        figures = (("mean", tail.mean), ("p50", tail.p50), ("p95", tail.p95), ("p99", tail.p99))
+        row = "   ".join(f"{figure} {value:,.0f}" for figure, value in (*figures, ("max", tail.most)))
+        lines.add_row(name, row)
+    if checkup.reuse is not None:
+        lines.add_row(
+            "Prefix hit rate", f"{100 * checkup.reuse.ideal:.1f} % of prompt tokens, in a cache without limit"
+        )
+    for warning in trace.warnings:
+        lines.add_row("Reading", Text(warning, style="yellow"))
+    for finding in checkup.findings:
+        if finding.warns and finding.name not in _READING:
+            lines.add_row("Warning", Text(finding.words, style="yellow"))
+    yield Text(verdict(checkup), style="bold yellow" if checkup.warnings else "bold green")
+    yield lines
+    if len(checkup.phases) > 1:
+        yield _phases_table(checkup.phases)
+    if verbose:
+        yield _findings_table(checkup.findings)
+    if checkup.reuse is not None and (verbose or kv_tokens):
+        yield from _reuse_tables(checkup.reuse, kv_tokens)
+
+
+def _table(columns: Iterable[str] = (), left: str = "") -> Table:
+    """A table without a box, flush right except for the column `left`."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name == left else "right")
+    return table
+
+
+def _phases_table(phases: Sequence[Phase]) -> Table:
+    """The phases of a trace, the first ones where there are many."""
+    table = _table(COLUMNS)
+    for phase in phases[:SHOWN_PHASES]:
+        table.add_row(*phase_row(phase))
+    if (more := len(phases) - SHOWN_PHASES) > 0:
+        table.caption = f"… {more} more with --format json"
+    return table
+
+
+def _findings_table(findings: Sequence[Finding]) -> Table:
+    table = _table()
+    table.add_column("check", no_wrap=True)
+    table.add_column("")
+    table.add_column("finding", overflow="fold")
+    for finding in findings:
+        mark = Text("warning", style="yellow") if finding.warns else Text("ok", style="green")
+        table.add_row(finding.name, mark, Text(finding.words))
+    return table
+
+
+def _reuse_tables(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> Iterator[RenderableType]:
+    """What a prefix cache could serve, by where the prefix is from and by the size of the cache."""
+    if reuse.within_tokens is not None:
+        within = reuse.within_tokens / reuse.prompt_tokens
+        yield Text(
+            f"Prefix hits: {100 * within:.1f} % within sessions,"
+            f" {100 * (reuse.ideal - within):.1f} % across sessions"
+        )
+    if not len(reuse.hits):
+        return
+    median, working_set = reuse.distance(0.5), reuse.distance(KEEPS)
+    distance = f"Reuse distance: p50 {median:,.0f} unique tokens, p90 {working_set:,.0f} (the working set)"
+    yield Text(f"{distance}; {reuse.unique_tokens:,} unique tokens in all")
+    if kv_tokens:
+        columns = ("worker type", "KV tokens", "hit rate of one worker", "workers for the working set")
+        table = _table(columns, left="worker type")
+        for name, tokens in kv_tokens.items():
+            workers = max(math.ceil(working_set / tokens), 1)
+            table.add_row(name, f"{tokens:,}", f"{100 * reuse.kept(tokens):.1f} %", f"{workers}")
+        yield table

@@ -113,7 +113,17 @@ def plan_router(service: PlanService) -> APIRouter:
     followers = asyncio.Semaphore(MOST_FOLLOWERS)
     _add_jobs(router, service, "plan", (JobBrief, JobList, Job), followers)
     _add_jobs(router, service, PORTFOLIO, (PortfolioJobBrief, PortfolioJobList, PortfolioJob), followers)
-    _add_scorecards(router, service)
+
+    @router.get(
+        "/plans/{job}/scorecard",
+        operation_id="get_scorecard",
+        response_model=Scorecard,
+        responses=_BUSY | _CONFLICT,
+    )
+    def scorecard(job: JobId) -> Response:
+        """What a kept plan (`last`: the one served last) predicted, and what the fleet under it did."""
+        return JSONResponse(service.scorecard(job))
+
     return router
 
 
@@ -228,18 +238,6 @@ def _add_jobs(
         return EventSourceResponse(_changes(service, job, followers, kind))
 
 
-def _add_scorecards(router: APIRouter, service: PlanService) -> None:
-    @router.get(
-        "/plans/{job}/scorecard",
-        operation_id="get_scorecard",
-        response_model=Scorecard,
-        responses=_BUSY | _CONFLICT,
-    )
-    def scorecard(job: JobId) -> Response:
-        """What a kept plan (`last`: the one served last) predicted, and what the fleet under it did."""
-        return JSONResponse(service.scorecard(job))
-
-
 async def _changes(
     service: PlanService, job: str, followers: asyncio.Semaphore, kind: str
 ) -> AsyncIterator[dict[str, str]]:
@@ -283,25 +281,20 @@ class GapCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         found = self._last_gap()
-        ratio, day, gpu_hours, usd = families = _gap_families()
+        whole = "Cost of the last full day (UTC) over the hindsight optimum"
+        part = "of the last full day (UTC): paid, cheapest (hindsight optimum), and the difference by cause"
+        ratio = GaugeMetricFamily("tokenfleet_gap_ratio", whole)
+        day = GaugeMetricFamily(
+            "tokenfleet_gap_day_seconds", "Start of the day of tokenfleet_gap_*, Unix time"
+        )
+        gpu_hours = GaugeMetricFamily("tokenfleet_gap_gpu_hours", f"GPU-hours {part}", labels=["part"])
+        usd = GaugeMetricFamily("tokenfleet_gap_usd", f"US dollars {part}", labels=["part"])
         if found is not None and found["ratio"] is not None and found["least"] is not None:
             ratio.add_metric([], found["ratio"])
             day.add_metric([], day_begin_s(found["day"]))
             amounts = {"paid": found["paid"], "cheapest": found["least"], **found["parts"]}
-            for part, amount in amounts.items():
-                gpu_hours.add_metric([part], amount["gpu_h"])
+            for name, amount in amounts.items():
+                gpu_hours.add_metric([name], amount["gpu_h"])
                 if amount["usd"] is not None:
-                    usd.add_metric([part], amount["usd"])
-        yield from families
-
-
-def _gap_families() -> tuple[GaugeMetricFamily, ...]:
-    part = "of the last full day (UTC): paid, cheapest (hindsight optimum), and the difference by cause"
-    return (
-        GaugeMetricFamily(
-            "tokenfleet_gap_ratio", "Cost of the last full day (UTC) over the hindsight optimum"
-        ),
-        GaugeMetricFamily("tokenfleet_gap_day_seconds", "Start of the day of tokenfleet_gap_*, Unix time"),
-        GaugeMetricFamily("tokenfleet_gap_gpu_hours", f"GPU-hours {part}", labels=["part"]),
-        GaugeMetricFamily("tokenfleet_gap_usd", f"US dollars {part}", labels=["part"]),
-    )
+                    usd.add_metric([name], amount["usd"])
+        yield from (ratio, day, gpu_hours, usd)

@@ -1,4 +1,4 @@
-"""The trace doctor: findings about a trace that could mislead a plan, as a table and as JSON.
+"""The trace doctor: findings about a trace that could mislead a plan, in words and as JSON.
 
 Each finding states its own rule. A warning is something to know before trusting a plan made from the
 trace; none stops it from being used.
@@ -7,18 +7,12 @@ trace; none stops it from being used.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from controlplane.figures import duration_text
-from tokenfleet.traces.phases import Phase, phases_json, phases_of, phases_table
+from tokenfleet.traces.phases import Phase, phases_json, phases_of
 from tokenfleet.traces.reuse import KEEPS, TraceReuse, reuse_of
 from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, Tail, half_width, shape_of
 from tokenfleet.traces.trace import Trace
@@ -73,7 +67,6 @@ def _findings(trace: Trace, shape: Shape) -> tuple[Finding, ...]:
 
 # The others a plan takes into account: it replays the bursts, schedules the drift, and bounds what a short
 # trace can show.
-_READING = ("order", "empty outputs")  # these the reader of the file has told already
 MISLEAD_A_PLAN = ("duplicates", "units", "resolution", "lengths", "gaps")
 
 
@@ -206,53 +199,6 @@ def _enough(trace: Trace, shape: Shape) -> Finding:
     return Finding("enough for p99", False, statement)
 
 
-BARS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: NDArray[np.float64]) -> str:
-    """Values as bars, from 0 to their maximum; a value of 0 is a space."""
-    if not len(values) or values.max() <= 0:
-        return ""
-    levels = np.minimum((values / values.max() * len(BARS)).astype(int), len(BARS) - 1)
-    return "".join(BARS[level] if value > 0 else " " for level, value in zip(levels, values, strict=True))
-
-
-def as_tables(checkup: Checkup, kv_tokens: Mapping[str, int], verbose: bool = False) -> list[RenderableType]:
-    """The checkup for a terminal: the verdict, rate, lengths, prefix reuse and warnings.
-
-    `kv_tokens`: the KV memory of worker types, by their names. `verbose`: every finding, and reuse in full.
-    """
-    trace, shape = checkup.trace, checkup.shape
-    lines = Table.grid(padding=(0, 2))
-    lines.add_column(style="dim", no_wrap=True)
-    lines.add_column(overflow="fold")
-    if len(shape.rates_rps):
-        lines.add_row("Rate", f"{sparkline(shape.rates_rps)}  0 to {shape.rates_rps.max():.3g} req/s")
-    for name, tail in (("Prompt tokens", shape.prompt), ("Output tokens", shape.output)):
-        figures = (("mean", tail.mean), ("p50", tail.p50), ("p95", tail.p95), ("p99", tail.p99))
-        row = "   ".join(f"{figure} {value:,.0f}" for figure, value in (*figures, ("max", tail.most)))
-        lines.add_row(name, row)
-    if checkup.reuse is not None:
-        lines.add_row(
-            "Prefix hit rate", f"{100 * checkup.reuse.ideal:.1f} % of prompt tokens, in a cache without limit"
-        )
-    for warning in trace.warnings:
-        lines.add_row("Reading", Text(warning, style="yellow"))
-    for finding in checkup.findings:
-        if finding.warns and finding.name not in _READING:
-            lines.add_row("Warning", Text(finding.words, style="yellow"))
-    parts: list[RenderableType] = [
-        Text(verdict(checkup), style="bold yellow" if checkup.warnings else "bold green")
-    ]
-    parts.append(lines)
-    if len(checkup.phases) > 1:
-        parts.append(phases_table(checkup.phases))
-    parts += [_findings_table(checkup.findings)] if verbose else []
-    if checkup.reuse is not None and (verbose or kv_tokens):
-        parts += _reuse_tables(checkup.reuse, kv_tokens)
-    return parts
-
-
 def verdict(checkup: Checkup) -> str:
     """Whether the trace can be planned from, its size, and how many warnings there are."""
     trace, shape, count = checkup.trace, checkup.shape, checkup.warnings
@@ -262,44 +208,6 @@ def verdict(checkup: Checkup) -> str:
     span = f"{shape.requests:,} requests in {duration_text(shape.duration_s)}, {shape.rate_rps:.3g} req/s"
     read = "" if trace.format == "plain" else f" ({trace.format} format)"
     return f"{trace.name}{read} {can}: {warnings}; {span}"
-
-
-def _findings_table(findings: Sequence[Finding]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("check", no_wrap=True)
-    table.add_column("")
-    table.add_column("finding", overflow="fold")
-    for finding in findings:
-        mark = Text("warning", style="yellow") if finding.warns else Text("ok", style="green")
-        table.add_row(finding.name, mark, Text(finding.words))
-    return table
-
-
-def _reuse_tables(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> list[RenderableType]:
-    """What a prefix cache could serve, by where the prefix is from and by the size of the cache."""
-    parts: list[RenderableType] = []
-    if reuse.within_tokens is not None:
-        within = reuse.within_tokens / reuse.prompt_tokens
-        parts.append(
-            Text(
-                f"Prefix hits: {100 * within:.1f} % within sessions,"
-                f" {100 * (reuse.ideal - within):.1f} % across sessions"
-            )
-        )
-    if not len(reuse.hits):
-        return parts
-    median, working_set = reuse.distance(0.5), reuse.distance(KEEPS)
-    distance = f"Reuse distance: p50 {median:,.0f} unique tokens, p90 {working_set:,.0f} (the working set)"
-    parts.append(Text(f"{distance}; {reuse.unique_tokens:,} unique tokens in all"))
-    if kv_tokens:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in ("worker type", "KV tokens", "hit rate of one worker", "workers for the working set"):
-            table.add_column(column, justify="left" if column == "worker type" else "right")
-        for name, tokens in kv_tokens.items():
-            workers = max(math.ceil(working_set / tokens), 1)
-            table.add_row(name, f"{tokens:,}", f"{100 * reuse.kept(tokens):.1f} %", f"{workers}")
-        parts.append(table)
-    return parts
 
 
 def _reuse_json(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
@@ -318,7 +226,7 @@ def _reuse_json(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> dict[str, An
 
 
 def as_json(checkup: Checkup, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
-    """The same for programs; figures that are not defined are null."""
+    """The checkup for programs; figures that are not defined are null."""
     trace, shape = checkup.trace, checkup.shape
     return {
         "schema": "tokenfleet.trace-check/1",

@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-from rich.table import Table
 
 from controlplane.figures import duration_text
 from controlplane.scaler.traffic import change_points
@@ -24,7 +23,6 @@ LEAST_S = 150.0
 OF_SHORT, OF_LONG = 1 / 16, 1 / 96  # of the trace: the least of a phase at most, and at least
 BINS = 15  # of the shortest phase
 IN_BIN = 10.0  # requests on average: fewer show no change
-SHOWN = 8
 
 COLUMNS = ("Traffic phase from", "length", "req/s", "prompt tokens", "output tokens")
 
@@ -112,15 +110,3 @@ def phase_row(phase: PhaseFigures) -> tuple[str, ...]:
         f"{phase.prompt_tokens:,.0f}",
         f"{phase.output_tokens:,.0f}",
     )
-
-
-def phases_table(phases: Sequence[Phase]) -> Table:
-    """The phases for a terminal, the first ones where there are many."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for phase in phases[:SHOWN]:
-        table.add_row(*phase_row(phase))
-    if (more := len(phases) - SHOWN) > 0:
-        table.caption = f"… {more} more with --format json"
-    return table

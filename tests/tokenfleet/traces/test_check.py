@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from controlplane.workload import Workload
+from tokenfleet.cli.trace import sparkline
 from tokenfleet.traces import Trace, read_trace
-from tokenfleet.traces.check import as_json, check, doctor_warnings, sparkline
+from tokenfleet.traces.check import as_json, check, doctor_warnings
 from tokenfleet.traces.shape import half_width, requests_needed, shape_of
 from tokenfleet.traces.synth import synthesise
 

@@ -13,8 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
+from tokenfleet.cli.trace import as_tables
 from tokenfleet.traces import read_trace
-from tokenfleet.traces.check import as_json, as_tables, check
+from tokenfleet.traces.check import as_json, check
 from tokenfleet.traces.formats import SHARED
 
 NAMES = (
@@ -68,7 +69,7 @@ def reads_or_refuses(file: Path, content: bytes) -> None:
     assert len(trace) > 0
     checkup = check(trace)
     assert as_json(checkup, {})["requests"] == len(trace)
-    assert as_tables(checkup, {})
+    assert list(as_tables(checkup, {}))
 
 
 @given(st.binary(max_size=300))
