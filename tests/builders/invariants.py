@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, CHUNKED, KV_BLOCKS, MAX_SEQS, MODE
@@ -83,6 +85,7 @@ def _check_worker(state: RunState, w: int) -> None:
     if led.host.chunks.tokens:
         assert led.host.links["waiting"][w] == sum(int(led.host.loads[r]) for r in waiting)
 
+    @cache
     def tokens(r: int) -> int:
         return int(requests["prompt"][r]) + int(generated(led, r))
 
