@@ -263,7 +263,7 @@ def test_a_models_name_stands_for_one_profile_of_the_library(tmp_path, capsys):
     assert "choose with --gpu and --tp" in capsys.readouterr().err
 
 
-labels = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]) | st.just("\n"), max_size=12)
+labels = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.just("\n"), max_size=12)
 
 
 @given(st.lists(st.tuples(labels, labels, st.floats(0, 1e9)), min_size=1, max_size=5))

@@ -33,7 +33,7 @@ seconds = st.floats(0, 1e3, allow_subnormal=False)
 hinges = st.lists(
     st.builds(Hinge, st.sampled_from(["sequences", "prefill_tokens"]), st.floats(0, 1e5), seconds), max_size=2
 ).map(tuple)
-names = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=30)
+names = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=30)
 profiles = st.builds(
     Profile,
     model=names,
