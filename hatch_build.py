@@ -35,7 +35,7 @@ class WheelHook(BuildHookInterface):  # type: ignore[type-arg]
         if (root / PACKED).exists():
             shutil.rmtree(root / KERNELS, ignore_errors=True)
             with tarfile.open(root / PACKED) as archive:
-                archive.extractall(root / KERNELS, filter="data")
+                archive.extractall(root / KERNELS)
             build_data["force_include"][str(root / KERNELS)] = "tokenfleet/_kernels"
             build_data["pure_python"] = False
             build_data["infer_tag"] = True

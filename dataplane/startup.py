@@ -148,7 +148,11 @@ def unpacked(packed: Path, name: str, into: Path) -> bool:
             first = archive.next()
             if first is None or first.name != name:
                 return False
-            archive.extractall(into, filter="data")  # nothing outside of the folder
+            for member in archive.getmembers():
+                # Python before 3.11.4 has no filter for it. Nothing but files, all of them in the folder.
+                if not (member.isfile() or member.isdir()) or not _is_within(name, member.name):
+                    raise tarfile.TarError(f"{member.name}: expected a file in {name}")
+            archive.extractall(into)
     except FileNotFoundError:
         return False
     except (OSError, EOFError, LZMAError, tarfile.TarError) as error:
@@ -157,6 +161,11 @@ def unpacked(packed: Path, name: str, into: Path) -> bool:
         )
         return False
     return True
+
+
+def _is_within(folder: str, name: str) -> bool:
+    parts = Path(name).parts
+    return parts[:1] == (folder,) and ".." not in parts
 
 
 def _filled(parent: Path, name: str, shipped: Path) -> Path:
