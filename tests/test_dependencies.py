@@ -86,3 +86,13 @@ def test_every_verb_starts_without_the_packages_of_the_live_plane():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_image_copies_all_that_the_wheel_is_built_from():
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = built["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {"pyproject.toml", "hatch_build.py", built["project"]["readme"]}
+    needed |= {*wheel["packages"], *wheel["force-include"]}
+    lines = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8").splitlines()
+    copied = {word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert needed <= copied, f"deploy/Containerfile: copy {', '.join(sorted(needed - copied))}, too"
