@@ -172,7 +172,7 @@ def test_an_engine_is_stuck_that_is_silent_with_work_and_loads_no_adapter(
             await worker._end_stuck(now_s)
         return worker._lost
 
-    monkeypatch.setattr("dataplane.live.worker.actor.descendants", lambda: [17])
+    monkeypatch.setattr("dataplane.live.worker.actor.processes.descendants", lambda: [17])
     monkeypatch.setattr("os.kill", lambda pid, sign: killed.append((pid, sign)))
     lost = asyncio.run(scene())
     assert (lost, killed) == (

@@ -138,7 +138,9 @@ def test_weights_are_loaded_on_as_many_threads_as_vllm_chooses(model, monkeypatc
 
     seen = []
     monkeypatch.setattr(
-        engine.EngineCoreClient, "make_async_mp_client", lambda *_, **__: seen.append(os.environ.get(NAME))
+        engine.vllm.EngineCoreClient,
+        "make_async_mp_client",
+        lambda *_, **__: seen.append(os.environ.get(NAME)),
     )
     for given in ("1", "6"):
         monkeypatch.setenv(NAME, given)
