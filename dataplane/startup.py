@@ -148,11 +148,11 @@ def unpacked(packed: Path, name: str, into: Path) -> bool:
             first = archive.next()
             if first is None or first.name != name:
                 return False
-            for member in archive.getmembers():
+            for member in archive:
                 # Python before 3.11.4 has no filter for it. Nothing but files, all of them in the folder.
                 if not (member.isfile() or member.isdir()) or not _is_within(name, member.name):
                     raise tarfile.TarError(f"{member.name}: expected a file in {name}")
-            archive.extractall(into)
+                archive.extract(member, into)
     except FileNotFoundError:
         return False
     except (OSError, EOFError, LZMAError, tarfile.TarError) as error:

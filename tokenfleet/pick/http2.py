@@ -11,7 +11,8 @@ import struct
 from collections.abc import Callable
 
 from tokenfleet.pick import frames
-from tokenfleet.pick.frames import BadHeaders, Broken, Handle, HeaderDecoder, Stream, close, literal, unpadded
+from tokenfleet.pick.frames import Broken, Handle, Stream, close, unpadded
+from tokenfleet.pick.hpack import BadHeaders, HeaderDecoder, literal
 
 
 class Connection(asyncio.Protocol):

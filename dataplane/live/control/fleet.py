@@ -64,7 +64,8 @@ from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import ANYWHERE, FleetTypes, Site
 from dataplane.live.pool.learning import KeptProfiles, Learning
 from dataplane.live.pool.member import Host, Revision
-from dataplane.live.pool.pool import NoticeWatch, WorkerPool
+from dataplane.live.pool.notice_watch import NoticeWatch
+from dataplane.live.pool.pool import WorkerPool
 from dataplane.live.pool.roster import PoolRecord
 from dataplane.live.worker.profiling import fingerprint
 

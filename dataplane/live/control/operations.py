@@ -22,9 +22,10 @@ from dataplane.live.control.fleet_state import DemandCount, FleetState, MoveRow,
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.control.updates import Updates
 from dataplane.live.engine_api.processes import Estate, Tasks
-from dataplane.live.gateway.events import BUCKET_S, Event, is_of_loss
+from dataplane.live.gateway.events import Event, is_of_loss
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.metrics import Metrics
+from dataplane.live.gateway.timeline import BUCKET_S
 from dataplane.live.gateways.keeper import Gateways
 from dataplane.live.ledger.request import Tracked
 from dataplane.live.pool.pool import WorkerPool

@@ -325,9 +325,8 @@ def end_all(seconds: float) -> None:
 def main() -> int:
     """Supervise what the only argument says, in JSON."""
     log_to_stderr()
-    fork_server.ask_kernel(
-        fork_server.PR_SET_CHILD_SUBREAPER, 1
-    )  # those whose parent has died are ours to wait for
+    # Those whose parent has died are ours to wait for.
+    fork_server.ask_kernel(fork_server.PR_SET_CHILD_SUBREAPER, 1)
     what = json.loads(sys.argv[1])
     shared, settings = Path(what["folder"]), what["settings"]
     settings["times"] = times = Times(**settings["times"])

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from controlplane.types import PLAIN_CLASS, WorkerId
 from dataplane.live.engine_api.messages import Moment, MomentKind
-from dataplane.live.gateway.events import Timeline
+from dataplane.live.gateway.timeline import Timeline
 from dataplane.live.ledger.request import Tracked
 
 LATENCY_BUCKETS_S = (

@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from picked import free_ports
 
-from tokenfleet.pick.frames import (
-    CONTINUATION,
-    DATA,
-    HEADERS,
-    PREFACE,
-    RST_STREAM,
-    SETTINGS,
-    BadHeaders,
-    HeaderDecoder,
-    unhuffed,
-)
+from tokenfleet.pick.frames import CONTINUATION, DATA, HEADERS, PREFACE, RST_STREAM, SETTINGS
+from tokenfleet.pick.hpack import BadHeaders, HeaderDecoder, unhuffed
 from tokenfleet.pick.http2 import Connection
 
 ECHO = "/test.Echo/Twice"

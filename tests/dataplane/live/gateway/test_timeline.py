@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dataplane.live.gateway.events import BUCKET_S, KEPT, MOST_VALUES, Timeline
+from dataplane.live.gateway.timeline import BUCKET_S, KEPT, MOST_VALUES, Timeline
 
 ALL = (True, True, True)
 

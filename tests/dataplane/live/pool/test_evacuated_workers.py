@@ -307,7 +307,7 @@ def test_a_fault_in_copying_caches_keeps_no_worker_from_leaving_or_coming(play):
 
 def test_a_noticed_worker_is_evacuated_once(play):
     from dataplane.live.engine_api.notices import Notice
-    from dataplane.live.pool.pool import NoticeWatch
+    from dataplane.live.pool.notice_watch import NoticeWatch
 
     async def story(front, fleet):
         prompts = await streams(front, 9, 600)
@@ -326,7 +326,7 @@ def test_a_noticed_worker_is_evacuated_once(play):
 
 def test_where_all_machines_go_away_it_is_said_and_nothing_done(play):
     from dataplane.live.engine_api.notices import Notice
-    from dataplane.live.pool.pool import NoticeWatch
+    from dataplane.live.pool.notice_watch import NoticeWatch
 
     async def story(front, fleet):
         fleet.host.told = {m.worker: Notice("the file says so") for m in fleet.members()}
