@@ -1,15 +1,21 @@
-"""Late requests where memory binds, with moves and without.
+"""Late requests where memory binds: with moves and without, and with errors of predictions fed back or not.
 
-    python experiments/planning/memory_bound.py [--fragmentation] [--quick] [--format table|json]
+    python experiments/planning/memory_bound.py [--only moves|lengths|fragmentation] [--quick]
+        [--format table|json]
 
 Sixteen LLaMA-7B workers on A10s under vLLM 0.1.7, as Llumnix (OSDI '24) measured them: a memory of 13,616
 tokens, decode steps that grow by 0.286 ms a sequence, prefill times of Figure 10's recompute curve. Targets
 10 s, 100 ms. Power-law lengths (S, M and L: mean 128, 256 and 512 tokens), Poisson arrivals, or Gamma ones
-where a CV is named; 4,000 requests, three streams of arrivals. The default policy, `spread+migrate`, runs
-against `spread`.
+where a CV is named; 4,000 requests, three streams of arrivals.
 
-`--fragmentation`: the memory that `harness/fragmentation.py` counts as fragmented (Figure 12), L-L 4/s, 2,500
-requests of one stream.
+  moves     the default policy, `spread+migrate`, against `spread`
+  lengths   the default policy with predictions from a wrong history: of answers half or twice as long; of one
+            length where answers are short or long (120 and 1,700 tokens); of prompts whose answers are short
+            where now they are long. Without and with placement.misprediction, and with the right history.
+            2,500 requests. Its settings were chosen on streams 11 to 13; these are 21 to 23.
+  fragmentation
+            the memory that harness/fragmentation.py counts as fragmented (Llumnix' Figure 12), L-L 4/s, 2,500
+            requests of one stream
 """
 
 from __future__ import annotations
@@ -23,9 +29,11 @@ import numpy as np
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.placement.lengths import LengthTable
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
-from dataplane.simulated.simulate import WorkerSpec, simulate
+from dataplane.simulated.control_loop import SimulatedPlane, drive
+from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare, simulate
 from experiments.lib.results import bar, flags, show
 from harness.fragmentation import MIGRATE, simulated
 from tokenfleet.traces.distributions import LONG, MEDIUM, PUBLISHED_SEED, SHORT, LengthMix, gamma, poisson
@@ -46,6 +54,7 @@ PROFILE = Profile(
 SIDES, DRAWN = {"S": SHORT, "M": MEDIUM, "L": LONG}, 10_000
 TARGETS = Slo(10.0, 0.1)
 STREAMS, REQUESTS = 3, 4000
+FIRST, POORLY_PREDICTED = 21, 2500
 POLICIES = ("spread", "spread+migrate")
 
 
@@ -114,27 +123,82 @@ def with_moves(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
     return rows, bars
 
 
+WRONG = {"halved": (4.0, 4.4), "doubled": (4.0, 4.4), "bimodal": (5.6, 6.0), "reversed": (1.8, 2.0)}
+
+
+def mispredicted(how: str, rate_rps: float, seed: int, requests: int) -> tuple[Workload, LengthTable]:
+    """A load of L-L, and the length table of the wrong history."""
+    load, rng = workload("L-L", rate_rps, seed, 1.0, requests), np.random.default_rng([seed, 7])
+    prompts, outputs = load.prompt_tokens, load.output_tokens
+    seen = np.maximum(outputs // 2, 1) if how == "halved" else outputs * 2
+    if how == "bimodal":
+        outputs = np.where(rng.random(requests) < 0.25, 1700, 120)
+        seen = np.full(requests, int(outputs.mean()))
+    if how == "reversed":
+        rank = np.argsort(np.argsort(np.log(prompts) + rng.normal(0, 1.0, requests)))
+        outputs = np.sort(outputs)
+        outputs, seen = outputs[rank], outputs[requests - 1 - rank]
+    load = Workload(load.arrival_s, prompts, outputs.astype(np.int64))
+    return load, LengthTable.from_history(prompts, seen)
+
+
+def late_requests(load: Workload, lengths: LengthTable, is_fed: bool) -> int:
+    """Late requests of the default policy with these predictions."""
+    run = prepare(load, [WorkerSpec(PROFILE)] * WORKERS, TARGETS, POLICIES[1], predictor=lengths)
+    if not is_fed:
+        run.ledger.requests["turn"] = -1  # so that none is counted
+    drive(SimulatedPlane(run, ControlSettings()))
+    return int((~run.outcome().met).sum())
+
+
+def with_errors(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows by load, all streams together, and the bars."""
+    rows, without, fed = [], 0, 0
+    streams, requests = (1, 1000) if asked.quick else (STREAMS, POORLY_PREDICTED)
+    for how, rates in WRONG.items():
+        for rate in rates:
+            late = np.zeros(3, np.int64)
+            for i in range(streams):
+                load, lengths = mispredicted(how, rate, asked.seed + FIRST + i, requests)
+                right = LengthTable.from_history(load.prompt_tokens, load.output_tokens)
+                tried = ((lengths, False), (lengths, True), (right, False))
+                late += [late_requests(load, table, is_fed) for table, is_fed in tried]
+            names = ("late without", "late with", "late, right history")
+            rows.append({"history": how, "rps": rate} | dict(zip(names, late.tolist(), strict=True)))
+            print(rows[-1], file=sys.stderr, flush=True)
+            without, fed = without + int(late[0]), fed + int(late[1])
+    worst = max((row["late with"] - row["late without"] for row in rows), default=0)
+    return rows, {
+        "late with errors fed back, share of those without": bar(fed / max(without, 1), 0.8),
+        "most more of one load": bar(worst, 5 * streams),
+    }
+
+
 def with_fragmentation(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows by policy, and the bars: the mean with moves over that without."""
     rows, bars = [], {}
     for base in ("freeness", "spread"):
         means = []
         for policy in (base, base + MIGRATE):
-            load = workload("L-L", 4.0, asked.seed + 1, 1.0, 300 if asked.quick else 2500)
+            load = workload("L-L", 4.0, asked.seed + 1, 1.0, 1000 if asked.quick else 2500)
             run = simulated(PROFILE, WORKERS, load, policy)
             seen = run.memory
             means.append(seen.mean(seen.fragmented))
             row = {"policy": policy, "fragmented": means[-1], "free": seen.mean(seen.free)}
             rows.append(row | {"p99": float(np.percentile(seen.fragmented, 99)), "moves": run.moves})
+        bars[f"{base}: fragmented without moves"] = bar(means[0], 0.001, at_least=True)
         bars[f"{base}: fragmented with moves, share of without"] = bar(means[1] / max(means[0], 1e-9), 0.5)
     return rows, bars
 
 
+PARTS = {"moves": with_moves, "lengths": with_errors, "fragmentation": with_fragmentation}
+
+
 def main() -> int:
     parser = flags(__doc__)
-    parser.add_argument("--fragmentation", action="store_true", help="Figure 12 instead")
+    parser.add_argument("--only", choices=PARTS, default="moves")
     asked = parser.parse_args()
-    return show("memory_bound", *(with_fragmentation if asked.fragmentation else with_moves)(asked), asked)
+    return show(f"memory_bound, {asked.only}", *PARTS[asked.only](asked), asked)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ A request is in time by the client's own clock: the first chunk from its due tim
 A stream that fails is late. Clairvoyant: in each window of five minutes the cheapest part of the plan's fleet
 that serves the window alone at the target, without a start or a drain. Hours of workers and of GPUs, starts
 and drains included, are counted from the first request to the last. `fixed`: those of the plan's own count.
-`start`: of the hours beyond the clairvoyant's, those before the first change, when the fleet has the plan's
-count; `later`: beyond it after that; `below`: where there were fewer than the clairvoyant has.
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ GPUS = ("--gpu", "a100", "--gpu", "h100", "--gpu", "h200")
 ASKED = ("--model", "llama-3.1-70b", *GPUS, "--slo", "ttft=1.6s,tpot=75ms")
 WINDOW, QUICK_WINDOW = "0m..60m", "0m..4m"
 OVER = 1.08  # times the clairvoyant's worker-hours
-Counts = list[tuple[float, int]]  # from when, how many
 
 
 def served(document: dict[str, Any], hour: Workload) -> dict[str, Any]:
@@ -112,18 +109,6 @@ def clairvoyant(plan: PlanFile, hour: Workload) -> list[tuple[float, list[str]]]
     return found
 
 
-def apart(served: Counts, least: Counts, end_s: float) -> dict[str, float]:
-    """The hours by which what was served is beyond the clairvoyant's, by when and why."""
-    edges = sorted({at_s for at_s, _ in (*served, *least)} | {end_s})
-    first_s = served[1][0] if len(served) > 1 else end_s
-    parts = {"start": 0.0, "later": 0.0, "below": 0.0}
-    for from_s, to_s in itertools.pairwise(edges):
-        there, needed = (next(n for at_s, n in reversed(of) if at_s <= from_s) for of in (served, least))
-        part = "below" if there < needed else "start" if from_s < first_s else "later"
-        parts[part] += (there - needed) * (to_s - from_s) / 3600
-    return parts
-
-
 def main() -> int:
     parser = flags(__doc__, resumes=True)
     parser.add_argument("--window", help=f"part of the trace ({WINDOW}, with --quick {QUICK_WINDOW})")
@@ -154,7 +139,7 @@ def main() -> int:
         hours, fewest = (paid_s(one, 0.0, end_s) / 3600 for one in (here, known))
         row = {"hours of": of, "served": hours, "clairvoyant": fewest, "ratio": hours / fewest}
         fixed = sum(g.workers * size[g.worker_type.name] for g in plan.groups) * end_s / 3600
-        rows.append(row | {"fixed": fixed} | apart(here, known, end_s))
+        rows.append(row | {"fixed": fixed})
     rows += [{"hours of": f"{at_s:.0f} s: {', '.join(kinds)}"} for at_s, kinds in made["changes"]]
     rows += [{"hours of": said} for said in (*made["said"], f"steps: {made['slower']:.2f} x the profile's")]
     bars = {

@@ -37,8 +37,6 @@ def answered(script: str, capsys: pytest.CaptureFixture[str], *flags: str) -> tu
 def test_it_answers_help_and_then_misses_its_data_in_one_line(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if script == "benchmarks/kv_staging.py":
-        pytest.importorskip("torch")  # `make quick` installs none
     code, out, err = answered(script, capsys, "--help")
     assert (code, err) == (0, "")
     if "--data DATA" in out:
