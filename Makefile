@@ -59,8 +59,8 @@ live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side
 	$(BIN)/pytest -n 2 $(DAILY) tests/rehearsal
 	timeout -k 30 2700 $(BIN)/pytest -n 2 $(DAILY) $(LIVE) --durations 10
 
-nightly: .venv/all kernels  ## the tests that `make test` leaves out: rare and long
-	$(BIN)/pytest -n 2 -m nightly --ignore tests/live --durations 10
+nightly: .venv/all kernels  ## the tests that `make test` leaves out, rare and long, and all random examples
+	$(BIN)/pytest -n 2 -m 'nightly or hypothesis' --ignore tests/live --durations 10
 	timeout -k 30 2700 $(BIN)/pytest -n 2 -m nightly $(LIVE) --durations 10
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1

@@ -4,18 +4,18 @@ from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
 
+import by_day
 import parts
 import pytest
 from checkout import BENCH_DATA
-from hypothesis import settings
 
 from dataplane.startup import loading, use_kernel_cache
 
 use_kernel_cache()
 
-# Hypothesis' deadline reads the wall clock and fails correct tests on a busy machine.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
+
+def pytest_configure(config: pytest.Config) -> None:
+    by_day.load(all_of_them=not config.getoption("part"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import by_day
 import parts
 import pytest
+from hypothesis import settings
 
 
 @pytest.fixture
@@ -47,6 +49,26 @@ def test_a_file_that_takes_longer_than_a_part_is_cut(seconds: Path) -> None:
     took_s = {f"tests/test_long.py::test_{i}": 10.0 for i in range(parts.PARTS)}
     seconds.write_text(json.dumps(took_s))
     assert [len(run_by(list(took_s), part)) for part in range(1, parts.PARTS + 1)] == [1] * parts.PARTS
+
+
+def test_tests_without_engines_take_as_long_in_each_part(seconds: Path) -> None:
+    fleets = {f"tests/live/test_{i}.py::test_start": 100.0 - i for i in range(parts.PARTS // 2)}
+    others = {f"tests/test_{i}.py::test_long": 2.0 for i in range(3 * parts.PARTS)}
+    seconds.write_text(json.dumps(fleets | others))
+    runs = [run_by([*fleets, *others], part) for part in range(1, parts.PARTS + 1)]
+    assert [len(one & set(others)) for one in runs] == [3] * parts.PARTS
+
+
+@pytest.mark.parametrize(("asked", "fewer"), [(100, 20), (60, 12), (41, 9), (12, 5), (3, 3)])
+def test_a_fifth_of_random_examples_runs_by_day(asked: int, fewer: int) -> None:
+    usual = settings().max_examples
+    try:
+        by_day.load(all_of_them=False)
+        assert by_day.examples(asked).max_examples == fewer
+        by_day.load(all_of_them=True)
+        assert by_day.examples(asked).max_examples == asked
+    finally:
+        by_day.load(all_of_them=usual == by_day.ALL)
 
 
 def test_what_did_not_run_keeps_its_seconds_and_what_is_gone_or_short_loses_them(seconds: Path) -> None:

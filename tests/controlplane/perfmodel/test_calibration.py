@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from by_day import examples
 from counting_engine import LIMITS, counted
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_profiles import made_profile
 
@@ -157,7 +158,7 @@ ROW = (
 )
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(st.tuples(*ROW), min_size=6, max_size=12))
 def test_whatever_an_engine_counts_gives_finite_times_or_a_refusal(rows):
     try:

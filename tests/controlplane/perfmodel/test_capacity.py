@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from made_profiles import made_profile
 
@@ -36,7 +37,7 @@ def worker(mode: EngineMode, kv_tokens: int = 50_000, hinges: tuple[Hinge, ...] 
     st.integers(1, 12),
     st.sampled_from(["spread", "best-fit", "jsq", "round-robin"]),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_no_fleet_that_meets_every_target_is_smaller_than_the_bound(
     mode: EngineMode, seed: int, rate: float, workers: int, policy: str
 ) -> None:
@@ -55,7 +56,7 @@ def test_no_fleet_that_meets_every_target_is_smaller_than_the_bound(
 
 
 @given(st.integers(0, 1000), st.floats(1.0, 3.0))
-@settings(max_examples=40)
+@examples(40)
 def test_the_bound_grows_with_lengths_and_tighter_targets(seed: int, factor: float) -> None:
     rng = np.random.default_rng(seed)
     prompt, output = rng.integers(1, 2000, 50), rng.integers(1, 500, 50)

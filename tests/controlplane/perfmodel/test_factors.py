@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from made_profiles import made_profile
 from scipy.optimize import lsq_linear
@@ -27,7 +28,7 @@ factors = st.lists(st.floats(0.3, 3.0), min_size=2, max_size=5).map(np.array)
 
 
 @given(st.integers(0, 100), factors)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_factors_are_those_of_least_squares_on_the_rows(seed, truth):
     rows, weight = measured(seed, truth)
     root, terms = np.sqrt(weight)[:, None], len(truth)
@@ -38,7 +39,7 @@ def test_factors_are_those_of_least_squares_on_the_rows(seed, truth):
 
 
 @given(st.integers(0, 100), factors)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_so_are_they_with_the_common_one_that_they_are_drawn_to(seed, truth):
     rows, weight = measured(seed, truth)
     root, terms, doubt = np.sqrt(weight)[:, None], len(truth), np.linspace(0.3, 0.8, len(truth))

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from made_profiles import made_profile
 
@@ -103,7 +104,7 @@ def test_what_sequences_beside_a_prompt_cost_is_found_where_some_steps_have_both
 
 
 @given(st.integers(0, 2**31), st.floats(0.0, 0.5))
-@settings(max_examples=30)
+@examples(30)
 def test_coefficients_are_never_negative_and_predictions_grow(seed: int, noise: float) -> None:
     model = fit_step(grid(PLAIN, noise, seed)).model
     values = [model.base_s, model.per_prefill_token_s, model.per_sequence_s, model.per_context_token_s]
@@ -129,7 +130,7 @@ def test_relative_error_is_what_is_minimised() -> None:
 
 
 @given(st.floats(0.0, 0.6), st.integers(0, 50))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_noise_makes_a_fit_neither_faster_nor_slower(noise: float, seed: int) -> None:
     """Observed over predicted is 1 on average: what queues behind noisy steps waits for their mean."""
     samples = grid(PLAIN, noise, seed)
@@ -151,7 +152,7 @@ def test_the_robust_fit_shrugs_off_outliers() -> None:
 
 
 @given(st.integers(0, 30), st.sampled_from([0.01, 0.05, 0.5, 5.0]), st.booleans())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_steps_told_of_as_far_too_short_or_long_do_not_lead_the_robust_fit(
     seed: int, times: float, plain: bool
 ) -> None:
@@ -166,7 +167,7 @@ def test_steps_told_of_as_far_too_short_or_long_do_not_lead_the_robust_fit(
 
 
 @given(st.integers(0, 30), st.sampled_from([0.01, 0.05, 0.1]), st.sampled_from([0, 1, 2, 6]))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_steps_that_something_else_held_up_are_told_from_noise(seed: int, noise: float, stops: int) -> None:
     samples = grid(PLAIN, noise, seed)
     far = np.random.default_rng(seed).choice(len(samples), stops, replace=False)

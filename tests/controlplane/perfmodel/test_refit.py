@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from made_profiles import made_profile
 
@@ -57,7 +58,7 @@ def test_steps_that_go_as_the_profile_says_change_nothing() -> None:
 
 
 @given(st.floats(0.2, 5.0))
-@settings(max_examples=6, deadline=None)
+@examples(6)
 def test_a_common_factor_is_found_and_told(factor: float) -> None:
     refit = Refit(PROFILE)
     truth = scaled(TRUTH, factor)
@@ -84,7 +85,7 @@ def test_steps_that_look_alike_keep_the_proportions_of_the_profile() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 256), st.floats(1e-6, 1e3)), max_size=120))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_whatever_comes_coefficients_stay_in_their_bounds(rows: list[tuple[int, int, float]]) -> None:
     refit = Refit(PROFILE)
     for p, b, step_s in rows:
@@ -159,7 +160,7 @@ def test_the_threshold_keeps_its_promise_on_noise_of_any_shape() -> None:
 
 
 @given(st.floats(0.0, 0.05), st.floats(0.1, 1.0), st.sampled_from([1, -1]))
-@settings(max_examples=30)
+@examples(30)
 def test_a_lasting_shift_is_always_found(variance: float, clip: float, sign: int) -> None:
     cusum = Cusum(float(np.sqrt(variance)))
     steps = int(BLOCK * (threshold(0.05 + clip**2, clip) / (clip - SHIFT / 2) + 2))
@@ -173,7 +174,7 @@ def hostile(n: int, rng: np.random.Generator, tail: float, slow: float) -> np.nd
 
 
 @given(st.floats(2.0, 6.0), st.floats(0.0, 0.3), st.integers(0, 99))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_heavy_tailed_noise_does_not_make_it_worse_than_a_profile_that_is_right(
     tail: float, slow: float, seed: int
 ) -> None:
@@ -191,7 +192,7 @@ def test_heavy_tailed_noise_does_not_make_it_worse_than_a_profile_that_is_right(
 
 
 @given(st.sampled_from([1 / 1.3, 1.3]), st.integers(0, 99))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_a_change_is_in_force_from_its_alarm_on_and_what_was_before_when_it_is_over(
     change: float, seed: int
 ) -> None:

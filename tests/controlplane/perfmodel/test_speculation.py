@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
@@ -122,7 +123,7 @@ def test_speculation_stops_paying_where_verification_costs_more_than_it_saves() 
     assert pays_up_to(plain.step, never.step, plain.engine.max_seqs, 1024) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     shares=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6),
     draft_s=st.floats(0, 0.01),

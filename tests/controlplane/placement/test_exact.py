@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
@@ -96,7 +97,7 @@ heartbeats = st.builds(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(heartbeats)
 def test_the_exact_placement_costs_what_trying_all_costs(beat):
     placement = solve(beat, time_limit_s=60.0)

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from by_day import examples
 from full_scan import scan
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_ledgers import NOW_S, ROLES, STATUSES, At, Held, ledger_of, requests, workers
 from made_profiles import made_profile
@@ -273,7 +274,7 @@ def run_of(
     return prepare(load, workers, slos, policy, predictor=lengths)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     mode=st.sampled_from((CHUNKED, SPLIT, PREFILL_FIRST)),
     policy=st.sampled_from(BY_LOAD),

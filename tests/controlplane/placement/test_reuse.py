@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from by_day import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from invariants import check
 from made_profiles import made_profile
@@ -151,7 +152,7 @@ class ByHand:
         return self.expected(w, r) + copies * BLOCK, copies
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, 2**40), st.sampled_from(BY_CACHE))
 def test_what_is_expected_of_a_worker_is_what_it_has_and_what_those_at_it_will_store(seed, policy):
     rng = np.random.default_rng(seed)
@@ -177,7 +178,7 @@ def test_what_is_expected_of_a_worker_is_what_it_has_and_what_those_at_it_will_s
 def test_what_a_worker_would_load_is_what_its_host_memory_has_behind_what_it_caches():
     seen = Counter()
 
-    @settings(max_examples=60)
+    @examples(60)
     @given(st.integers(0, 2**40), st.sampled_from([90, 400]))
     @example(14109, 90)  # blocks stay in host memory behind one that was evicted
     @example(257, 90)
@@ -209,7 +210,7 @@ def test_what_a_worker_would_load_is_what_its_host_memory_has_behind_what_it_cac
 def test_what_would_be_loaded_ends_at_the_first_gap_whatever_host_memory_keeps():
     seen = Counter()
 
-    @settings(max_examples=60)
+    @examples(60)
     @given(st.integers(0, 2**40), st.booleans())
     def compare(seed, are_kept):
         rng = np.random.default_rng(seed)
@@ -239,7 +240,7 @@ def test_what_would_be_loaded_ends_at_the_first_gap_whatever_host_memory_keeps()
     assert seen["both"] > 100, seen
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(0, 2**40), st.sampled_from(BY_CACHE), st.sampled_from(["chunked", "prefill-first"]))
 def test_a_request_finds_cached_what_was_expected_as_it_was_placed(seed, policy, mode):
     rng = np.random.default_rng(seed)
@@ -301,7 +302,7 @@ def work_by_hand(state, w: int, r: int, counted: tuple[int, int], now_s: float) 
     return float(work_s + (max(worker["boundary_s"] - now_s, 0.0) if worker["queued"] else 0.0))
 
 
-@settings(max_examples=90)
+@examples(90)
 @given(st.integers(0, 2**40), st.sampled_from([None, host_of(200), host_of(2000)]))
 def test_spread_takes_the_worker_with_least_added_work_among_those_that_may(seed, host):
     rng = np.random.default_rng(seed)

@@ -3,7 +3,8 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from made_types import ask, made_type
 
@@ -49,7 +50,7 @@ def every(asked):
             yield named
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     some_kinds,
     st.booleans(),
@@ -223,7 +224,7 @@ offered = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(offered, st.integers(1, 120), st.integers(2, 24))
 def test_the_cheapest_mix_costs_what_the_best_of_all_costs(drawn, demand, max_gpus):
     types = [

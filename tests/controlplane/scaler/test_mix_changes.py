@@ -4,7 +4,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from made_types import BIG, SLO, SMALL, made_type, seen
 
@@ -106,7 +107,7 @@ def test_what_is_asked_for_and_cannot_be_had_is_said():
     assert "all that is allowed, 1 big TP1 + 1 small TP1, carries" in fleet.asked[-1].reason
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.integers(1, 30)), min_size=2, max_size=6),
     st.integers(1, 2),

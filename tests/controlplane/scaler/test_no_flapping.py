@@ -7,7 +7,8 @@ cannot serve waits. The whole of `tick` decides, each second.
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import Phase, example, given, settings
+from by_day import examples
+from hypothesis import Phase, example, given
 from hypothesis import strategies as st
 from made_types import BIG, SLO, SMALL, made_type, profile_of, seen
 
@@ -135,7 +136,7 @@ spells = st.tuples(
 
 
 # Shrinking a failure would take minutes.
-@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.generate))
+@examples(20, phases=(Phase.explicit, Phase.generate))
 @given(st.integers(1, 3), st.integers(1, 2), st.lists(spells, min_size=2, max_size=6))
 @example(2, 1, [(8, 3.0, (200, 100), True), (40, 0.4, (30, 300), True), (60, 0.1, (1000, 20), True)])
 def test_nothing_scales_in_while_requests_wait_without_news_or_within_the_window(kinds, each, load):

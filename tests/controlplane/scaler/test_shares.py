@@ -5,7 +5,8 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
@@ -66,7 +67,7 @@ def wanting(draw, p):
     return replace(p, asked=asked, needed=draw(st.integers(0, asked)))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_no_other_division_within_the_limits_is_worth_more(data):
     tenants, limits = data.draw(portfolios())
@@ -89,7 +90,7 @@ def test_no_other_division_within_the_limits_is_worth_more(data):
     assert worth(counts) == pytest.approx(best)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 def test_limits_hold_at_every_moment_while_workers_come_and_go_as_they_please(data):
     tenants, limits = data.draw(portfolios())
@@ -116,7 +117,7 @@ def test_limits_hold_at_every_moment_while_workers_come_and_go_as_they_please(da
             assert limits.hold(tenants, [p.held for p in tenants])
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.data())
 def test_each_model_comes_to_have_what_it_needs_of_its_right_and_then_nothing_changes(data):
     tenants, limits = data.draw(portfolios())

@@ -9,8 +9,9 @@ import time
 
 import polars as pl
 import pytest
+from by_day import examples
 from checkout import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_history import NOON_S, row, written
 
@@ -78,7 +79,7 @@ def test_a_killed_writer_loses_no_row_that_is_written_and_the_next_packs_what_it
     assert prompts(tmp_path) == list(range(10, 18))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(cut=st.integers(0, 2000), killed_after_rename=st.booleans())
 def test_a_torn_segment_gives_every_whole_line_once(tmp_path_factory, cut, killed_after_rename):
     folder = tmp_path_factory.mktemp("history")

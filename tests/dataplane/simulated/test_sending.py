@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from invariants import check
 from made_profiles import made_profile
@@ -103,7 +104,7 @@ def reference(load: Workload, workers: int) -> dict[int, float]:
     return sent
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(loads(), st.integers(1, 3))
 def test_turns_are_sent_when_a_literal_reference_sends_them(load: Workload, workers: int) -> None:
     outcome = simulate(
@@ -229,7 +230,7 @@ def test_requests_of_no_session_come_at_their_times_beside_agents() -> None:
 
 
 @given(loads(), st.sampled_from(["spread", "jsq"]))
-@settings(max_examples=40)
+@examples(40)
 def test_a_client_has_every_token_later_by_what_the_frontend_takes(load: Workload, policy: str) -> None:
     frontend = Frontend(0.01, 1e-5)
     plain, behind = profile(), replace(profile(), frontend=frontend)

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from made_profiles import made_profile
 
@@ -59,7 +60,7 @@ def parts_of(workload: Workload, cuts: list[int]) -> list[Workload]:
     return [workload.take(slice(a, b)) for a, b in pairwise(edges)]
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     cuts=st.lists(st.integers(1, 599), max_size=9),
     mode=st.sampled_from((CHUNKED, SPLIT, PREFILL_FIRST)),

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from by_day import examples
 from counted_servers import OUTPUT, PROMPT, CountedServer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.scaler.autoscale import scale
@@ -113,7 +114,7 @@ def test_missing_metrics_hold_the_advice_and_never_look_like_an_idle_fleet(outag
     assert abs(after[-1].wanted - before.wanted) <= 1
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 60.0)), min_size=10, max_size=60), st.integers(1, 9))
 def test_only_a_look_that_counted_changes_the_advice_and_never_past_the_bounds(story, high):
     fleet = Fleet(3, asked(high=high))

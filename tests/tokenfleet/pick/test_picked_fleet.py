@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from picked import TARGETS, held, made_fleet
 
@@ -98,7 +99,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(moves)
 def test_after_any_order_of_events_the_ledger_holds_what_runs_and_then_nothing(some):
     async def story(fleet):

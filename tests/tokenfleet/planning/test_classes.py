@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_builders import poisson, search_of, worker, worker_type
 
@@ -231,7 +232,7 @@ def test_classes_are_met_jointly_exactly_where_each_is(rows: list[tuple[float, f
     assert -1e-9 <= value <= 1.0
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(2, 3))
 def test_no_fleet_that_meets_every_class_is_below_the_bound(seed: int, workers: int, count: int) -> None:
     rng = np.random.default_rng(seed)

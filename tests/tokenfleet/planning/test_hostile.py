@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_builders import SLO, planned, poisson, search_of, worker, worker_type
 from rich.console import Console
@@ -189,7 +190,7 @@ questions = st.fixed_dictionaries(
 
 
 @given(workloads(), profiles(), st.sampled_from([None, 0.0, 2.0, 1e300]), questions)
-@settings(max_examples=12)
+@examples(12)
 def test_every_question_ends_in_a_plan_a_reason_or_one_line(
     workload: Workload, profile: Profile, usd: float | None, asked: dict[str, object]
 ) -> None:

@@ -5,7 +5,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_builders import planned, poisson, said_of, search_of, worker, worker_type
 
@@ -109,7 +110,7 @@ def test_a_mix_is_found_where_the_budget_allows_no_fleet_of_one_kind() -> None:
     assert within.fleet.usd_per_hour == pytest.approx(budget)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(0, 2**31), st.integers(1, 2), st.integers(1, 3))
 def test_no_mix_that_meets_its_target_is_ruled_out(seed: int, fast: int, slow: int) -> None:
     rng = np.random.default_rng(seed)

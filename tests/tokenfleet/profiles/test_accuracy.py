@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from by_day import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from made_profiles import made_profile
 
@@ -131,7 +132,7 @@ def test_a_wrong_table_is_named_with_row_and_column(
 
 
 @given(st.text(max_size=200))
-@settings(max_examples=100)
+@examples(100)
 def test_any_text_is_a_file_of_runs_or_one_clear_line(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:

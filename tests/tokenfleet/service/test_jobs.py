@@ -5,7 +5,7 @@ import sqlite3
 import threading
 
 import pytest
-from hypothesis import settings
+from by_day import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -127,7 +127,7 @@ def test_an_equal_plan_is_kept_once_under_its_first_name(tmp_path):
     assert json.loads(plans.text(other))["workers"] == 3
 
 
-@settings(max_examples=25, stateful_step_count=30)
+@examples(25, stateful_step_count=30)
 class KilledServices(RuleBasedStateMachine):
     """Any order of orders, claims, ends, cancellations, kills and late answers of killed attempts."""
 
