@@ -20,6 +20,6 @@ def load(*, all_of_them: bool) -> None:
 
 
 def examples(number: int, **more: Any) -> settings:
-    """A test of so many examples, by day a fifth of them, but five where there are as many."""
+    """The settings of a test of `number` examples. By day it has a fifth of them, and at least five."""
     share = ALL // settings().max_examples
     return settings(max_examples=max(-(-number // share), min(number, FEWEST)), **more)
