@@ -451,7 +451,9 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
 def loop_text(loop: ExpectedLoop, fixed: int, fixed_usd: float | None) -> str:
     """The expected mean cost of `serve --plan`, compared with the `fixed` workers."""
     if loop.saved_share <= 0:
-        return f"saves nothing: the trace needs {workers_text(fixed)} throughout"
+        needs = f"with the plan's margin the trace needs {workers_text(fixed)} throughout"
+        less = "; at quiet times `serve` may still release some" if loop.fewest_workers < fixed else ""
+        return f"saves nothing for sure: {needs}{less}"
     mean, all_fixed = f"takes {loop.mean_workers:.3g} workers", str(fixed)
     if loop.usd_per_hour is not None and fixed_usd is not None:
         mean, all_fixed = f"costs {usd_text(loop.usd_per_hour)}", usd_text(fixed_usd)
