@@ -12,6 +12,9 @@ scaled as a fleet of one type would be, by its own workers and its own wanted nu
 the gateway counts for prefill and not for decode, since only prompts wait there. Requests with a late first
 token correct the line of prefill; those that were slow after it correct that of decode. The bounds are of
 both pools together. Where they allow fewer than both want, each gets its share, and at least one worker.
+
+A change of role needs no start. So a pool that grows takes at once what the other has not needed for a while,
+on the same hardware; that one's stabilization window is for workers that have to be started again.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 
 from controlplane.migration.balance import MoveSettings, balance
 from controlplane.migration.overload import ShedSettings, shed
@@ -181,7 +185,7 @@ def _size_pools(
         before = state.pools.get(pool.name, State(scaling=state.scaling))
         here = [w for w in workers if w.worker.kind == pool.name]
         states[pool.name], changes[pool.name] = _size(own, before, seen_by(pool, snapshot), here)
-    return replace(state, pools=states), together(scaling, snapshot, changes)
+    return replace(state, pools=states), together(scaling, snapshot, changes, states)
 
 
 def are_pools(types: Sequence[WorkerType]) -> bool:
@@ -194,7 +198,16 @@ def scaling_of(settings: ScalingSettings, pool: WorkerType) -> ScalingSettings:
     target = replace(settings.target, workers_per_rps=None, intercept=None, low=1, to_zero=False)
     if target.high is not None:
         target = replace(target, high=max(target.high - 1, 1))
+    alike = [t for t in settings.worker_types if t.hardware == pool.hardware]
+    limit = limit_of(alike)
+    pool = replace(pool, limit=None if limit is None else limit - len(alike) + 1)
     return replace(settings, target=target, learned_at=None, worker_types=(pool,))
+
+
+def limit_of(types: Sequence[WorkerType]) -> int | None:
+    """The most workers that all these types may have together; None where one has no limit."""
+    limits = [t.limit for t in types if t.limit is not None]
+    return sum(limits) if len(limits) == len(types) else None
 
 
 def load_of(settings: LoadSettings) -> LoadSettings:
@@ -219,23 +232,52 @@ def seen_by(pool: WorkerType, snapshot: Snapshot) -> Snapshot:
 
 
 def together(
-    settings: ScalingSettings, snapshot: Snapshot, changes: Mapping[str, Scale | None]
+    settings: ScalingSettings,
+    snapshot: Snapshot,
+    changes: Mapping[str, Scale | None],
+    states: Mapping[str, State],
 ) -> Scale | None:
     """One change of the pools' own, within the fleet's bounds; None where the wanted numbers stay.
 
-    A pool gives nothing back while requests wait for the other.
+    A pool gives nothing back while requests wait for the other, but it may give workers to it.
     """
     there = {name: snapshot.wanted_kinds.get(name, 0) for name in changes}
     wanted = {name: there[name] if change is None else change.workers for name, change in changes.items()}
     if not may_give_back(snapshot, by_demand=False):
         wanted = {name: max(n, there[name]) for name, n in wanted.items()}
-    one = replace(settings, worker_types=settings.worker_types[:1]).limits
+    wanted = _with_roles_changed(settings, snapshot.now_s, there, wanted, states)
+    first, limit = settings.worker_types[:1], limit_of(settings.worker_types)
+    one = replace(settings, worker_types=tuple(replace(t, limit=limit) for t in first)).limits
     counts = within(wanted, max(settings.target.low, len(wanted)), one.high)
     if counts == there:
         return None
     reasons = [f"{name}: {change.reason}" for name, change in changes.items() if change is not None]
     facts = next((change.facts for change in changes.values() if change is not None), {})
     return Scale(sum(counts.values()), "; ".join(reasons) or "the fleet's bounds", facts, counts)
+
+
+def _with_roles_changed(
+    settings: ScalingSettings,
+    now_s: float,
+    there: Mapping[str, int],
+    wanted: Mapping[str, int],
+    states: Mapping[str, State],
+) -> dict[str, int]:
+    """The numbers, where a pool that grows takes from one that keeps workers for its window alone."""
+    counts = dict(wanted)
+    for taker, giver in permutations(settings.worker_types, 2):
+        more = wanted[taker.name] - there[taker.name]
+        if more > 0 and counts[giver.name] == there[giver.name] and taker.hardware == giver.hardware:
+            counts[giver.name] -= min(more, _spare(settings, states[giver.name].scaling, now_s))
+    return counts
+
+
+def _spare(settings: ScalingSettings, state: Scaling, now_s: float) -> int:
+    """The workers that a pool has not needed for two bins of the counts, so for one whole bin at least."""
+    stable = state.stabilized
+    if stable is None or stable.below_since_s is None or now_s - stable.below_since_s < 2 * settings.bin_s:
+        return 0
+    return stable.wanted - max(stable.most_below, 1)
 
 
 def within(wanted: Mapping[str, int], low: int, high: int | None) -> dict[str, int]:

@@ -91,6 +91,11 @@ class WorkerType:
         return self.tp_degree * (1 if self.ranks is None else self.ranks.count)
 
     @property
+    def hardware(self) -> tuple[str | None, int, Ranks | None]:
+        """GPU type, TP degree and ranks. The types of a fleet that share it differ in their role alone."""
+        return self.gpu, self.tp_degree, self.ranks
+
+    @property
     def workers_per_gpu(self) -> int:
         """Workers on one of its GPUs, where they share it."""
         return 1 if self.known_profile is None else self.known_profile.workers_per_gpu

@@ -3,7 +3,8 @@
 A starting worker counts, so it is not launched twice; one that never gets ready is given up. Draining ones
 serve again before any is launched. Scaling in gives up those still starting first (they hold nothing), then
 drains the ones with least to move. A draining worker is stopped only when it is empty, however long its
-streams are.
+streams are. Where one type has too many workers and another of the same hardware too few, a worker takes the
+other's role instead.
 
 A rolling step from one fleet to another starts one worker, and stops its share of the old ones. Of n workers
 to start and m to stop, step j stops old ones until m * j // n have stopped. So the fleet's capacity lies
@@ -12,8 +13,9 @@ between that of the two fleets at every step, where a worker starts before other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 from controlplane.errors import BadInput
 from controlplane.snapshot import DRAINING, SERVING, STARTING
@@ -105,6 +107,35 @@ def _fewer(surplus: int, coming: Sequence[Standing], serving: Sequence[Standing]
         *(Stop(s.worker, f"{reason}; it was not ready yet") for s in given_up),
         *(Drain(s.worker, f"{reason}; it holds {s.requests} requests, the fewest") for s in least),
     ]
+
+
+def role_changes(
+    wanted: Mapping[str, int], standing: Mapping[str, Sequence[Standing]], hardware: Mapping[str, Hashable]
+) -> list[tuple[WorkerId, str]]:
+    """The serving workers that take another role, and the type that each becomes.
+
+    `wanted`, `standing`: of each type. A type that lacks workers takes those that one on the same `hardware`
+    has too many of: nothing is started or drained. Each type keeps a serving worker. The emptiest change.
+    """
+    lacks = {kind: wanted[kind] - len(_there(of)) for kind, of in standing.items()}
+    serving = {
+        kind: sorted(_those(of, SERVING), key=lambda s: (s.requests, s.worker))
+        for kind, of in standing.items()
+    }
+    changes: list[tuple[WorkerId, str]] = []
+    for taker, giver in permutations(standing, 2):
+        most = max(min(lacks[taker], -lacks[giver], len(serving[giver]) - 1), 0)
+        if hardware[taker] == hardware[giver]:
+            changes += [(s.worker, taker) for s in serving[giver][:most]]
+            del serving[giver][:most]
+            lacks[taker] -= most
+            lacks[giver] += most
+    return changes
+
+
+def _there(standing: Sequence[Standing]) -> list[Standing]:
+    """Those that start or serve."""
+    return [s for s in standing if s.state in (STARTING, SERVING)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ The steps to a wanted number are scaler.reconcile's, as in the live plane. A wor
 launch to its stop, so a cold start and a drain cost what they take. The run's workers are slots: as many as
 may ever be there at once, of one kind or several, taken in order. A kind is the type of a profile. Wanted
 numbers by kind are followed in each kind by itself. One number is followed in all kinds together.
+
+A worker that changes its role ends what it runs first: workers of split fleets move nothing here. Live ones
+hand their requests over and change at once.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from math import inf
 from controlplane.errors import BadInput
 from controlplane.placement.batch import queue_first
 from controlplane.placement.ledger import NONE, OFF, ROLES, SERVING
-from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, steps_to
+from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, role_changes, steps_to
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
@@ -59,12 +62,16 @@ class ElasticSettings:
 
 @dataclass(slots=True)
 class Slot:
-    """A worker that is there: its state and since when, when it was launched, when it is ready."""
+    """A worker that is there: its state and since when, when it was launched, when it is ready.
+
+    `changes_role`: it ends what it runs, and then serves in another role. It is paid for anew from there.
+    """
 
     state: str
     since_s: float
     launched_s: float
     ready_s: float = inf
+    changes_role: bool = False
 
 
 @dataclass
@@ -79,6 +86,7 @@ class FleetRecord:
     worker_s: float = 0.0
     launches: int = 0
     drains: int = 0
+    role_changes: int = 0
     reasons: list[tuple[float, str]] = field(default_factory=list)
     notes: list[tuple[float, Note]] = field(default_factory=list)
     kinds: list[tuple[float, dict[str, int]]] = field(default_factory=list)
@@ -95,6 +103,8 @@ class Elastic:
         self._profiles = [run.profiles[i] for i in run.ledger.workers["variant"].tolist()]
         roles = [ROLES[code] for code in run.ledger.workers["role"].tolist()]
         self.kinds = [name_in_role(p.type_name, r) for p, r in zip(self._profiles, roles, strict=True)]
+        self._roles = dict(zip(self.kinds, run.ledger.workers["role"].tolist(), strict=True))
+        self._hardware = {kind: p.type_name for kind, p in zip(self.kinds, self._profiles, strict=True)}
         first = self._first()
         self.slots: dict[int, Slot] = {}
         self.record = FleetRecord()
@@ -133,8 +143,8 @@ class Elastic:
     def scale(self, action: Scale, now_s: float) -> None:
         """Want another number from now on, or other numbers of each kind."""
         self.wanted = min(action.workers, len(self._run.ledger.workers))
-        slots = Counter(self.kinds)
-        self.wanted_kinds = {kind: min(n, slots[kind]) for kind, n in action.kinds.items()}
+        slots = Counter(self._hardware[kind] for kind in self.kinds)
+        self.wanted_kinds = {kind: min(n, slots[self._hardware[kind]]) for kind, n in action.kinds.items()}
         if self.wanted_kinds:
             self.wanted = sum(self.wanted_kinds.values())
             self.record.kinds.append((now_s, dict(self.wanted_kinds)))
@@ -146,18 +156,33 @@ class Elastic:
         if not self.wanted_kinds:
             self._follow(now_s, busy, self.wanted, None)
             return
-        for kind in sorted(set(self.kinds)):
+        self._change_roles(now_s, busy)
+        for kind in sorted(self._roles):
             self._follow(now_s, busy, self.wanted_kinds.get(kind, 0), kind)
+
+    def _change_roles(self, now_s: float, busy: frozenset[int]) -> None:
+        """Let workers that are wanted in another role take it, once they are empty."""
+        standing = {kind: self._standing(kind, busy) for kind in sorted(self._roles)}
+        wanted = {kind: self.wanted_kinds.get(kind, 0) for kind in standing}
+        for worker, kind in role_changes(wanted, standing, self._hardware):
+            w = int(worker)
+            self._pay(w, now_s - self.slots[w].launched_s)
+            self.kinds[w], self.slots[w] = kind, Slot(STARTS, now_s, now_s, changes_role=True)
+            self.record.role_changes += 1
+            change_worker(self._run.ledger, self._run.engines, self._run.cluster, w, DRAIN)
+            self._offer_soon(now_s)
+        for w, slot in self.slots.items():
+            if slot.changes_role and not self._requests(w) + (w in busy):
+                self._run.ledger.workers["role"][w] = self._roles[self.kinds[w]]
+                slot.changes_role, slot.ready_s = False, now_s
+            elif slot.changes_role:
+                slot.since_s = now_s
 
     def _follow(self, now_s: float, busy: frozenset[int], wanted: int, kind: str | None) -> None:
         """The steps of one kind's slots, or (None) of all."""
         led = self._run.ledger
-        here = {w: s for w, s in self.slots.items() if kind is None or self.kinds[w] == kind}
-        standing = [
-            Standing(WorkerId(str(w)), s.state, s.since_s, self._requests(w) + (w in busy))
-            for w, s in here.items()
-        ]
-        serving = {w for w, s in here.items() if s.state == SERVES}
+        standing = self._standing(kind, busy)
+        serving = {int(s.worker) for s in standing if s.state == SERVES}
         for step in steps_to(wanted, standing, now_s, self._settings.start_limit_s, "the target"):
             if isinstance(step, Launch):
                 for _ in range(step.workers):
@@ -175,8 +200,16 @@ class Elastic:
                 self.slots[w].state, self.slots[w].since_s = SERVES, now_s
                 change_worker(led, self._run.engines, self._run.cluster, w, READY)
                 self._offer_soon(now_s)
-            else:
+            elif not self.slots[w].changes_role:
                 self._stop(w, now_s)
+
+    def _standing(self, kind: str | None, busy: frozenset[int]) -> list[Standing]:
+        """The workers of one kind, or (None) of all."""
+        return [
+            Standing(WorkerId(str(w)), s.state, s.since_s, self._requests(w) + (w in busy))
+            for w, s in self.slots.items()
+            if kind is None or self.kinds[w] == kind
+        ]
 
     def close(self, now_s: float) -> FleetRecord:
         """Pay for what is still there; the record."""

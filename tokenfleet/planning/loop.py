@@ -80,8 +80,8 @@ def _week(rows: list[list[int]]) -> Iterator[FloorInterval]:
 def expected_loop(plan: PlanFile) -> ExpectedLoop | None:
     """The loop that serves the plan, and its expected cost over the trace; None where there is no schedule.
 
-    It is the schedule's cost. The schedule knows the trace, and keeps the plan's margin in each of its windows.
-    A loop that sees arrivals alone takes some per cent more, or less where that margin is a whole worker
+    It is the schedule's cost. The schedule knows the trace, and keeps the plan's margin in each window. A
+    loop that sees arrivals alone takes some per cent more, or less where that margin is a whole worker
     (docs/figures/scaling.md). Hours that the trace does not cover cost what their demand asks for.
     """
     seconds = sum(s.end_s - s.start_s for s in plan.schedule)

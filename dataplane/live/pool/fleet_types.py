@@ -207,7 +207,7 @@ class FleetTypes:
 
     def in_role(self, name: str, role: Role) -> str:
         """The name of that type in another role. Raises BadInput where the fleet has no such type."""
-        alike = {t.role: t.name for t in self if (t.gpu, t.gpus) == (self[name].gpu, self[name].gpus)}
+        alike = {t.role: t.name for t in self if t.hardware == self[name].hardware}
         if role not in alike:
             raise BadInput(f"role: expected one of this fleet's: {', '.join(alike)}; got {role!r}")
         return alike[role]

@@ -65,14 +65,9 @@ class Lives:
 
     def settle(self, kind: str, reason: str) -> None:
         """Take the steps to the wanted number of a kind."""
-        roster, requests = self._roster, self._core.requests
-        standing = [
-            Standing(m.worker, m.state, m.since_s, len(requests.on_worker(m.worker)))
-            for m in roster.members()
-            if m.kind == kind and not m.is_empty and not m.is_replaced
-        ]
+        roster = self._roster
         wanted = roster.wanted_kinds[kind] + roster.surge[kind]
-        for step in steps_to(wanted, standing, time.monotonic(), float("inf"), reason):
+        for step in steps_to(wanted, self.standing(kind), time.monotonic(), float("inf"), reason):
             if isinstance(step, Launch):
                 for _ in range(step.workers):
                     if roster.has_room(kind):  # else once there is
@@ -86,6 +81,14 @@ class Lives:
             elif member.state == "starting":
                 self.give_up(member, step.reason)
             # What is drained stops by itself: its task sees it first.
+
+    def standing(self, kind: str) -> list[Standing]:
+        """The workers of a kind that count for its wanted number."""
+        return [
+            Standing(m.worker, m.state, m.since_s, len(self._core.requests.on_worker(m.worker)))
+            for m in self._roster.members()
+            if m.kind == kind and not m.is_empty and not m.is_replaced
+        ]
 
     # Starts.
 
@@ -172,17 +175,13 @@ class Lives:
 
     def _end_with(self, work: asyncio.Task[None], member: Member) -> None:
         """A worker is gone once this work has ended."""
+        work.add_done_callback(lambda _: self._ended(member))
 
-        def end(_: object) -> None:
-            self._roster.ended(member)
-            self._take_room(member.kind)
-
-        work.add_done_callback(end)
-
-    def _take_room(self, kind: str) -> None:
-        """Launch what the share has not let be launched before a worker was gone."""
+    def _ended(self, member: Member) -> None:
+        """Nothing of a worker is left. Launch what the share has not let be launched before."""
+        self._roster.ended(member)
         if self._roster.share is not None and not self._closing:
-            self.settle(kind, "there is room for it in the model's share")
+            self.settle(member.kind, "there is room for it in the model's share")
 
     def _replace(self, member: Member, cause: str, go_on: Sequence[bool] | None) -> None:
         """Launch another in place of a lost worker, after a pause if it died young."""
@@ -296,5 +295,4 @@ class Lives:
         member.happens(LifeEvent.EMPTIED)
         await self._core.detach(member.worker, why)
         await self._host.stop(member.worker)
-        self._roster.ended(member)
-        self._take_room(member.kind)
+        self._ended(member)

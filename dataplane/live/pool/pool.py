@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from controlplane.errors import BadInput
 from controlplane.migration.evacuation import Order
 from controlplane.scaler.mix import label
+from controlplane.scaler.reconcile import role_changes
 from controlplane.snapshot import Facts
 from controlplane.types import Role, WorkerId
 from dataplane.live.engine_api.processes import Record, cancel_all
@@ -122,11 +123,17 @@ class WorkerPool(Roster):
             self.lives.drain(member, left.reason)
 
     def scale(self, kinds: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
-        """Set the wanted number of these kinds; launches and drains follow. Raises BadInput beyond a limit.
+        """Set the wanted number of these kinds; changes of role, launches and drains follow.
 
-        `facts`: what the decision saw, compared and costs, for the event it leaves.
+        `facts`: what the decision saw, compared and costs, for the event it leaves. Raises BadInput beyond a
+        limit.
         """
-        self.want(self.checked(self.wanted_kinds | dict(kinds)), reason, facts)
+        asked = self.checked(self.wanted_kinds | dict(kinds))
+        standing = {kind: self.lives.standing(kind) for kind in asked}
+        hardware = {t.name: t.hardware for t in self.types}
+        for worker, kind in role_changes(self.shared(asked), standing, hardware):
+            self.set_role(worker, self.types[kind].role, reason, facts)
+        self.want(asked, reason, facts)
         for kind in self.types.names:
             self.lives.settle(kind, reason)
 
@@ -162,7 +169,7 @@ class WorkerPool(Roster):
         else:
             self.lives.drain(member, reason)
 
-    def set_role(self, worker: WorkerId, role: Role, reason: str) -> None:
+    def set_role(self, worker: WorkerId, role: Role, reason: str, facts: Facts | None = None) -> None:
         """Give a serving worker another role: what it had of the old one leaves it, and nothing stops.
 
         Raises BadInput for a worker that does not serve, for a role that this fleet has no workers of, and
@@ -177,7 +184,7 @@ class WorkerPool(Roster):
         self.types.check_roles({name: serving[name] + (name == kind) for name in self.types.names})
         moved = {member.kind: self.wanted_kinds[member.kind] - 1, kind: self.wanted_kinds[kind] + 1}
         wanted = self.checked(self.wanted_kinds | moved)
-        self.want(wanted, f"{worker} becomes a {role} worker: {reason}")
+        self.want(wanted, f"{worker} becomes a {role} worker: {reason}", facts)
         member.kind = kind
         self.tell("role", f"{role}: {reason}", worker=worker)
         self.core.become(worker, kind, role)

@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_types import BIG, SLO
 
-from controlplane.control import together, within
+from controlplane.control import State, scaling_of, together, within
 from controlplane.scaler.line import decode_rps, prefill_rps
-from controlplane.scaler.state import ScalingSettings
-from controlplane.scaler.target import TargetSettings
+from controlplane.scaler.state import Scaling, ScalingSettings
+from controlplane.scaler.target import Stabilized, TargetSettings
 from controlplane.snapshot import Scale, Snapshot
 from controlplane.types import ClassArrivals, Slo
+from controlplane.worker_type import WorkerType
 
 
 @given(
@@ -44,7 +45,7 @@ def test_neither_pool_gives_back_while_requests_wait_for_one_of_them():
     seen = Snapshot(0.0, (), 5, wanted_kinds={"prefill": 3, "decode": 2})
     settings = ScalingSettings(TargetSettings(None, None))
     for waiting, kinds in ((0, {"prefill": 1, "decode": 4}), (1, {"prefill": 3, "decode": 4})):
-        together_now = together(settings, replace(seen, waiting_requests=waiting), changes)
+        together_now = together(settings, replace(seen, waiting_requests=waiting), changes, {})
         assert together_now is not None
         assert together_now.kinds == kinds
 
@@ -57,3 +58,54 @@ def test_a_tight_ttft_leaves_a_prefill_worker_less_to_do_and_none_too_tight_asks
     )
     assert near < 0.4 / service_s < 0.8 / service_s < far < 1 / service_s
     assert beyond == pytest.approx(1 / service_s)
+
+
+def pools(*limits: int | None, gpus: tuple[str, str] = ("h100", "h100")) -> tuple[WorkerType, ...]:
+    return tuple(
+        WorkerType(gpu, limit=limit, role=role)
+        for role, limit, gpu in zip(("prefill", "decode"), limits, gpus, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("below_since_s", "most_below", "gpus", "kinds"),
+    [
+        (80.0, 1, ("h100", "h100"), (2, 2)),  # one of two that are spare: no more are asked for
+        (80.0, 3, ("h100", "h100"), (2, 3)),  # all were needed within these seconds
+        (81.0, 1, ("h100", "h100"), (2, 3)),  # not one whole bin of 10 s is known
+        (None, 1, ("h100", "h100"), (2, 3)),
+        (80.0, 1, ("h100", "a100"), (2, 3)),  # that would be another worker
+    ],
+)
+@pytest.mark.parametrize("waiting", [0, 5])
+def test_a_pool_that_grows_takes_what_the_other_has_not_needed_without_a_start(
+    below_since_s, most_below, gpus, kinds, waiting
+):
+    prefill, decode = types = pools(None, None, gpus=gpus)
+    seen = Snapshot(100.0, (), 4, wanted_kinds={prefill.name: 1, decode.name: 3}, waiting_requests=waiting)
+    stable = Stabilized(3, below_since_s=below_since_s, most_below=most_below)
+    states = {prefill.name: State(), decode.name: State(scaling=Scaling(stabilized=stable))}
+    changes = {prefill.name: Scale(2, "long prompts"), decode.name: None}
+    settings = ScalingSettings(TargetSettings(None, None), worker_types=types)
+    change = together(settings, seen, changes, states)
+    assert change is not None
+    assert tuple(change.kinds.values()) == kinds
+
+
+def test_a_plan_bounds_both_roles_together_where_their_hardware_is_the_same():
+    """2 prefill and 1 decode workers may become 1 and 2, never 4, and all 3 stay where demand wants them."""
+    types = pools(2, 1)
+    settings = ScalingSettings(TargetSettings(None, None, high=3), worker_types=types)
+    assert [scaling_of(settings, pool).worker_types[0].limit for pool in types] == [2, 2]
+    apart = ScalingSettings(
+        TargetSettings(None, None, high=3), worker_types=pools(2, 1, gpus=("h100", "a100"))
+    )
+    assert [scaling_of(apart, pool).worker_types[0].limit for pool in apart.worker_types] == [2, 1]
+    prefill, decode = (pool.name for pool in types)
+    states = {prefill: State(), decode: State()}
+    three = Snapshot(0.0, (), 3, wanted_kinds={prefill: 2, decode: 1})
+    assert together(settings, three, {prefill: None, decode: None}, states) is None
+    two = replace(three, wanted_kinds={prefill: 1, decode: 1})
+    change = together(settings, two, {prefill: Scale(2, "long prompts"), decode: None}, states)
+    assert change is not None
+    assert change.kinds == {prefill: 2, decode: 1}

@@ -274,3 +274,30 @@ def test_prefill_and_decode_workers_are_sized_apart_by_one_demand():
     assert max(kinds[prefill] for _, kinds in record.kinds) < max(kinds[decode] for _, kinds in record.kinds)
     assert all(sum(kinds.values()) <= 12 and min(kinds.values()) >= 1 for _, kinds in record.kinds)
     assert sum(record.kinds[-1][1].values()) <= 4  # after the busy minutes both have shrunk
+
+
+def test_workers_change_roles_where_answers_give_way_to_prompts(monkeypatch):
+    """Of six workers, the most there may be, four decode, until prompts get long. None starts anew."""
+    check_every_round(monkeypatch)
+    rng, p = np.random.default_rng(5), profile(capacity=4096)
+    times = np.sort(rng.uniform(0.0, 600.0, 9000))
+    late = times > 300.0
+    prompts = np.where(late, rng.integers(900, 1100, 9000), rng.integers(20, 60, 9000))
+    workload = Workload(times, prompts, np.where(late, 4, rng.integers(60, 100, 9000)))
+    types = tuple(
+        replace(WorkerType.of(p), role=role, limit=n) for role, n in (("prefill", 2), ("decode", 4))
+    )
+    target, window = TargetSettings(None, None, low=6, high=6), StabilizationWindow(0.0, 120.0)
+    rule = ScalingSettings(target, window, worker_types=types, bin_s=5.0)
+    control = ControlSettings(Settings(moves=None, shed=None, scaling=rule), beat_s=0.5)
+    slots = [WorkerSpec(p, t.role) for t in types for _ in range(t.limit or 0)]
+    elastic = ElasticSettings(cold_start_s=300.0, start_kinds={t.name: t.limit or 0 for t in types})
+    outcome, record = simulate_elastic(workload, slots, SLO, elastic, control, "spread")
+    assert np.isfinite(outcome.finish_s).all()
+    assert record.launches == record.drains == 0
+    assert record.role_changes > 0
+    assert record.worker_s == pytest.approx(6 * outcome.end_s, abs=6 * control.beat_s)
+    fixed, _ = simulate_elastic(
+        workload, slots, SLO, elastic, control, "spread", decide=lambda state, seen: (state, [])
+    )
+    assert outcome.met[late].mean() > fixed.met[late].mean() + 0.3

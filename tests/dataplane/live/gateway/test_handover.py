@@ -225,6 +225,28 @@ def test_a_prefill_worker_that_becomes_a_decode_worker_hands_nothing_over(pool):
     pool(story, prefill=2, decode=1)
 
 
+def test_a_scale_that_trades_roles_starts_and_drains_nobody(pool):
+    async def story(front, fleet):
+        names, there = [f"r{i}" for i in range(8)], {m.worker for m in fleet.members()}
+        for i, name in enumerate(names):
+            await front.send(name, [i + 1] * 40, max_tokens=1500)
+        first, second = of(fleet, "decode")
+        await until(lambda: on(front, first) == on(front, second) == 4)
+        facts = {"seen": {"rate_rps": 1.0}, "compared": {}, "cost": {}}
+        fleet.scale({"TP1 prefill": 2, "TP1 decode": 1}, "long prompts", facts)
+        await front.ended(*names)
+        assert [front.tokens[name] for name in names] == [alone([i + 1] * 40, 1500) for i in range(8)]
+        assert {m.worker for m in fleet.members() if m.state == "serving"} == there
+        assert [event.kind for event in front.events if event.kind in ("launch", "draining")] == [
+            "launch"
+        ] * 3
+        (told,) = (event.as_json() for event in front.events if event.kind == "scale")
+        assert "becomes a prefill worker: long prompts" in told["reason"]
+        assert told["seen"] == {"rate_rps": 1.0}
+
+    pool(story)
+
+
 def test_no_phase_is_left_to_no_worker(pool):
     async def story(front, fleet):
         (only,), decoders = of(fleet, "prefill"), of(fleet, "decode")
