@@ -13,8 +13,9 @@ the gateway counts for prefill and not for decode, since only prompts wait there
 token correct the line of prefill; those that were slow after it correct that of decode. The bounds are of
 both pools together. Where they allow fewer than both want, each gets its share, and at least one worker.
 
-A change of role needs no start. So a pool that grows takes at once what the other has not needed for a while,
-on the same hardware; that one's stabilization window is for workers that have to be started again.
+A change of role needs no start. So a pool that grows takes workers that the other has not needed for a while,
+on the same hardware. It does not wait for that pool's stabilization window, which is there for the cost of
+starts.
 """
 
 from __future__ import annotations
