@@ -64,7 +64,7 @@ class ElasticSettings:
 class Slot:
     """A worker that is there: its state and since when, when it was launched, when it is ready.
 
-    `changes_role`: it ends what it runs, and then serves in another role. It is paid for anew from there.
+    `changes_role`: it ends what it runs, and then serves in another role. `launched_s` is when that began.
     """
 
     state: str

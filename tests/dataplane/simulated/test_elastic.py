@@ -277,7 +277,7 @@ def test_prefill_and_decode_workers_are_sized_apart_by_one_demand():
 
 
 def test_workers_change_roles_where_answers_give_way_to_prompts(monkeypatch):
-    """Of six workers, the most there may be, four decode, until prompts get long. None starts anew."""
+    """Of six workers, the most that are allowed, four decode until prompts get long. None is started."""
     check_every_round(monkeypatch)
     rng, p = np.random.default_rng(5), profile(capacity=4096)
     times = np.sort(rng.uniform(0.0, 600.0, 9000))
