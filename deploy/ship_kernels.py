@@ -18,6 +18,7 @@ import tempfile
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "examples" / "sample_trace.csv"
@@ -41,7 +42,36 @@ def commands(scratch: str) -> list[list[str]]:
         [*SIMULATE, sessions, "--agents", "8", "--host-kv", "64GiB@25GB/s"],
         [*SIMULATE, str(SAMPLE), "--window", "0s..60s", "--engine", "split", "--prefill-workers", "1"],
         [*SIMULATE, str(SAMPLE), "--window", "0s..60s", "--policy", "spread+migrate"],
+        [*SIMULATE, str(SAMPLE), "--window", "0s..10s", "--policy", "exact"],
     ]
+
+
+def changing_fleet() -> None:
+    """Replay long answers on a fleet that shrinks, moves them, and grows again."""
+    import numpy as np
+
+    from controlplane.control import Settings
+    from controlplane.migration.balance import MoveSettings
+    from controlplane.snapshot import Scale
+    from controlplane.types import Slo
+    from controlplane.workload import Workload
+    from dataplane.simulated.elastic import ElasticSettings
+    from dataplane.simulated.elastic_run import simulate_elastic
+    from dataplane.simulated.simulate import ControlSettings, WorkerSpec
+    from tokenfleet.profiles.library import find_profiles
+
+    def scaled(state: Any, seen: Any) -> tuple[Any, list[Any]]:
+        return state, [Scale(1 if seen.now_s < 12.0 else 3, "to move")] if seen.now_s > 6.0 else []
+
+    workers = [WorkerSpec(profile) for profile in find_profiles("llama-3.1-8b", ["h100"], [1]) * 4]
+    load = Workload(np.linspace(0.0, 10.0, 200), np.full(200, 3000), np.full(200, 400))
+    control = ControlSettings(Settings(MoveSettings()), beat_s=0.5)
+    elastic = ElasticSettings(4, cold_start_s=1.0)
+    moved, _ = simulate_elastic(
+        load, workers, Slo(1.0, 0.05), elastic, control, "spread+migrate", decide=scaled
+    )
+    if not moved.migrations.any():
+        raise SystemExit("no request moved, so the kernels of a move are not compiled")
 
 
 async def gateway() -> None:
@@ -71,6 +101,7 @@ def compile_all(scratch: str) -> None:
             code = run(command)
         if code not in (0, 1):
             raise SystemExit(f"{' '.join(command)}: exit code {code}\n{said.getvalue()}")
+    changing_fleet()
     asyncio.run(gateway())
 
 

@@ -161,7 +161,7 @@ def highest_score(ledger: Ledger, r: int, phase_role: int, draw: NDArray[np.floa
         if serves(ledger, w, phase_role):
             waiting = requests_at(ledger, w) - ledger.workers[w].running_n
             shortest, longest = min(shortest, waiting), max(longest, waiting)
-    best, highest, cached = state.NONE, -1.0, 0
+    best, highest, cached = state.NONE, -np.inf, 0
     first = int(draw[0] * len(ledger.workers))
     for i in range(len(ledger.workers)):
         w = (first + i) % len(ledger.workers)

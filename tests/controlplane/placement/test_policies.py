@@ -23,6 +23,7 @@ from controlplane.types import EngineMode
 
 KNOBS = PlacementSettings().row()
 TTFT_S = 0.4
+HOLDING = (Policy.SPREAD, Policy.BEST_FIT, Policy.SLACK_FIT)  # the others never hold what somebody could take
 fleets = st.lists(workers(roles=ROLES, statuses=STATUSES), min_size=1, max_size=6)
 whole_fleets = st.lists(workers(statuses=STATUSES), min_size=1, max_size=6)
 pools = st.sampled_from([ANY_PHASE, PREFILL_ONLY, DECODE_ONLY])
@@ -57,10 +58,18 @@ def fullness(at: At, asked: Held) -> float:
 def test_no_policy_chooses_a_worker_that_is_not_serving_in_the_pool(fleet, asked, pool, draw, policy):
     led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)
     w = choice(led, policy, r, pool, draw)
-    if policy in (Policy.SPREAD, Policy.BEST_FIT, Policy.SLACK_FIT):
+    if policy in HOLDING:
         assert w == NONE or w in in_pool(fleet, pool)
     else:  # the baselines never hold what somebody could take
         assert w in (in_pool(fleet, pool) or [NONE])
+
+
+def test_a_worker_with_three_times_its_memory_on_record_is_taken_where_there_is_no_other():
+    full = At(
+        made_profile(step=StepModel(0.01, 1e-5, 1e-4, 1e-8), kv=KvModel(80)), [Held(300, 1, 1, True, NOW_S)]
+    )
+    led, r = ledger_of([full], Held(1, 1), NOW_S - 0.01, TTFT_S)
+    assert {choice(led, policy, r) for policy in Policy if policy not in (*HOLDING, "exact")} == {0}
 
 
 @pytest.mark.parametrize("policy", [Policy.SPREAD, Policy.BEST_FIT])
