@@ -9,6 +9,8 @@ PART ?= $(shell echo $$(( 0x0$$(git rev-parse --short=7 HEAD 2> /dev/null) % 10 
 DAILY := -m 'not nightly' $(if $(filter all,$(PART)),,--part $(PART))
 # The start of engines counts, too, and takes minutes where two fleets start at once.
 LIVE := --dist loadscope --no-loadscope-reorder --timeout 900 tests/live
+# Files in the order of tests/conftest.py: the longest first.
+FILES := --dist loadfile --no-loadscope-reorder
 PINS := -c requirements/live-cpu.txt -c requirements/dev.txt
 # Also where the environment tells Python to keep no compiled modules: each process of a fleet would compile
 # thousands anew.
@@ -49,10 +51,10 @@ pack-kernels: .venv/base  ## deploy/kernels-*.tar.xz: the compiled simulator, fo
 	$(BIN)/python deploy/ship_kernels.py
 
 pure: .venv/dev kernels
-	$(BIN)/pytest -n 2 --dist loadfile $(DAILY) --ignore tests/live --ignore tests/rehearsal --durations 10
+	$(BIN)/pytest -n 2 $(FILES) $(DAILY) --ignore tests/live --ignore tests/rehearsal --durations 10
 
 unit: .venv/all kernels  ## tests that start no engine, with vLLM where they can use it
-	$(BIN)/pytest -n 2 --dist loadfile $(DAILY) --ignore tests/live --durations 10 $(COVER)
+	$(BIN)/pytest -n 2 $(FILES) $(DAILY) --ignore tests/live --durations 10 $(COVER)
 	$(if $(COVERAGE),@echo "unit tests cover $$($(BIN)/coverage report --format=total) % of the lines")
 
 live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side choices, without a GPU

@@ -32,12 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long tests of the other parts."""
+    """Leave out long tests of the other parts, and begin with the files that take longest."""
     if part := config.getoption("part"):
         dealt = (item.nodeid for item in items if not item.get_closest_marker("always"))
         others = parts.others(dealt, part)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
         items[:] = [item for item in items if item.nodeid not in others]
+    files_s = parts.files_s(item.nodeid for item in items if not item.nodeid.startswith(parts.FLEETS))
+    items.sort(key=lambda item: -files_s.get(parts.file_of(item.nodeid), 0.0))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -71,6 +71,12 @@ def test_a_fifth_of_random_examples_runs_by_day(asked: int, fewer: int) -> None:
         by_day.load(all_of_them=usual == by_day.ALL)
 
 
+def test_what_a_file_takes_is_known_of_its_long_tests_and_its_number_of_others(seconds: Path) -> None:
+    seconds.write_text(json.dumps({"tests/test_a.py::test_1": 7.0}))
+    names = ["tests/test_b.py::test_1", "tests/test_a.py::test_1", "tests/test_a.py::test_2"]
+    assert parts.files_s(names) == {"tests/test_b.py": parts.SHORT_S, "tests/test_a.py": 7.0 + parts.SHORT_S}
+
+
 def test_what_did_not_run_keeps_its_seconds_and_what_is_gone_or_short_loses_them(seconds: Path) -> None:
     here = "tests/test_parts.py::test_"
     seconds.write_text(json.dumps({f"{here}a": 9.0, f"{here}b": 9.0, "tests/test_gone.py::test_a": 9.0}))

@@ -4,6 +4,7 @@
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
@@ -11,6 +12,7 @@ from pathlib import Path
 
 PARTS = 10
 LONG_S = 1.0
+SHORT_S = 0.05  # what a test takes that is not long
 ROOT = Path(__file__).parents[2]
 SECONDS = ROOT / "tests" / "seconds.json"
 # One start of a fleet serves a file of them, so a short one goes with its file.
@@ -57,6 +59,15 @@ def _others(long_s: dict[str, float], part: int) -> set[str]:
         if emptiest != part - 1:
             found.update(piece)
     return found
+
+
+def files_s(tests: Iterable[str]) -> dict[str, float]:
+    """What each file of these tests takes, about: a file that begins last keeps one core alone at the end."""
+    took_s = json.loads(SECONDS.read_text())
+    files: defaultdict[str, float] = defaultdict(float)
+    for name in tests:
+        files[file_of(name)] += took_s.get(name, SHORT_S)
+    return files
 
 
 def keep(took_s: dict[str, float]) -> None:

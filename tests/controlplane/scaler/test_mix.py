@@ -3,8 +3,7 @@
 from itertools import product
 
 import pytest
-from by_day import examples
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_types import ask, made_type
 
@@ -50,7 +49,7 @@ def every(asked):
             yield named
 
 
-@examples(150)
+@settings(max_examples=150)
 @given(
     some_kinds,
     st.booleans(),
@@ -224,7 +223,7 @@ offered = st.lists(
 )
 
 
-@examples(100)
+@settings(max_examples=100)
 @given(offered, st.integers(1, 120), st.integers(2, 24))
 def test_the_cheapest_mix_costs_what_the_best_of_all_costs(drawn, demand, max_gpus):
     types = [
