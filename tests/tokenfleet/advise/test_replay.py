@@ -51,7 +51,7 @@ def day(minutes=30, quiet=2.0, busy=10.0, seed=0):
 
 @pytest.fixture(scope="module")
 def rows():
-    return list(day().rows((BASELINES[0], RAY_SERVE)))
+    return list(day(18).rows((BASELINES[0], RAY_SERVE)))
 
 
 def test_every_rule_serves_the_day_and_the_optimum_meets_the_target_for_least(rows):

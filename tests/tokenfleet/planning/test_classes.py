@@ -147,7 +147,7 @@ def test_the_fleet_is_the_smallest_of_its_kind_by_trying_every_count(seed: int) 
 @pytest.fixture(scope="module")
 def pooled() -> Plan:
     """Chat's targets need fast workers; slow ones, too slow for chat, are the cheapest for batch."""
-    return planned(mixed(16.0, 800), asked(CHAT, BATCH), explained=True, types=(2.0, 0.3), slower=2.5)
+    return planned(mixed(16.0, 500), asked(CHAT, BATCH), explained=True, types=(2.0, 0.3), slower=2.5)
 
 
 def test_a_pool_of_the_kinds_that_classes_would_have_for_themselves_is_cheaper_than_one_kind(
@@ -179,7 +179,7 @@ def test_a_plan_says_on_which_kind_each_class_mostly_runs(pooled: Plan) -> None:
 
 def test_a_budget_below_any_one_kind_is_kept_by_a_pool(pooled: Plan) -> None:
     request = asked(CHAT, BATCH, budget_usd_per_h=5.5)
-    plan = planned(mixed(16.0, 800), request, types=(2.0, 0.3), slower=2.5)
+    plan = planned(mixed(16.0, 500), request, types=(2.0, 0.3), slower=2.5)
     assert plan.best is not None
     assert pooled.best is not None
     assert plan.best.fleet.label == pooled.best.fleet.label
