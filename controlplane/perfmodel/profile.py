@@ -19,13 +19,16 @@ from controlplane.errors import BadInput, no_offload
 from controlplane.perfmodel.engine_memory import release_of, taken_bytes
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.speculation import Speculation, verified_base_s, verified_step
-from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.perfmodel.step import Batch, Hinge, PrefillModel, StepModel
 from controlplane.types import EngineMode
 
 ASYNCHRONOUS_SINCE = (0, 14)  # vLLM's release that made asynchronous scheduling its default
 MOST_STEPS_AHEAD = 4
 # Of a composed profile's host time, what a step of decode alone hides in an engine that plans ahead.
 HIDDEN_HOST_S = 0.0007
+# What a step takes beside its first token in an engine that plans none ahead: 0.5 ms, most of it by ten. A
+# mixture's experts have this form already.
+HOST = Hinge("experts", 5.0, 1e-4)
 GROUP_ROUNDING = 0.01  # of tokens in whole numbers
 NORMAL_MEAN_ABS = 0.7978845608  # E|z| of a standard normal
 MEAN_RANK = 0.575  # share of normal errors below their mean size
@@ -98,11 +101,7 @@ class KvModel:
     def _window_share(self, tokens: NDArray[np.float64], of_a_chunk: float) -> NDArray[np.float64]:
         """The part of its windows that a request fills; of a chunk, on the mean, past the first."""
         share = np.minimum(tokens / max(self.window_tokens, 1), 1.0)
-        return (
-            np.where(self.window_is_chunk & (share >= 1.0), of_a_chunk, share)
-            if self.window_is_chunk
-            else share
-        )
+        return np.where(self.window_is_chunk & (share >= 1.0), of_a_chunk, share)
 
     def with_utilization(self, share: float, gpus: int) -> KvModel:
         """With another share of the memory of the worker's GPUs; weights and activations take what they took.
@@ -125,14 +124,8 @@ class KvModel:
 
     def _taken_bytes(self, limits: EngineLimits, gpus: int) -> float:
         """Bytes on each GPU that are neither weights nor KV."""
-        return taken_bytes(
-            limits.version,
-            gpus,
-            limits.max_seqs,
-            limits.max_batched_tokens,
-            self.vocabulary,
-            self.step_token_bytes,
-        )
+        sizes = (limits.max_seqs, limits.max_batched_tokens)
+        return taken_bytes(limits.version, gpus, *sizes, self.vocabulary, self.step_token_bytes)
 
     def _tokens_with(self, more_bytes: float) -> int:
         """Tokens in whole blocks with more or less memory on all GPUs together; at least a block."""
@@ -379,6 +372,9 @@ class Profile:
         step = self.step
         if self.source.kind == "composed" and self.engine.steps_ahead and not engine.steps_ahead:
             step = hiding(step, -min(HIDDEN_HOST_S, self.source.host_s, step.per_prefill_step_s))
+            if not any(hinge.of == HOST.of for hinge in step.hinges):
+                base_s = step.base_s - HOST.per_unit_s * HOST.regressor(Batch(0.0, 1.0, 0.0))
+                step = replace(step, base_s=base_s, hinges=(*step.hinges, HOST))
         kv = self.kv.with_limits(self.engine, engine, self._kv_gpus)
         return replace(self, step=step, engine=engine, kv=kv)
 

@@ -56,6 +56,7 @@ def ladder(data: Path, name: str) -> Ladder:
         gpu=gpu,
         tp_degree=tp_degree,
         workers=2 if "-x2-" in name else 1,
+        placement="random" if "-vllm-x2-" in name else "round-robin",  # a Kubernetes Service picks by chance
         engine=EngineSettings(version=VERSION, gpu_memory_utilization=share, block_tokens=BLOCK),
         gateway_s=GATEWAY_S if "-llmd-" in name else 0.0,
     )

@@ -92,9 +92,8 @@ def errors_of(found: dict[str, Any]) -> dict[str, list[float]]:
         errors[f"{figure} {what}"] = [round(float(np.median(sizes)), 4), round(noise, 4)]
     hits = [rate["hits"] for rate in rates if rate["hits"] is not None]
     lack = max((100.0 * (one["allowed"] - one["simulated"]) for one in hits), default=0.0)
-    apart = float(abs(found["knee"]["rates_apart"]))
     return errors | {
-        "rates from the saturation point": [apart, 0.0],
+        "rates from the saturation point": [float(abs(found["knee"]["rates_apart"])), 0.0],
         "points of hits": [round(lack, 2), 0.01],
     }
 
@@ -151,8 +150,7 @@ def main() -> int:
             value = round(float(medians["errors"][figure][what]), 4)
             bars[f"{words}: {figure} {what}, median"] = bar(value, limit)
     if asked.write:
-        table = markdown(rows)
-        between(ROOT / "docs" / "accuracy-sweeps.md", BEGIN, table, END)
+        between(ROOT / "docs" / "accuracy-sweeps.md", BEGIN, markdown(rows), END)
         frozen = shrunk(everything, frozen) | {"data": {name: digest(asked.data, name) for name in names}}
         FROZEN.write_text(json.dumps(frozen, indent=1) + "\n", encoding="utf-8")
     return show("accuracy", rows, bars, asked)

@@ -82,7 +82,8 @@ def judged(name: str, data: Path, kind: str) -> tuple[Ladder, Profile, tuple[Run
     runs = runs[:: max(-(-len(runs) // RATES), 1)]
     if calibrates:
         known, log = np.concatenate([run.measured for run in learn]), joined([run.log for run in learn])
-        profile, _, fit = calibrated(log, profile, known, sweep.settings.workers)
+        policy = sweep.settings.placement
+        profile, _, fit = calibrated(log, profile, known, sweep.settings.workers, policy=policy)
         runs = () if fit.is_refused else runs
     return sweep, profile, runs
 
@@ -98,7 +99,7 @@ def errors(name: str, data: Path, kind: str) -> list[list[float]]:
     more, least = float(np.exp(STEP)), [-MOST, -MOST, 0.0]
     moves, found = ((1.0, 1.0, 0.0), (more, 1.0, 0.0), (1.0, more, 0.0), (1.0, 1.0, STEP)), []
     for run in runs:
-        served = partial(replay, run.log, workers=sweep.settings.workers)
+        served = partial(replay, run.log, workers=sweep.settings.workers, policy=sweep.settings.placement)
         said = np.log([figures(served(with_errors(profile, *by)), run)[:3] for by in moves])
         off, slopes = np.log(figures(run.log, run))[:3] - said[0], (said[1:] - said[0]).T / STEP
         if kind == COMPOSED:
@@ -159,8 +160,8 @@ def intervals(name: str, data: Path, kind: str, known: ErrorsElsewhere) -> list[
     drawn = [draw_profile(profile, np.random.default_rng(k), known) for k in range(DRAWS)]
     rows = []
     for run in runs:
-        measured = np.array(figures(run.log, run))
-        said = [figures(replay(run.log, one, sweep.settings.workers), run) for one in (profile, *drawn)]
+        served = partial(replay, run.log, workers=sweep.settings.workers, policy=sweep.settings.placement)
+        measured, *said = (np.array(figures(of, run)) for of in (run.log, *map(served, (profile, *drawn))))
         low, high = np.quantile(said[1:], (0.05, 0.95), axis=0)
         held = (low <= measured) & (measured <= high)
         rows.append(list(zip(held.tolist(), ((high - low) / said[0]).tolist(), strict=True)))
@@ -170,8 +171,8 @@ def intervals(name: str, data: Path, kind: str, known: ErrorsElsewhere) -> list[
 def shares(rates: list[Any]) -> dict[str, list[float]]:
     """Of each figure: the share of the rates that are held, and the median width."""
     held, widths = np.array(rates).transpose(2, 1, 0)
-    both = np.round([held.mean(axis=1), np.median(widths, axis=1)], 4).T
-    return dict(zip(FIGURES, both.tolist(), strict=True))
+    both = np.round([held.mean(axis=1), np.median(widths, axis=1)], 4).T.tolist()
+    return dict(zip(FIGURES, both, strict=True))
 
 
 def table_of(found: dict[Any, Any]) -> tuple[list[dict[str, str]], dict[str, Any]]:

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares, minimize
+from scipy.optimize import OptimizeResult, least_squares, minimize
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.calibration import TOLD
@@ -136,10 +136,10 @@ def calibrated(
 ) -> tuple[Profile, list[FittedFactor], Goodness]:
     """`around` corrected by a short log: factors on decode and prefill, and the first token's rest.
 
-    A few minutes can tell these three numbers; each is drawn to what it was by CALIBRATION_DOUBT. The four
-    coefficients of `fit_log` need a log in which they all matter. The misfit that remains is returned, and
-    joins the profile's uncertainty. What the log leaves open of prefill is stated apart, for it is no error
-    of decode.
+    A few minutes can tell these three numbers; each is drawn to what it was by CALIBRATION_DOUBT. A log whose
+    prompts tell nothing of prefill leaves it as it was. The four coefficients of `fit_log` need a log in
+    which they all matter. The misfit that remains is returned, and joins the profile's uncertainty. What the
+    log leaves open of prefill is stated apart, for it is no error of decode.
     """
     many = measured & (log.workload.output_tokens > 1)
     if not many.any():
@@ -150,25 +150,27 @@ def calibrated(
         rest_s = around.frontend.per_request_s + CALIBRATION_DOUBT[2] * (float(x[2]) - 1.0)
         return replace(times, frontend=replace(around.frontend, per_request_s=max(rest_s, 0.0)))
 
-    def errors(x: Columns) -> Columns:
-        outcome = replay(log, made(x), workers, prefix_caching, policy)
+    def errors(x: Columns, free: NDArray[np.bool_]) -> Columns:
+        outcome = replay(log, made(np.where(free, x, 1.0)), workers, prefix_caching, policy)
         e2e_s = outcome.finish_s - outcome.arrival_s
         said = _moments(outcome.ttft_s[measured], outcome.tpot_s[many], e2e_s[measured])
-        prior = (x - 1.0) / np.array([*CALIBRATION_DOUBT[:2], 1.0]) * CALIBRATION_NOISE
-        return np.concatenate([said - seen, prior])
+        return np.concatenate([said - seen, (x - 1.0) / doubt * CALIBRATION_NOISE])
 
+    def least(free: NDArray[np.bool_]) -> OptimizeResult:
+        # Around 1, since a gradient's steps are shares of a number; wide, past what one changed step does.
+        starts, steps = (np.ones(3), np.array([0.9, 1.2, 1.5])), [0.01, 0.03, 0.05]
+        found = [least_squares(errors, x, diff_step=steps, max_nfev=25, args=(free,)) for x in starts]
+        return min(found, key=lambda one: one.cost)
+
+    doubt = np.array([*CALIBRATION_DOUBT[:2], 1.0])
     seen = _moments(log.ttft_s[measured], log.tpot_s[many], log.e2e_s[measured])
-    # Around 1, since a gradient's steps are shares of a number; wide ones, past what one changed step does.
-    found = [
-        least_squares(errors, start, diff_step=[0.01, 0.03, 0.05], max_nfev=25)
-        for start in (np.ones(3), np.array([0.9, 1.2, 1.5]))
-    ]
-    best = min(found, key=lambda one: one.cost)
-    profile = made(best.x)
+    best = least(np.ones(3, np.bool_))
     slopes = np.asarray(best.jac, float)
     error = CALIBRATION_NOISE * np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))
-    told = error < TOLD * np.array([*CALIBRATION_DOUBT[:2], 1.0])
-    factors = np.exp(best.x - 1.0)
+    told = error < TOLD * doubt
+    free = np.array([True, told[1], True])
+    found = best.x if told[1] else np.where(free, least(free).x, 1.0)
+    factors, profile = np.exp(found - 1.0), made(found)
     corrections = [
         FittedFactor(name, float(factors[k]), float(factors[k] * error[k]), bool(told[k]))
         for k, name in enumerate(("decode", "prefill"))

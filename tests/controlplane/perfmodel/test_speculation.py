@@ -26,7 +26,7 @@ LOOSE = Slo(1e6, 1e6)
 
 def llama() -> Profile:
     (profile,) = find_profiles("llama-3.1-8b", ["h100-sxm"], [1])
-    return profile.with_engine(steps_ahead=0.0)  # as the engine below
+    return replace(profile, engine=replace(profile.engine, steps_ahead=0.0))  # as the engine below
 
 
 def step_by_step(profile: Profile, drafts: Speculation, work: Workload, seed: int) -> np.ndarray:
