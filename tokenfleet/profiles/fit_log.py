@@ -154,7 +154,7 @@ def calibrated(
         outcome = replay(log, made(np.where(free, x, 1.0)), workers, prefix_caching, policy)
         e2e_s = outcome.finish_s - outcome.arrival_s
         said = _moments(outcome.ttft_s[measured], outcome.tpot_s[many], e2e_s[measured])
-        return np.concatenate([said - seen, (x - 1.0) / doubt * CALIBRATION_NOISE])
+        return np.concatenate([said - seen, (x - 1.0) / prior * CALIBRATION_NOISE])
 
     def least(free: NDArray[np.bool_]) -> OptimizeResult:
         # Around 1, since a gradient's steps are shares of a number; wide, past what one changed step does.
@@ -162,12 +162,12 @@ def calibrated(
         found = [least_squares(errors, x, diff_step=steps, max_nfev=25, args=(free,)) for x in starts]
         return min(found, key=lambda one: one.cost)
 
-    doubt = np.array([*CALIBRATION_DOUBT[:2], 1.0])
+    prior = np.array([*CALIBRATION_DOUBT[:2], 1.0])
     seen = _moments(log.ttft_s[measured], log.tpot_s[many], log.e2e_s[measured])
     best = least(np.ones(3, np.bool_))
     slopes = np.asarray(best.jac, float)
     error = CALIBRATION_NOISE * np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))
-    told = error < TOLD * doubt
+    told = error < TOLD * prior
     free = np.array([True, told[1], True])
     found = best.x if told[1] else np.where(free, least(free).x, 1.0)
     factors, profile = np.exp(found - 1.0), made(found)
