@@ -1,4 +1,4 @@
-"""A step of an engine that plans none ahead takes more with the first few sequences beside another."""
+"""Without a step planned ahead, a step takes longer with a few sequences than with one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ ROUNDS, APART_S = 15, 1e5
 
 
 def seconds(served: np.ndarray, rows: np.ndarray, output: np.ndarray) -> np.ndarray:
-    """What a token takes alone, more for each first token beside it, and for each sequence beside it."""
+    """Seconds of a token alone, and what each other first token and each other sequence adds."""
     first_s, last_s = served
     terms, took_s = [], []
     for i in np.flatnonzero(rows & (output > 1)):
@@ -32,8 +32,8 @@ def seconds(served: np.ndarray, rows: np.ndarray, output: np.ndarray) -> np.ndar
 
 
 @pytest.mark.parametrize("name", ["apr29-root-short", "apr29-llmd-short", "apr29-root-sharegpt"])
-def test_sequences_beside_another_take_what_the_host_adds(bench_data: Path, name: str) -> None:
-    """Without the term each of them is too short by most of it."""
+def test_each_other_sequence_takes_what_the_host_adds(bench_data: Path, name: str) -> None:
+    """Without the term the simulated slope is much too small."""
     runs = ladder(bench_data, name)
     worker = runs.worker()
     step = replace(worker.step, hinges=tuple(one for one in worker.step.hinges if one != HOST))
