@@ -28,16 +28,6 @@ class Pair:
     fleet: Any
     actors: dict[WorkerId, Any]
 
-    async def budgeted(self, **budget: Any) -> Pair:
-        """The same workers under another budget of moves; this pair must not be used any more."""
-        from dataplane.live.migration.move import MoveBudget
-        from harness.bare_fleet import BareFleet
-
-        await self.fleet.close()
-        return Pair(
-            BareFleet(list(self.fleet.links.values()), MoveBudget(**budget), self.fleet.sampling), self.actors
-        )
-
     async def forget(self, worker: WorkerId) -> None:
         """Empty a worker's prefix cache, once nothing uses it any more."""
         while not await self.actors[worker].reset_prefix_cache.remote():
