@@ -14,8 +14,7 @@ token correct the line of prefill; those that were slow after it correct that of
 both pools together. Where they allow fewer than both want, each gets its share, and at least one worker.
 
 A change of role needs no start. So a pool that grows takes workers that the other has not needed for a while,
-on the same hardware. It does not wait for that pool's stabilization window, which is there for the cost of
-starts.
+on the same hardware. It does not wait for that pool's stabilization window, which saves starts.
 """
 
 from __future__ import annotations
@@ -243,7 +242,8 @@ def together(
     A pool gives nothing back while requests wait for the other, but it may give workers to it.
     """
     there = {name: snapshot.wanted_kinds.get(name, 0) for name in changes}
-    wanted = {name: there[name] if change is None else change.workers for name, change in changes.items()}
+    told = {name: change for name, change in changes.items() if change is not None}
+    wanted = there | {name: change.workers for name, change in told.items()}
     if not may_give_back(snapshot, by_demand=False):
         wanted = {name: max(n, there[name]) for name, n in wanted.items()}
     wanted = _with_roles_changed(settings, snapshot.now_s, there, wanted, states)
@@ -252,9 +252,11 @@ def together(
     counts = within(wanted, max(settings.target.low, len(wanted)), one.high)
     if counts == there:
         return None
-    reasons = [f"{name}: {change.reason}" for name, change in changes.items() if change is not None]
-    facts = next((change.facts for change in changes.values() if change is not None), {})
-    return Scale(sum(counts.values()), "; ".join(reasons) or "the fleet's bounds", facts, counts)
+    workers, facts = sum(counts.values()), next((dict(change.facts) for change in told.values()), {})
+    if workers == sum(there.values()):  # a change of roles costs nothing
+        facts.pop("cost", None)
+    reasons = "; ".join(f"{name}: {change.reason}" for name, change in told.items())
+    return Scale(workers, reasons or "the fleet's bounds", facts, counts)
 
 
 def _with_roles_changed(

@@ -85,11 +85,13 @@ def test_a_pool_that_grows_takes_what_the_other_has_not_needed_without_a_start(
     seen = Snapshot(100.0, (), 4, wanted_kinds={prefill.name: 1, decode.name: 3}, waiting_requests=waiting)
     stable = Stabilized(3, below_since_s=below_since_s, most_below=most_below)
     states = {prefill.name: State(), decode.name: State(scaling=Scaling(stabilized=stable))}
-    changes = {prefill.name: Scale(2, "long prompts"), decode.name: None}
+    facts = {"seen": {"rate_rps": 1.0}, "cost": {"workers": 1.0, "usd_per_h": 2.0}}
+    changes = {prefill.name: Scale(2, "long prompts", facts), decode.name: None}
     settings = ScalingSettings(TargetSettings(None, None), worker_types=types)
     change = together(settings, seen, changes, states)
     assert change is not None
     assert tuple(change.kinds.values()) == kinds
+    assert ("cost" in change.facts) == (change.workers > 4)
 
 
 def test_a_plan_bounds_both_roles_together_where_their_hardware_is_the_same():
