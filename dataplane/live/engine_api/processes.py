@@ -42,7 +42,7 @@ QUIET = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # a line of ours has the cause
 }
 PULSE_BYTES = 16
-RECORD_VERSION = 2  # of what a core writes down for its successor
+RECORD_VERSION = 3  # of what a core writes down for its successor
 TURNS = 64  # workers that may come to hold one share of the cores
 SEGMENTS = "/dev/shm/psm_"  # as Python's multiprocessing.shared_memory, and so vLLM, names them
 

@@ -128,16 +128,15 @@ class FleetCore(FrontEndClient):
         was_on = self.left.come_back(tracked.id)
         at = None if was_on is None else self._attached.get(was_on)
         served = {one.link.info.weights for one in self._attached}
-        if at is not None:
-            tracked.weights = at.link.info.weights
-        elif len(served) == 1 and not self.left.were_mixed:
-            tracked.weights = served.pop()
-        if not self.segments.may_go_on(tracked, "the fleet's core was lost"):
-            return
-        if at is not None and at.role == "any":
-            await self.segments.begin(tracked, at.worker)
-        else:
-            self.admission.take_back(tracked)
+        weights = self.left.weights_of(served) if at is None else at.link.info.weights
+        tracked.weights, why = weights or "", "the fleet's core was lost"
+        if tokens and weights is None:
+            self.segments.fail(tracked, f"{why}, and it is not known which weights it began on")
+        elif self.segments.may_go_on(tracked, why):
+            if at is not None and at.role == "any":
+                await self.segments.begin(tracked, at.worker)
+            else:
+                self.admission.take_back(tracked)
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

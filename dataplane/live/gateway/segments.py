@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, WorkerId
@@ -37,22 +37,30 @@ BACK_S = 20.0  # within which an earlier core's requests are brought back, or th
 class LeftRequests:
     """The requests that an earlier core has left on workers, until their gateways bring them back.
 
-    `were_mixed`: whether its workers may have run several models.
+    `were_mixed`: whether its workers may have run several models. `weights`: those that made the tokens of
+    workers that are gone; None where that is not known.
     """
 
     def __init__(self) -> None:
         self._on: dict[RequestId, WorkerId] = {}
         self._awaited: Counter[WorkerId] = Counter()
         self.were_mixed = False
+        self.weights: str | None = None
 
-    def note(self, segments: Mapping[WorkerId, Sequence[str]], were_mixed: bool) -> None:
+    def note(self, segments: Mapping[WorkerId, Sequence[str]], were_mixed: bool, weights: str | None) -> None:
         """Note the segments that were left on each worker."""
-        self.were_mixed = were_mixed
+        self.were_mixed, self.weights = were_mixed, weights
         for worker, names in segments.items():
             self._awaited[worker] = len(names)
             asyncio.get_running_loop().call_later(BACK_S, self._awaited.pop, worker, None)
             for name in names:
                 self._on |= {RequestId(one): worker for one in (name, name.rpartition("#")[0])}
+
+    def weights_of(self, served: Set[str]) -> str | None:
+        """The weights that a lost worker ran, where those here run `served`; None where that is not known."""
+        if not served:
+            return self.weights
+        return next(iter(served)) if len(served) == 1 and not self.were_mixed else None
 
     def come_back(self, request: RequestId) -> WorkerId | None:
         """Where a request that is brought back was left."""

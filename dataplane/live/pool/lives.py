@@ -137,7 +137,7 @@ class Lives:
                 if not was_given_up:
                     self._roster.ended(member)
             raise
-        self._roster.cold_start_s = cold_start_s
+        self._roster.cold_start_s, self._roster.weights = cold_start_s, link.info.weights
         place = f", in place of {member.replaces}" if member.replaces else ""
         facts = {"replaces": member.replaces} if member.replaces else {}
         self._roster.become(member, LifeEvent.READY, f"its engine is ready and warm{place}", **facts)

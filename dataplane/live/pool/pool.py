@@ -88,6 +88,7 @@ class WorkerPool(Roster):
         self._next, self.share = before.next, before.share
         self.wanted_kinds, self.asked_kinds = dict(before.wanted), dict(before.asked)
         self.cold_start_s, self.drain_s = before.cold_start_s, before.drain_s
+        self.weights = before.weights
         begun = {
             name: left
             for name, left in before.members.items()
@@ -103,7 +104,8 @@ class WorkerPool(Roster):
             self.become(member, LifeEvent.READY, "adopted from the core before")
         rollout = self.rollout_left
         were_mixed = rollout is not None and rollout.revision.model != rollout.before.model
-        self.core.left.note({worker: one.segments for worker, one in found.items()}, were_mixed)
+        segments = {worker: one.segments for worker, one in found.items()}
+        self.core.left.note(segments, were_mixed, before.weights if rollout is None else None)
         for member in self.members():
             self._let_leave(member, begun[member.worker])
         if rollout is None:

@@ -44,6 +44,7 @@ class PoolRecord:
     share: dict[str, int] | None
     cold_start_s: float
     drain_s: float
+    weights: str
     revision: Revision
     members: dict[WorkerId, MemberRecord]
 
@@ -84,6 +85,7 @@ class Roster:
         self.surge: Counter[str] = Counter()  # more than the wanted, by kind, while one replaces another
         self.cold_start_s = 0.0  # what the last launch took, and
         self.drain_s = 0.0  # the last drain
+        self.weights = ""  # of the last worker that served
         self._there: dict[WorkerId, Member] = {}
         self._next = 0  # worker's number
         self._record_file, self._writes = record, True
@@ -216,5 +218,5 @@ class Roster:
         times = self.cold_start_s, self.drain_s
         revision = self.revision.named()
         kinds = dict(self.wanted_kinds), dict(self.asked_kinds)
-        pool = PoolRecord(self._next, *kinds, self.share, *times, revision, members)
+        pool = PoolRecord(self._next, *kinds, self.share, *times, self.weights, revision, members)
         self._record_file.note(pool=pool, **facts)

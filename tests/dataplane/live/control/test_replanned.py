@@ -24,7 +24,7 @@ def pool(**wanted):
     from dataplane.live.pool.roster import PoolRecord
 
     kinds = {name.replace("_", " ").replace("h100", "h100-sxm"): n for name, n in wanted.items()}
-    return PoolRecord(3, kinds, kinds, None, 0.0, 0.0, Revision(1, "m"), {})
+    return PoolRecord(3, kinds, kinds, None, 0.0, 0.0, "", Revision(1, "m"), {})
 
 
 def test_a_successor_has_the_types_and_the_bounds_of_the_plan_that_was_applied(tmp_path):

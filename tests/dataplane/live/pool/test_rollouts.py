@@ -470,12 +470,52 @@ def test_a_stream_goes_on_with_its_own_model_or_not_at_all_where_a_core_dies_in_
         await front.core.resume(left.request, so_far, left.first_token_s, 2)
         if dies_too:
             await front.ended("r")
-            assert "no worker runs the weights" in left.ticket.failure
+            assert "not known which weights" in left.ticket.failure
         else:
             await front.until("r", 3)
             assert front.core.requests.get("r").worker == old
             assert so_far + front.tokens["r"][:3] == alone([1, 2], len(so_far) + 3)
             await front.core.abandon(left.ticket)
         await until(lambda: pool.state_of(old) is None)
+
+    deaths.played(story)
+
+
+@pytest.mark.parametrize("in_update", [False, True])
+def test_a_stream_outlives_its_core_and_every_worker_unless_its_weights_are_not_known(
+    monkeypatch, tmp_path, in_update
+):
+    """A core that begins without a worker knows the weights of those before by its record."""
+    from dataplane.live.ledger.request import CURRENT_TICKET
+    from dataplane.live.pool import pool as pools
+    from dataplane.live.pool.member import Revision
+
+    monkeypatch.setattr(pools, "FIRST", Revision(1, "a model"))
+    deaths = Deaths(tmp_path)
+
+    async def story():
+        first, pool = await deaths.core(1, 4)
+        await first.send("r", [1, 2], max_tokens=300)
+        await first.until("r", 3)
+        if in_update:
+            await Reign(first, pool).operations.updates.begin(NEW, None, 600.0)
+            await until(lambda: '"rollout"' in deaths.file.read_text())
+        await deaths.die()
+        for engine in deaths.engines.values():
+            engine.kill("kill -9")
+        await until(lambda: all(engine.is_lost for engine in deaths.engines.values()))
+        front, pool = await deaths.core(1, 4)
+        assert not pool.serving
+        (left,) = deaths.requests
+        so_far = list(left.output_token_ids)
+        left.ticket.requests.clear()
+        CURRENT_TICKET.set(left.ticket)
+        front.ends["r"] = asyncio.Event()
+        await front.core.resume(left.request, so_far, left.first_token_s, 2)
+        await front.ended("r")
+        if in_update:
+            assert "not known which weights" in left.ticket.failure
+        else:
+            assert so_far + front.tokens["r"] == alone([1, 2], 300)
 
     deaths.played(story)
