@@ -110,10 +110,7 @@ class PromptLengths:
 
     def ids(self, call: Call, asked: AskedBody) -> Sequence[int]:
         """The prompt's tokens; zeros where only their number is guessed, which `call.estimated` tells."""
-        if asked.token_ids is not None:
-            self.counts["tokens"] += 1
-            return asked.token_ids
-        ids = self._tokens(asked)
+        ids = self._tokens(asked) if asked.token_ids is None else asked.token_ids
         if ids is not None:
             self.counts["tokens"] += 1
             return ids

@@ -10,6 +10,7 @@ The gateway's own placement, queue and history decide and remember. What differs
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from tokenfleet.pick.subsets import SubsetPlacement
 from tokenfleet.pick.times import DecisionTimes
 
 GATHER_S = 0.010
+Got = Sequence[tuple[Tracked, int]]  # tokens that have come, by request
 LIKELY_S = 30  # until a fleet without servers may have one again
 
 
@@ -55,7 +57,8 @@ class PickedFleet:
         self.counts: Counter[tuple[str, str]] = Counter()  # by what, and which
         self.times = DecisionTimes()
         self._infos: dict[WorkerId, WorkerInfo] = {}
-        self._passed: dict[WorkerId, dict[Call, int]] = {}
+        # Steps whose tokens have passed and are not counted: until when they gather, and their tokens.
+        self._passed: dict[WorkerId, list[tuple[float, dict[Call, int]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
         history.on_learnt.append(placement.learn)
@@ -86,13 +89,14 @@ class PickedFleet:
         """A server takes requests from now on; False where the ledger has no room for another."""
         if len(self._infos) >= len(self.placement.ledger.workers):
             return False
-        self._infos[info.worker], self._passed[info.worker] = info, {}
+        self._infos[info.worker], self._passed[info.worker] = info, []
         self.placement.attach(info, kind)
         self.admission.look()
         return True
 
     def detach(self, server: WorkerId) -> None:
         """A server has left. Answers that it still sends are passed on."""
+        self.step(server)
         del self._infos[server], self._passed[server]
         self.placement.detach(server)
         for call in self.running(server):
@@ -138,6 +142,7 @@ class PickedFleet:
             self._ask(call, asked, ids)
 
     def _ask(self, call: Call, asked: AskedBody, ids: Sequence[int]) -> None:
+        self.catch_up()
         began_s = self._clock()
         if not any(call.allowed is None or name in call.allowed for name in self._infos):
             self._refuse_without_servers(call)
@@ -154,6 +159,9 @@ class PickedFleet:
         with suppress(StopIteration):
             self.admission.take_in(tracked).send(None)
         self.times.add(self._clock() - began_s)
+        for steps in self._passed.values() if call.worker is None else ():
+            if steps:
+                asyncio.get_running_loop().call_later(steps[-1][0] - began_s, self.catch_up)
         if call.worker is None and not call.is_over and not call.may_wait:
             self._turn_away(tracked, "no server has room, and the gateway's mode lets no request wait")
 
@@ -201,25 +209,38 @@ class PickedFleet:
         if server is None:  # it has left
             tracked.output_token_ids.extend([0] * tokens)
             return
-        passed = self._passed[server]
-        if not passed:
-            asyncio.get_running_loop().call_later(GATHER_S, self.step, server)
-        passed[call] = passed.get(call, 0) + tokens
+        steps = self._passed[server]
+        if not steps or steps[-1][0] <= now_s:
+            steps.append((now_s + GATHER_S, {}))
+            if len(self.admission):
+                asyncio.get_running_loop().call_later(GATHER_S, self.catch_up)
+        of = steps[-1][1]
+        of[call] = of.get(call, 0) + tokens
 
-    def step(self, server: WorkerId) -> None:
-        """What has come from a server since the last one was a step of its engine."""
-        passed = self._passed.get(server)
-        if not passed:
-            return
-        self._passed[server] = {}
-        got = [(c.tracked, n) for c, n in passed.items() if c.tracked is not None and not c.is_over]
-        self.advance(server, got)
-        self.admission.look()
+    def catch_up(self) -> None:
+        """Count the steps that are over. Until the ledger is read nobody needs them."""
+        for server in self._passed:
+            self.step(server, self._clock())
 
-    def advance(self, server: WorkerId, got: Sequence[tuple[Tracked, int]]) -> None:
+    def step(self, server: WorkerId, until_s: float = math.inf) -> None:
+        """Count what has come from a server as steps of its engine. Those that only decode count at once."""
+        steps, alike, at_s = self._passed.get(server, []), 0, math.nan
+        tokens: Counter[Tracked] = Counter()
+        while steps and steps[0][0] <= until_s:
+            due_s, of = steps.pop(0)
+            got = {call.tracked: n for call, n in of.items() if call.tracked and not call.is_over}
+            if not self.placement.only_decodes(server, got):
+                self.advance(server, list(tokens.items()), at_s, alike)
+                tokens, alike = Counter(), 0
+            tokens.update(got)
+            alike, at_s = alike + bool(got), min(due_s, self._clock())
+        self.advance(server, list(tokens.items()), at_s, alike)
+        if not math.isnan(at_s):
+            self.admission.look()
+
+    def advance(self, server: WorkerId, got: Got, now_s: float, steps: int = 1) -> None:
         """Count tokens for these requests. The picker does not know which tokens."""
-        now_s = self._clock()
-        if got and self.placement.advance(server, got, now_s):
+        if got and self.placement.advance(server, got, now_s, steps=steps):
             for tracked, tokens in got:
                 tracked.output_token_ids.extend([0] * tokens)
             self.placement.begin_step(server, now_s)
@@ -229,6 +250,7 @@ class PickedFleet:
         server, call.is_answered = WorkerId(address), True
         if call.tracked is None or server == call.worker:
             return
+        self.catch_up()
         self.counts["served_elsewhere", ""] += 1
         if server in self._infos:
             self.put(call, server)
@@ -246,6 +268,8 @@ class PickedFleet:
         """A call has ended; only the first end counts."""
         if call.is_over:
             return
+        if call.worker is not None:
+            self.step(call.worker, self._clock())
         call.is_over, tracked = True, call.tracked
         if tracked is None:
             return

@@ -41,16 +41,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        settings = struct.pack(
-            ">HIHIHI",
-            3,
-            frames.MOST_STREAMS,
-            frames.INITIAL_WINDOW,
-            frames.WINDOW,
-            frames.MAX_FRAME,
-            frames.FRAME_BYTES,
-        )
-        self._frame(frames.SETTINGS, 0, 0, settings)
+        self._frame(frames.SETTINGS, 0, 0, frames.OWN_SETTINGS)
         self._frame(frames.WINDOW_UPDATE, 0, 0, struct.pack(">I", frames.WINDOW - 65_535))
         self._flush()
         self._on_open(self)
@@ -117,20 +108,14 @@ class Connection(asyncio.Protocol):
         elif kind == frames.RST_STREAM:
             if (stream := self._streams.pop(number, None)) is not None:
                 close(stream)
-        elif kind in (frames.SETTINGS, frames.PING):
-            self._connection_frame(kind, flags, payload)
+        elif kind == frames.SETTINGS and not flags & frames.ACK:
+            self._settings(payload)
+        elif kind == frames.PING and not flags & frames.ACK:
+            self._frame(frames.PING, frames.ACK, 0, payload)
         elif kind == frames.WINDOW_UPDATE:
             self._more_window(number, payload)
         elif kind in (frames.PUSH, frames.CONTINUATION):
             raise Broken(frames.PROTOCOL_ERROR)
-
-    def _connection_frame(self, kind: int, flags: int, payload: bytes) -> None:
-        if flags & frames.ACK:
-            return
-        if kind == frames.SETTINGS:
-            self._settings(payload)
-        else:
-            self._frame(frames.PING, frames.ACK, 0, payload)
 
     def _more_headers(self, number: int, flags: int, part: bytes) -> None:
         if self._block is None:

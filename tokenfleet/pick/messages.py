@@ -71,6 +71,7 @@ def parsed(kind: str, data: bytes) -> Any:
         raise ValueError(str(error)) from None
 
 
+@cache
 def go_on(stage: str) -> bytes:
     """Let a stage pass unchanged."""
     kind = wire().TrailersResponse if stage.endswith("trailers") else wire().CommonResponse
@@ -125,12 +126,8 @@ def refused(status: int, body: bytes, reason: str, retry_after_s: int | None) ->
         of.HeaderOption(header=of.Header(key=key, raw_value=value.encode()), append_action=OVERWRITE)
         for key, value in headers.items()
     ]
-    immediate = of.Immediate(
-        status=of.HttpStatus(code=status),
-        headers=of.HeaderMutation(set_headers=options),
-        body=body,
-        details=reason,
-    )
+    mutation = of.HeaderMutation(set_headers=options)
+    immediate = of.Immediate(status=of.HttpStatus(code=status), headers=mutation, body=body, details=reason)
     return bytes(of.ProcessingResponse(immediate_response=immediate).SerializeToString())
 
 

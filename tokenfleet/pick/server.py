@@ -119,8 +119,8 @@ class PickGauges(Collector):
             ("ended", "outcome", "requests by how they ended"),
         ):
             yield _counter(what, text, label, {of: n for (one, of), n in counts.items() if one == what})
-        elsewhere = counts["served_elsewhere", ""]
-        yield _counter("served_elsewhere", "requests that the gateway sent elsewhere", "", {"": elsewhere})
+        elsewhere = {"": counts["served_elsewhere", ""]}
+        yield _counter("served_elsewhere", "requests that the gateway sent elsewhere", "", elsewhere)
         times = HistogramMetricFamily(PREFIX + "decision_seconds", "time to choose a server")
         times.add_metric([], fleet.times.buckets(), fleet.times.sum_s)
         yield times
@@ -128,25 +128,24 @@ class PickGauges(Collector):
         yield _counter("unseen", "requests with unseen tokens", "how", self._unseen.counts)
         if self._events is not None:
             yield _counter("kv_event_messages", "KV event messages", "how", self._events)
-        running: dict[str, float] = {server: fleet.placement.load(server) for server in fleet.servers}
-        yield _gauge("running", "requests that the picker counts on a server", "server", running)
-        told: dict[str, float] = {
-            server: int(fleet.placement.tells_cached(server)) for server in fleet.servers
-        }
-        yield _gauge("tells_cache", "1 if the picker follows the server's KV events", "server", told)
+        for name, text, of in (
+            ("running", "requests that the picker counts on a server", fleet.placement.load),
+            ("tells_cache", "1 if the picker follows the server's KV events", fleet.placement.tells_cached),
+        ):
+            yield _gauge(name, text, "server", {server: int(of(server)) for server in fleet.servers})
         yield _gauge("waiting", "requests that wait for room", "", {"": len(fleet.admission)})
         yield _gauge("bytes_per_token", "bytes a token, for estimates", "", {"": fleet.lengths.bytes_a_token})
 
 
 def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, text, labels=[label] if label else [])
-    for of, value in sorted(values.items()):
-        family.add_metric([of] if label else [], value)
-    return family
+    return _labelled(CounterMetricFamily(PREFIX + name, text, labels=[label] if label else []), values)
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(PREFIX + name, text, labels=[label] if label else [])
+    return _labelled(GaugeMetricFamily(PREFIX + name, text, labels=[label] if label else []), values)
+
+
+def _labelled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
     for of, value in sorted(values.items()):
-        family.add_metric([of] if label else [], value)
+        family.add_metric([of] if of else [], value)
     return family

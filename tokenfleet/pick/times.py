@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import accumulate
 
 EDGES_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.25)
 
@@ -20,8 +21,5 @@ class DecisionTimes:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Those up to each edge, as Prometheus counts them."""
-        names, found, total = [*(f"{edge:g}" for edge in EDGES_S), "+Inf"], [], 0
-        for name, count in zip(names, self._counts, strict=True):
-            total += count
-            found.append((name, float(total)))
-        return found
+        names = [*(f"{edge:g}" for edge in EDGES_S), "+Inf"]
+        return list(zip(names, accumulate(map(float, self._counts)), strict=True))

@@ -14,7 +14,6 @@ another picker has placed. Between two scrapes of a server
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.messages import EngineRequest
@@ -39,14 +38,6 @@ def _had_arrived(call: Call, asked_s: float) -> bool:
     return call.placed_s <= asked_s - ARRIVES_S or (first_s is not None and first_s <= asked_s)
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A server's last scrape, and the requests that the ledger lacked then (below 0: had too many)."""
-
-    page: EngineCounts
-    missing: int
-
-
 class Unseen:
     """The requests whose ends no stream tells. `added`, `ended`: corrections so far."""
 
@@ -54,7 +45,8 @@ class Unseen:
         self._fleet = fleet
         self._unseen: dict[Call, None] = {}  # the oldest first
         self._lost: list[Call] = []  # on no server that the ledger knows of
-        self._last: dict[WorkerId, _Seen] = {}
+        # Each server's last page, and the requests that the ledger lacked then (below 0: had too many).
+        self._last: dict[WorkerId, tuple[EngineCounts, int]] = {}
         self._number = 0
         self.counts: Counter[str] = Counter()
         fleet.on_unseen = self._add
@@ -71,16 +63,17 @@ class Unseen:
 
         Calls that have ended since may be in the page: a server lacks what neither then nor now was known.
         """
+        self._fleet.catch_up()
         seen = self._last.get(server)
         calls = self._fleet.running(server)
         self._unseen = {call: None for call in self._unseen if not call.is_over}
         count = load_of(page)
         self._find(server, count - max(len(calls), had))
         missing = count - max(len(calls := self._fleet.running(server)), had)
-        before = missing if seen is None else seen.missing
-        self._last[server] = _Seen(page, missing)
+        before = missing if seen is None else seen[1]
+        self._last[server] = page, missing
         if seen is not None:
-            self._progress(server, calls, seen.page, page)
+            self._progress(server, calls, seen[0], page)
         arrived = [call for call in calls if _had_arrived(call, asked_s)]
         if len(arrived) > count:
             self._end(arrived, len(arrived) - count)
@@ -114,7 +107,7 @@ class Unseen:
             elif firsts > 0:
                 firsts -= 1
                 got.append((one, 1))
-        self._fleet.advance(server, [(one, tokens) for one, tokens in got if tokens > 0])
+        self._fleet.advance(server, [(one, n) for one, n in got if n > 0], self._fleet.now_s)
 
     def _end(self, arrived: list[Call], count: int) -> None:
         """So many of these calls are not there: unseen ones have ended; others are retried elsewhere."""

@@ -11,7 +11,7 @@ Of a worker whose step times are not known, only its KV and its seats bound what
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -189,12 +189,14 @@ class Account:
         now_s: float,
         found: Mapping[RequestId, Found] | None = None,
         prefilled: int | None = None,
+        steps: int = 1,
     ) -> bool:
         """A worker's step is over: told before its tokens join the requests' own lists. `begin_step` follows.
 
         `got`: the tokens it made, by request. `found`: those that the engine had cached of requests whose
         first it was. `prefilled`: tokens of prompts that it computed; where the engine does not say, those
         it was expected to. False for what made no token and says nothing: it was no step.
+        `steps`: more than one, where `only_decodes`.
         """
         w = self._worker_rows.get(worker)
         if w is None or (prefilled is None and not got):
@@ -215,10 +217,15 @@ class Account:
                 if math.isnan(led.requests[r]["first_s"]):
                     led.requests[r]["first_s"] = now_s
         if counts:
-            advance_all(led, w, counts)
+            advance_all(led, w, counts, steps)
         for r, tokens, had in fresh:
             self._begin_decoding(w, r, tokens, had)
         return True
+
+    def only_decodes(self, worker: WorkerId, requests: Iterable[Tracked]) -> bool:
+        """Whether a worker prefills nothing, and these requests have all begun to decode."""
+        queued = self._led.workers[self._worker_rows[worker]]["queued"]
+        return bool(queued == 0) and all(map(self.is_decoding, requests))
 
     def begin_step(self, worker: WorkerId, now_s: float) -> None:
         """A worker's next step begins, with those that are on it now."""
@@ -353,19 +360,19 @@ def is_idle(led: Ledger, w: int) -> bool:
     return bool(led.workers[w]["running_n"] == 0 and batch.queue_first(led, w) == state.NONE)
 
 
-def advance_all(led: Ledger, w: int, counts: Mapping[int, int]) -> None:
-    """One decode step: all requests advance by a token, then those with another number are set right."""
+def advance_all(led: Ledger, w: int, counts: Mapping[int, int], steps: int = 1) -> None:
+    """Decode steps: all requests advance by a token each, then those with another number are set right."""
     at = led.workers[w]
-    at["step"] += 1
+    at["step"] += steps
     at["context"] += sum(counts.values())
     running = led.running[w, : at["running_n"]]
     if len(counts) != at["decoding"]:
         for r in running:
             if int(r) not in counts and led.requests[r]["phase"] == state.DECODING:
-                led.requests[r]["key"] -= 1
+                led.requests[r]["key"] -= steps
     for r, tokens in counts.items():
-        if tokens != 1:
-            led.requests[r]["key"] += tokens - 1
+        if tokens != steps:
+            led.requests[r]["key"] += tokens - steps
 
 
 def compile_account(led: Ledger, computed: Ints, chunks: Ints) -> None:

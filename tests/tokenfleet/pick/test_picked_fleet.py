@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("google.protobuf")
@@ -88,6 +89,34 @@ def in_a_loop(story, **of):
             fleet.close()
 
     asyncio.run(run())
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25)), max_size=60))
+def test_steps_counted_when_the_ledger_is_read_leave_it_as_if_each_was_counted_at_once(some):
+    ledgers = []
+    for is_prompt in (True, False):
+        now = [0.0]
+
+        async def story(fleet, now=now, is_prompt=is_prompt):
+            open_ = {}
+            for n, more_ms in some:
+                now[0] += more_ms / 1000
+                if is_prompt:
+                    fleet.catch_up()
+                if n not in open_:
+                    open_[n] = Gateway(fleet)
+                    open_[n].ask()
+                    open_[n].begin()
+                open_[n].piece()
+            now[0] += 1.0
+            fleet.catch_up()
+            ledgers.append((fleet.placement.ledger.workers.copy(), fleet.placement.ledger.requests.copy()))
+
+        in_a_loop(story, clock=lambda now=now: now[0])
+    for prompt, late in zip(*ledgers, strict=True):
+        for name in prompt.dtype.names:
+            np.testing.assert_array_equal(prompt[name], late[name], name)
 
 
 moves = st.lists(
