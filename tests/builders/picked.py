@@ -44,6 +44,7 @@ def free_ports(count: int) -> list[int]:
 
 def held(fleet: PickedFleet) -> dict[str, int]:
     """What the ledger says that servers hold, all together."""
+    fleet.catch_up()  # as whatever reads the ledger does
     workers = fleet.placement.ledger.workers
     return {name: int(workers[name].sum()) for name in LOADS if int(workers[name].sum())}
 
