@@ -91,7 +91,7 @@ def in_a_loop(story, **of):
     asyncio.run(run())
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25)), max_size=60))
 def test_steps_counted_when_the_ledger_is_read_leave_it_as_if_each_was_counted_at_once(some):
     ledgers = []
