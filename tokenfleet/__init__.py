@@ -16,33 +16,17 @@ from typing import TYPE_CHECKING, Any
 from tokenfleet.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from controlplane.errors import (
-        BadInput as BadInput,
-    )
-    from controlplane.errors import (
-        ControlPlaneError as TokenfleetError,
-    )
-    from controlplane.errors import (
-        Infeasible as Infeasible,
-    )
-    from controlplane.errors import (
-        ProfileMissing as ProfileMissing,
-    )
+    from controlplane.errors import BadInput as BadInput
+    from controlplane.errors import ControlPlaneError as TokenfleetError
+    from controlplane.errors import Infeasible as Infeasible
+    from controlplane.errors import ProfileMissing as ProfileMissing
     from controlplane.types import Slo as Slo
     from tokenfleet.api.grid import Grid as Grid
     from tokenfleet.api.grid import whatif as whatif
-    from tokenfleet.api.inputs import (
-        NamedFleet as Fleet,
-    )
-    from tokenfleet.api.inputs import (
-        RequestTrace as Trace,
-    )
-    from tokenfleet.api.inputs import (
-        StepProfile as Profile,
-    )
-    from tokenfleet.api.inputs import (
-        TraceCheck as TraceCheck,
-    )
+    from tokenfleet.api.inputs import NamedFleet as Fleet
+    from tokenfleet.api.inputs import RequestTrace as Trace
+    from tokenfleet.api.inputs import StepProfile as Profile
+    from tokenfleet.api.inputs import TraceCheck as TraceCheck
     from tokenfleet.api.plan import PlanAnswer as Plan
     from tokenfleet.api.plan import plan as plan
     from tokenfleet.api.portfolio import PortfolioAnswer as Portfolio

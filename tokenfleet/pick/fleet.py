@@ -25,11 +25,9 @@ from dataplane.live.ledger.admission import Admission
 from dataplane.live.ledger.request import Ticket, Tracked, expected_tokens
 from tokenfleet.pick.asked import AskedBody
 from tokenfleet.pick.call import Asker, Call, PromptLengths, request_of
-from tokenfleet.pick.subsets import SubsetPlacement
+from tokenfleet.pick.subsets import GATHER_S, SubsetPlacement
 from tokenfleet.pick.times import DecisionTimes
 
-GATHER_S = 0.010
-Got = Sequence[tuple[Tracked, int]]  # tokens that have come, by request
 LIKELY_S = 30  # until a fleet without servers may have one again
 
 
@@ -57,8 +55,6 @@ class PickedFleet:
         self.counts: Counter[tuple[str, str]] = Counter()  # by what, and which
         self.times = DecisionTimes()
         self._infos: dict[WorkerId, WorkerInfo] = {}
-        # Steps whose tokens have passed and are not counted: until when they gather, and their tokens.
-        self._passed: dict[WorkerId, list[tuple[float, dict[Call, int]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
         history.on_learnt.append(placement.learn)
@@ -89,7 +85,7 @@ class PickedFleet:
         """A server takes requests from now on; False where the ledger has no room for another."""
         if len(self._infos) >= len(self.placement.ledger.workers):
             return False
-        self._infos[info.worker], self._passed[info.worker] = info, []
+        self._infos[info.worker] = info
         self.placement.attach(info, kind)
         self.admission.look()
         return True
@@ -97,7 +93,7 @@ class PickedFleet:
     def detach(self, server: WorkerId) -> None:
         """A server has left. Answers that it still sends are passed on."""
         self.step(server)
-        del self._infos[server], self._passed[server]
+        del self._infos[server]
         self.placement.detach(server)
         for call in self.running(server):
             assert call.tracked is not None
@@ -159,11 +155,10 @@ class PickedFleet:
         with suppress(StopIteration):
             self.admission.take_in(tracked).send(None)
         self.times.add(self._clock() - began_s)
-        for steps in self._passed.values() if call.worker is None else ():
-            if steps:
-                asyncio.get_running_loop().call_later(steps[-1][0] - began_s, self.catch_up)
-        if call.worker is None and not call.is_over and not call.may_wait:
-            self._turn_away(tracked, "no server has room, and the gateway's mode lets no request wait")
+        if call.worker is None:
+            asyncio.get_running_loop().call_later(GATHER_S, self.catch_up)
+            if not call.is_over and not call.may_wait:
+                self._turn_away(tracked, "no server has room, and the gateway's mode lets no request wait")
 
     def _refuse_without_servers(self, call: Call) -> None:
         call.is_over = True
@@ -209,41 +204,18 @@ class PickedFleet:
         if server is None:  # it has left
             tracked.output_token_ids.extend([0] * tokens)
             return
-        steps = self._passed[server]
-        if not steps or steps[-1][0] <= now_s:
-            steps.append((now_s + GATHER_S, {}))
-            if len(self.admission):
-                asyncio.get_running_loop().call_later(GATHER_S, self.catch_up)
-        of = steps[-1][1]
-        of[call] = of.get(call, 0) + tokens
+        if self.placement.passed(server, call, tokens, now_s) and len(self.admission):
+            asyncio.get_running_loop().call_later(GATHER_S, self.catch_up)
 
     def catch_up(self) -> None:
         """Count the steps that are over. Until the ledger is read nobody needs them."""
-        for server in self._passed:
+        for server in self._infos:
             self.step(server, self._clock())
 
     def step(self, server: WorkerId, until_s: float = math.inf) -> None:
-        """Count what has come from a server as steps of its engine. Those that only decode count at once."""
-        steps, alike, at_s = self._passed.get(server, []), 0, math.nan
-        tokens: Counter[Tracked] = Counter()
-        while steps and steps[0][0] <= until_s:
-            due_s, of = steps.pop(0)
-            got = {call.tracked: n for call, n in of.items() if call.tracked and not call.is_over}
-            if not self.placement.only_decodes(server, got):
-                self.advance(server, list(tokens.items()), at_s, alike)
-                tokens, alike = Counter(), 0
-            tokens.update(got)
-            alike, at_s = alike + bool(got), min(due_s, self._clock())
-        self.advance(server, list(tokens.items()), at_s, alike)
-        if not math.isnan(at_s):
+        """Count what has come from a server as steps of its engine."""
+        if self.placement.count(server, until_s, self._clock()):
             self.admission.look()
-
-    def advance(self, server: WorkerId, got: Got, now_s: float, steps: int = 1) -> None:
-        """Count tokens for these requests. The picker does not know which tokens."""
-        if got and self.placement.advance(server, got, now_s, steps=steps):
-            for tracked, tokens in got:
-                tracked.output_token_ids.extend([0] * tokens)
-            self.placement.begin_step(server, now_s)
 
     def served(self, call: Call, address: str) -> None:
         """The gateway names the server that has served it."""

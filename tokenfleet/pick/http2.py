@@ -108,14 +108,20 @@ class Connection(asyncio.Protocol):
         elif kind == frames.RST_STREAM:
             if (stream := self._streams.pop(number, None)) is not None:
                 close(stream)
-        elif kind == frames.SETTINGS and not flags & frames.ACK:
-            self._settings(payload)
-        elif kind == frames.PING and not flags & frames.ACK:
-            self._frame(frames.PING, frames.ACK, 0, payload)
+        elif kind in (frames.SETTINGS, frames.PING):
+            self._connection_frame(kind, flags, payload)
         elif kind == frames.WINDOW_UPDATE:
             self._more_window(number, payload)
         elif kind in (frames.PUSH, frames.CONTINUATION):
             raise Broken(frames.PROTOCOL_ERROR)
+
+    def _connection_frame(self, kind: int, flags: int, payload: bytes) -> None:
+        if flags & frames.ACK:
+            return
+        if kind == frames.SETTINGS:
+            self._settings(payload)
+        else:
+            self._frame(frames.PING, frames.ACK, 0, payload)
 
     def _more_headers(self, number: int, flags: int, part: bytes) -> None:
         if self._block is None:

@@ -1,13 +1,18 @@
-"""Placement among the servers that the gateway allows a request."""
+"""Placement among the servers that the gateway allows a request, and the steps of their engines."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.ledger.placement import Placement
 from dataplane.live.ledger.request import Tracked
+from tokenfleet.pick.call import Call
+
+GATHER_S = 0.010
 
 
 class SubsetPlacement(Placement):
@@ -16,6 +21,8 @@ class SubsetPlacement(Placement):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._allowed: dict[RequestId, frozenset[str]] = {}
+        # Steps whose tokens have passed and are not counted: until when each gathers, and its tokens.
+        self._passed: defaultdict[WorkerId, list[tuple[float, Counter[Call]]]] = defaultdict(list)
 
     def allow(self, request: RequestId, servers: frozenset[str] | None) -> None:
         """Let a request go to these servers alone; None: to all."""
@@ -34,3 +41,34 @@ class SubsetPlacement(Placement):
         if allowed is None:
             return barred
         return barred | {row for name, row in self.worker_rows.items() if name not in allowed}
+
+    def passed(self, server: WorkerId, call: Call, tokens: int, now_s: float) -> bool:
+        """Tokens of an answer have passed; whether they begin a step."""
+        steps = self._passed[server]
+        if begins := not steps or steps[-1][0] <= now_s:
+            steps.append((now_s + GATHER_S, Counter()))
+        steps[-1][1][call] += tokens
+        return begins
+
+    def count(self, server: WorkerId, until_s: float, now_s: float) -> bool:
+        """Count a server's steps; whether there were any. Those in a row that only decode count at once."""
+        steps, alike, at_s = self._passed[server], 0, math.nan
+        tokens: Counter[Tracked] = Counter()
+        while steps and steps[0][0] <= until_s:
+            due_s, of = steps.pop(0)
+            got = {call.tracked: n for call, n in of.items() if call.tracked and not call.is_over}
+            prefills = self.ledger.workers[self.worker_rows[server]]["queued"] > 0
+            if prefills or not all(map(self.is_decoding, got)):
+                self.add_tokens(server, tokens, at_s, alike)
+                tokens, alike = Counter(), 0
+            tokens.update(got)
+            alike, at_s = alike + bool(got), min(due_s, now_s)
+        self.add_tokens(server, tokens, at_s, alike)
+        return not math.isnan(at_s)
+
+    def add_tokens(self, server: WorkerId, got: Mapping[Tracked, int], now_s: float, steps: int = 1) -> None:
+        """Count tokens for these requests. The picker does not know which tokens."""
+        if got and self.advance(server, list(got.items()), now_s, steps=steps):
+            for tracked, tokens in got.items():
+                tracked.output_token_ids.extend([0] * tokens)
+            self.begin_step(server, now_s)

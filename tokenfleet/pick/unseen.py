@@ -107,7 +107,7 @@ class Unseen:
             elif firsts > 0:
                 firsts -= 1
                 got.append((one, 1))
-        self._fleet.advance(server, [(one, n) for one, n in got if n > 0], self._fleet.now_s)
+        self._fleet.placement.add_tokens(server, {one: n for one, n in got if n > 0}, self._fleet.now_s)
 
     def _end(self, arrived: list[Call], count: int) -> None:
         """So many of these calls are not there: unseen ones have ended; others are retried elsewhere."""

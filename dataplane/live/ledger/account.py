@@ -11,7 +11,7 @@ Of a worker whose step times are not known, only its KV and its seats bound what
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -196,7 +196,7 @@ class Account:
         `got`: the tokens it made, by request. `found`: those that the engine had cached of requests whose
         first it was. `prefilled`: tokens of prompts that it computed; where the engine does not say, those
         it was expected to. False for what made no token and says nothing: it was no step.
-        `steps`: more than one, where `only_decodes`.
+        `steps`: more than one, where all only decode.
         """
         w = self._worker_rows.get(worker)
         if w is None or (prefilled is None and not got):
@@ -221,11 +221,6 @@ class Account:
         for r, tokens, had in fresh:
             self._begin_decoding(w, r, tokens, had)
         return True
-
-    def only_decodes(self, worker: WorkerId, requests: Iterable[Tracked]) -> bool:
-        """Whether a worker prefills nothing, and these requests have all begun to decode."""
-        queued = self._led.workers[self._worker_rows[worker]]["queued"]
-        return bool(queued == 0) and all(map(self.is_decoding, requests))
 
     def begin_step(self, worker: WorkerId, now_s: float) -> None:
         """A worker's next step begins, with those that are on it now."""

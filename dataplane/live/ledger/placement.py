@@ -81,11 +81,7 @@ class Placement(Account):
         change(self._worker_rows[worker])
 
     def choose(
-        self,
-        request: Tracked,
-        now_s: float,
-        exclude: Collection[WorkerId] = (),
-        policy: Policy | None = None,
+        self, request: Tracked, now_s: float, exclude: Collection[WorkerId] = (), policy: Policy | None = None
     ) -> WorkerId | None:
         """The worker for a request, or None when it had better wait. `policy`: another than the fleet's."""
         r, policy = self.row(request), policy or self.policy
