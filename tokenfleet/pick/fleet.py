@@ -208,7 +208,7 @@ class PickedFleet:
             asyncio.get_running_loop().call_later(GATHER_S, self.catch_up)
 
     def catch_up(self) -> None:
-        """Count the steps that are over. Until the ledger is read nobody needs them."""
+        """Count the steps that are over: whatever reads the ledger needs them."""
         for server in self._infos:
             self.step(server, self._clock())
 
