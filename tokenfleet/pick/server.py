@@ -128,11 +128,10 @@ class PickGauges(Collector):
         yield _counter("unseen", "requests with unseen tokens", "how", self._unseen.counts)
         if self._events is not None:
             yield _counter("kv_event_messages", "KV event messages", "how", self._events)
-        for name, text, of in (
-            ("running", "requests that the picker counts on a server", fleet.placement.load),
-            ("tells_cache", "1 if the picker follows the server's KV events", fleet.placement.tells_cached),
-        ):
-            yield _gauge(name, text, "server", {server: int(of(server)) for server in fleet.servers})
+        running: dict[str, float] = {server: fleet.placement.load(server) for server in fleet.servers}
+        yield _gauge("running", "requests that the picker counts on a server", "server", running)
+        told: dict[str, float] = {s: int(fleet.placement.tells_cached(s)) for s in fleet.servers}
+        yield _gauge("tells_cache", "1 if the picker follows the server's KV events", "server", told)
         yield _gauge("waiting", "requests that wait for room", "", {"": len(fleet.admission)})
         yield _gauge("bytes_per_token", "bytes a token, for estimates", "", {"": fleet.lengths.bytes_a_token})
 
