@@ -22,8 +22,10 @@ counts (`dataplane.simulated.outcome.joint`). So a fleet holds at a confidence w
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,16 +117,8 @@ def most_showable(requests: int, confidence: float) -> float:
 
 def requests_needed(attainment: float, confidence: float) -> int:
     """The number of requests that a trace needs for `attainment` to be showable with `confidence`."""
-    low, high = 1, 1
-    while most_showable(high, confidence) < attainment:
-        low, high = high, high * 2
-    while low < high:
-        middle = (low + high) // 2
-        if most_showable(middle, confidence) >= attainment:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    most = next(1 << n for n in count() if most_showable(1 << n, confidence) >= attainment)
+    return 1 + bisect_left(range(1, most), attainment, key=lambda n: most_showable(n, confidence))
 
 
 class TooFew(NamedTuple):
@@ -209,9 +203,7 @@ class Trial:
 
     def verdict(self) -> Estimate:
         """The estimate from what was seen; where replays do not take long, from whole replays, in order."""
-        told = sorted(self._seen)
-        if not self._search.is_slow:
-            told = self._told_in_order()
+        told = sorted(self._seen) if self._search.is_slow else self._told_in_order()
         return verdict_on([self._seen[i] for i in told], self._search.request, self._search.terms.asked)
 
     def _told_in_order(self) -> list[int]:

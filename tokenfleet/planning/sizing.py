@@ -201,12 +201,9 @@ def size_all(search: Search) -> list[Sizing]:
 
 def floor(search: Search, worker_type: WorkerType) -> Fleet:
     """The smallest fleet of a worker type that the fluid bound allows."""
-    fewest = 2 if worker_type.is_split else 1
-    most = ceiling(worker_type.profile, search.outline, search)
-    if most < search.request.attainment:
-        return of_one_kind(worker_type, fewest, 0.5)
-    bound = fluid_workers(search, worker_type)
-    return of_one_kind(worker_type, max(bound, fewest), 0.5)
+    reaches = ceiling(worker_type.profile, search.outline, search) >= search.request.attainment
+    bound = fluid_workers(search, worker_type) if reaches else 1
+    return of_one_kind(worker_type, max(bound, 2 if worker_type.is_split else 1), 0.5)
 
 
 def fluid_workers(search: Search, worker_type: WorkerType) -> int:
