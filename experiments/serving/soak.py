@@ -4,8 +4,8 @@
 
 `tokenfleet serve` with two gateways and three emulated workers takes streams at a steady rate. In the second
 half the core and the controller are killed in turn, one a minute. Each minute is one look at every process:
-its part of resident memory, open descriptors, streams that failed or ended short, TTFT. `drift`: the last
-quarter of the first half over its second quarter. The first quarter fills caches and is left out.
+its own memory, which it shares with no other, open descriptors, streams that failed or ended short, TTFT.
+`drift`: the last quarter of the first half over its second quarter. The first fills caches.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def soaked(server: Server, minutes: int, look_s: float, seed: int) -> list
         row |= dict(zip(("TTFT p50, s", "TTFT p99, s"), ttft_s, strict=True))
         row["errors"] = sorted({s.error[:80] for s in got if s.error})
         for role, of in by_role(server).items():
-            row[f"{role}, MB"] = round(sum(one.memory_full_info().pss for one in of) / 1e6, 1)
+            row[f"{role}, MB"] = round(sum(one.memory_full_info().uss for one in of) / 1e6, 1)
             row[f"{role}, descriptors"] = sum(one.num_fds() for one in of)
         rows.append(row)
         print(row, flush=True)
