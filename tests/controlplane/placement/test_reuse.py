@@ -183,6 +183,8 @@ def test_what_a_worker_would_load_is_what_its_host_memory_has_behind_what_it_cac
     @example(14109, 90)  # blocks stay in host memory behind one that was evicted
     @example(257, 90)
     @example(270, 90)
+    @example(30, 400)  # copies are on the way, as in the next
+    @example(248, 400)
     def compare(seed, room):
         rng = np.random.default_rng(seed)
         load = random_load(rng, 90, 4, 60.0)

@@ -56,4 +56,4 @@ def test_a_successor_reads_a_record_by_its_fields_and_refuses_that_of_another_ve
     file.write_text('{"pool": {"members": {"w0": ["TP1", "serving", "", 1, null, false]}}}')
     with pytest.raises(BadInput) as refused:
         Record(file).part("pool", Share)
-    assert str(refused.value) == f"{file}: version: expected 2, got 1; start the fleet again"
+    assert str(refused.value) == f"{file}: version: expected 3, got 1; start the fleet again"
