@@ -1,6 +1,9 @@
 """Long tests are dealt into parts: none is left out by all, and none runs twice."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import by_day
@@ -86,3 +89,18 @@ def test_what_did_not_run_keeps_its_seconds_and_what_is_gone_or_short_loses_them
         f"{here}c": 2.0,
         "tests/live/test_x.py::test_a": 0.3,
     }
+
+
+def test_each_process_of_a_run_deals_alike() -> None:
+    """Whatever order the hashes of its strings give to sets."""
+    deal = "import json, parts; print(sorted(parts.others(json.loads(parts.SECONDS.read_text()), 1)))"
+    dealt = {
+        subprocess.run(
+            [sys.executable, "-c", deal],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(parts.__file__).parent)},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(dealt) == 1

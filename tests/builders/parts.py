@@ -32,10 +32,11 @@ def others(tests: Iterable[str], part: int) -> set[str]:
     """
     took_s = json.loads(SECONDS.read_text())
     long = [name for name in tests if name in took_s or name.startswith(FLEETS)]
-    with_engines = {name for name in long if name.startswith(ENGINES)}
+    with_engines = [name for name in long if name.startswith(ENGINES)]
+    without = [name for name in long if not name.startswith(ENGINES)]
     return {
         name
-        for some in (with_engines, set(long) - with_engines)
+        for some in (with_engines, without)  # lists: each process of a run must deal alike
         for name in _others({name: took_s.get(name, 0.1) for name in sorted(some, key=file_of)}, part)
     }
 
