@@ -437,12 +437,24 @@ def test_what_a_new_core_cannot_go_on_with_leaves_the_fleet_as_it_is_and_says_wh
             return
 
 
+async def brought_back(deaths, front):
+    """The one request of the core that died, as its gateway brings it to the next, and its tokens so far."""
+    from dataplane.live.ledger.request import CURRENT_TICKET
+
+    (left,) = deaths.requests
+    so_far = list(left.output_token_ids)
+    left.ticket.requests.clear()
+    CURRENT_TICKET.set(left.ticket)
+    front.ends["r"] = asyncio.Event()
+    await front.core.resume(left.request, so_far, left.first_token_s, 2)
+    return left, so_far
+
+
 @pytest.mark.parametrize("dies_too", [False, True])
 def test_a_stream_goes_on_with_its_own_model_or_not_at_all_where_a_core_dies_in_an_update(
     monkeypatch, tmp_path, dies_too
 ):
     from dataplane.live.control import updates
-    from dataplane.live.ledger.request import CURRENT_TICKET
     from dataplane.live.pool.rollout import Rollout
 
     monkeypatch.setattr(updates, "Rollout", partial(Rollout, gate_s=0.02))
@@ -462,12 +474,7 @@ def test_a_stream_goes_on_with_its_own_model_or_not_at_all_where_a_core_dies_in_
             deaths.engines[old].kill("kill -9")
         front, pool = await deaths.core(2, 4)
         Reign(front, pool).operations.updates.resume()
-        (left,) = deaths.requests
-        so_far = list(left.output_token_ids)
-        left.ticket.requests.clear()
-        CURRENT_TICKET.set(left.ticket)
-        front.ends["r"] = asyncio.Event()
-        await front.core.resume(left.request, so_far, left.first_token_s, 2)
+        left, so_far = await brought_back(deaths, front)
         if dies_too:
             await front.ended("r")
             assert "not known which weights" in left.ticket.failure
@@ -486,7 +493,6 @@ def test_a_stream_outlives_its_core_and_every_worker_unless_its_weights_are_not_
     monkeypatch, tmp_path, in_update
 ):
     """A core that begins without a worker knows the weights of those before by its record."""
-    from dataplane.live.ledger.request import CURRENT_TICKET
     from dataplane.live.pool import pool as pools
     from dataplane.live.pool.member import Revision
 
@@ -506,12 +512,7 @@ def test_a_stream_outlives_its_core_and_every_worker_unless_its_weights_are_not_
         await until(lambda: all(engine.is_lost for engine in deaths.engines.values()))
         front, pool = await deaths.core(1, 4)
         assert not pool.serving
-        (left,) = deaths.requests
-        so_far = list(left.output_token_ids)
-        left.ticket.requests.clear()
-        CURRENT_TICKET.set(left.ticket)
-        front.ends["r"] = asyncio.Event()
-        await front.core.resume(left.request, so_far, left.first_token_s, 2)
+        left, so_far = await brought_back(deaths, front)
         await front.ended("r")
         if in_update:
             assert "not known which weights" in left.ticket.failure
