@@ -131,9 +131,9 @@ class WorkerPool(Roster):
         limit.
         """
         asked = self.checked(self.wanted_kinds | dict(kinds))
+        wanted = {kind: n + self.surge[kind] for kind, n in self.shared(asked).items()}
         standing = {kind: self.lives.standing(kind) for kind in asked}
-        hardware = {t.name: t.hardware for t in self.types}
-        for worker, kind in role_changes(self.shared(asked), standing, hardware):
+        for worker, kind in role_changes(wanted, standing, {t.name: t.hardware for t in self.types}):
             self.set_role(worker, self.types[kind].role, reason, facts)
         self.want(asked, reason, facts)
         for kind in self.types.names:
