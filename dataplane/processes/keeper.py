@@ -237,7 +237,7 @@ def end_with_asker() -> None:
         os.setpgrp()
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        os.read(sys.stdin.fileno(), 1)  # not `sys.stdin.read`, whose lock an interpreter that ends asks for
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, name="end-with-asker", daemon=True).start()

@@ -14,7 +14,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import RLock
+from threading import Lock
 
 from controlplane.errors import BadInput
 
@@ -115,24 +115,31 @@ class RunnerLock:
 
 
 class Database:
-    """One connection, shared by the threads of a process; transactions are short and one at a time."""
+    """Two connections, shared by the threads of a process: one writes, one transaction at a time; one reads.
+
+    A commit waits for the disk, for seconds where others write to it. A reader does not wait with it.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open or make the file. Raises BadInput where it is of a newer schema or no database."""
         self.path = path
-        self._lock = RLock()
+        self._writing, self._reading = Lock(), Lock()
         try:
-            self._connection = sqlite3.connect(
-                path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-            )
-            self._connection.row_factory = sqlite3.Row
+            self._writer = self._opened()
             # A reader never waits for a writer; every commit is on the disk before it is answered.
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = FULL")
-            self._connection.execute("PRAGMA foreign_keys = ON")
+            self._writer.execute("PRAGMA journal_mode = WAL")
+            self._writer.execute("PRAGMA synchronous = FULL")
+            self._writer.execute("PRAGMA foreign_keys = ON")
             self._upgrade()
+            self._reader = self._opened()
+            self._reader.execute("PRAGMA query_only = ON")
         except sqlite3.Error as error:
             raise BadInput(f"{path}: cannot be opened as a database: {error}") from None
+
+    def _opened(self) -> sqlite3.Connection:
+        made = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        made.row_factory = sqlite3.Row
+        return made
 
     def _upgrade(self) -> None:
         with self.transaction() as cursor:
@@ -152,8 +159,8 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Cursor]:
         """All of it or nothing; no other process writes meanwhile."""
-        with self._lock:
-            cursor = self._connection.cursor()
+        with self._writing:
+            cursor = self._writer.cursor()
             cursor.execute("BEGIN IMMEDIATE")
             try:
                 yield cursor
@@ -163,11 +170,12 @@ class Database:
             cursor.execute("COMMIT")
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
-        """The answer to a query that changes nothing."""
-        with self._lock:
-            return self._connection.execute(query, values).fetchall()
+        """The answer to a query that changes nothing, of what has been committed."""
+        with self._reading:
+            return self._reader.execute(query, values).fetchall()
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._connection.close()
+        with self._writing, self._reading:
+            self._reader.close()
+            self._writer.close()

@@ -1,6 +1,11 @@
 """A job's errors name the field that a faulty text was sent in."""
 
+import json
+import subprocess
+import sys
+
 import pytest
+from checkout import ROOT
 
 from controlplane.errors import BadInput
 from tokenfleet.planning.threads import Watch
@@ -33,3 +38,12 @@ def test_a_faulty_text_is_named_by_the_field_that_it_was_sent_in(tmp_path, sent,
     with pytest.raises(BadInput) as refused:
         answer(job, Watch())
     assert str(refused.value).startswith(says), refused.value
+
+
+def test_a_job_that_has_answered_ends_in_order_while_its_asker_still_holds_its_stdin():
+    command = [sys.executable, "-m", "tokenfleet.service.job_process"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        process.stdin.write(b'{"question": {}}\n')
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["error"].endswith("trace: field required")
+        assert process.wait(timeout=60) == 0

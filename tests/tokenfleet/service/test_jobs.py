@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from by_day import examples
@@ -18,7 +19,9 @@ PLAN = {"schema": "tokenfleet.plan/1", "feasible": True, "workers": 2, "fleet": 
 
 def database(folder):
     made = Database(folder / "tokenfleet.db")
-    made.rows("PRAGMA synchronous = OFF")  # no power is lost here, and thousands of syncs take a minute
+    made._writer.execute(
+        "PRAGMA synchronous = OFF"
+    )  # no power is lost here, and thousands of syncs take a minute
     with made.transaction() as cursor:
         cursor.execute("INSERT OR IGNORE INTO uploads VALUES ('u', '{\"name\": \"u\"}', 0, 0)")
     return made
@@ -50,6 +53,16 @@ def test_the_queue_is_bounded_and_a_key_gives_the_same_job_even_when_it_is_full(
     assert add(jobs, most_queued=1) is None
     assert add(jobs, most_queued=1, key="k")["id"] == first["id"]
     assert jobs.counts() == {"queued": 1}
+
+
+def test_who_asks_for_a_job_does_not_wait_for_a_commit(tmp_path):
+    db = database(tmp_path)
+    jobs = Jobs(db)
+    name = add(jobs)["id"]
+    with db.transaction() as cursor, ThreadPoolExecutor(1) as others:
+        cursor.execute("UPDATE jobs SET says = 'half'")
+        assert others.submit(jobs.find, name).result(timeout=30)["says"] == "waiting for its turn"
+    assert jobs.find(name)["says"] == "half"
 
 
 def test_many_claimers_never_win_the_same_job(tmp_path):
