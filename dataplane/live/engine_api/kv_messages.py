@@ -17,8 +17,10 @@ its engine had cached is not taken: where that is all, a token of the loader is 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 if TYPE_CHECKING:
     from dataplane.live.engine_api.messages import EngineRequest, SegmentOutput
@@ -68,8 +70,7 @@ class KvLoad:
     secret: str = field(default="", repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(msgspec.Struct, frozen=True, tag="transfer", omit_defaults=True):
     """What a segment asks of the connector when it is admitted, and when it ends."""
 
     load: KvLoad | None = None
@@ -77,39 +78,27 @@ class Transfer:
     drop: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
+class Control(msgspec.Struct, frozen=True, tag="control"):
     """A message to the connector about another segment."""
 
     verb: Verb
     segment: str
 
 
+class KvParams(msgspec.Struct, frozen=True):
+    """A request's `kv_transfer_params` as far as they are ours; an empty Transfer where nothing is."""
+
+    tokenfleet: Transfer | Control = Transfer()
+
+
 def params_from(message: Transfer | Control) -> dict[str, Any]:
     """The `kv_transfer_params` that carry a message."""
-    if isinstance(message, Control):
-        return {PARAMS_KEY: {"control": message.verb, "segment": message.segment}}
-    load = message.load
-    body: dict[str, Any] = {"hold": message.hold, "drop": list(message.drop)}
-    if load is not None:
-        pace = astuple(load.pace)
-        how = load.inline, pace, load.stream, load.secret
-        body["load"] = [list(load.addresses), load.segment, load.tokens, *how]
-    return {PARAMS_KEY: body}
+    return {PARAMS_KEY: msgspec.to_builtins(message)}
 
 
 def message_from(params: dict[str, Any] | None) -> Transfer | Control:
     """The message in a request's `kv_transfer_params`; an empty Transfer where there is none."""
-    body = (params or {}).get(PARAMS_KEY)
-    if body is None:
-        return Transfer()
-    if "control" in body:
-        return Control(body["control"], body["segment"])
-    load = None
-    if "load" in body:
-        addresses, segment, tokens, inline, pace, stream, secret = body["load"]
-        load = KvLoad(tuple(addresses), segment, tokens, inline, CopyRate(*pace), stream, secret)
-    return Transfer(load, body["hold"], tuple(body["drop"]))
+    return msgspec.convert(params or {}, KvParams).tokenfleet
 
 
 def told_of_load(tokens: int) -> dict[str, Any]:

@@ -117,36 +117,32 @@ def loader_request(
     load: KvLoad,
     drop: tuple[str, ...],
 ) -> EngineRequest:
-    """A request that brings `load.tokens` tokens of KV to an engine and holds them.
-
-    Its prompt is one token longer than the load, since an engine computes at least one; that token's
-    result is thrown away. It shares whatever enters the block hashes (cache salt, LoRA, images).
-    """
-    loader = copy(request)
-    loader.request_id = loader.external_req_id = segment
-    loader.prompt_token_ids = [*request.prompt_token_ids, *output_token_ids][: load.tokens + 1]
+    """A request that brings `load.tokens` tokens of KV to an engine and holds them."""
+    tokens = [*request.prompt_token_ids, *output_token_ids]
+    loader = _holder(request, segment, tokens[: load.tokens + 1], Transfer(load, hold=True, drop=drop))
     loader.priority = request.priority - 1  # ahead of its like: the source decodes on meanwhile
-    transfer = Transfer(load, hold=True, drop=drop)
-    loader.sampling_params = Sampling(
-        temperature=0.0,
-        max_tokens=1,
-        detokenize=False,
-        extra_args={VLLM_KEY: params_from(transfer)},
-    )
     return loader
 
 
 def keeper_request(request: EngineRequest, segment: str, tokens: int) -> EngineRequest:
     """A request that keeps the first `tokens` of a text in an engine's cache readable until it is released.
 
-    What is not cached there any more is computed, and the token after them in any case.
+    What is not cached there any more is computed.
     """
-    keeper = copy(request)
-    keeper.request_id = keeper.external_req_id = segment
-    keeper.prompt_token_ids = request.prompt_token_ids[: tokens + 1]
-    extra = {VLLM_KEY: params_from(Transfer(hold=True))}
-    keeper.sampling_params = Sampling(temperature=0.0, max_tokens=1, detokenize=False, extra_args=extra)
-    return keeper
+    return _holder(request, segment, request.prompt_token_ids[: tokens + 1], Transfer(hold=True))
+
+
+def _holder(request: EngineRequest, segment: str, prompt: Sequence[int], transfer: Transfer) -> EngineRequest:
+    """A request for a prompt's KV alone, which is one token longer: an engine computes at least one.
+
+    That token's result is thrown away. It shares whatever enters the block hashes (cache salt, LoRA, images).
+    """
+    holder = copy(request)
+    holder.request_id = holder.external_req_id = segment
+    holder.prompt_token_ids = prompt
+    extra = {VLLM_KEY: params_from(transfer)}
+    holder.sampling_params = Sampling(temperature=0.0, max_tokens=1, detokenize=False, extra_args=extra)
+    return holder
 
 
 def control_request(request: EngineRequest, segment: str, control: Control) -> EngineRequest:

@@ -41,7 +41,7 @@ from zmq.constants import SocketOption, SocketType
 
 from controlplane.errors import BadInput
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 HELLO, ADD, ABORT, ALIVE, BYE = b"hello", b"add", b"abort", b"alive", b"bye"
 WELCOME, OUTPUTS, LOAD, REFUSED, LOST = b"welcome", b"outputs", b"load", b"refused", b"lost"
 ADAPTER, ADAPTERS, CACHED = b"adapter", b"adapters", b"cached"

@@ -366,7 +366,7 @@ def asked_of(request: Any) -> Transfer | Control:
     """The orders of a request to this connector, with its load between steps if none is inside them."""
     message = message_from(request.kv_transfer_params)
     if isinstance(message, Transfer) and message.load is not None and not loads_inside_steps():
-        return replace(message, load=replace(message.load, inline=False))
+        return Transfer(replace(message.load, inline=False), message.hold, message.drop)
     return message
 
 
