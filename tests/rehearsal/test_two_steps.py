@@ -22,7 +22,8 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.types import Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.live.engine_api.kv_messages import Transfer
-from dataplane.live.engine_api.step_trace import Step, StepTrace
+from dataplane.live.engine_api.link import Step
+from dataplane.live.engine_api.step_trace import StepTrace
 from dataplane.simulated.simulate import WorkerSpec, simulate
 
 SCHEDULES = int(os.environ.get("TOKENFLEET_SCHEDULES", "300"))

@@ -23,7 +23,7 @@ from tokenfleet.texts import parse_duration_s, parse_speculation
 if TYPE_CHECKING:
     from controlplane.perfmodel.profile import Profile
     from controlplane.perfmodel.samples import Burst
-    from dataplane.live.engine_api.step_trace import Step
+    from dataplane.live.engine_api.link import Step
     from dataplane.live.worker.profiling import ProfiledEngine
     from tokenfleet.profiles.measurements import MeasurementFile
 

@@ -22,7 +22,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from tokenfleet.files import write_files
 from tokenfleet.profiles.diagnostics import HostSpeed, host_speed
 
 if TYPE_CHECKING:
-    from dataplane.live.engine_api.step_trace import Step
+    from dataplane.live.engine_api.link import Step
 
 
 NEEDED = ("prefill_tokens", "sequences", "context_tokens", "step_s")
@@ -250,11 +250,10 @@ class MeasurementFile:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         if self._bytes == 0:
-            columns = [f.name for f in fields(steps[0])]
-            writer.writerow([*columns, "point", "repeat", "at_s"])
+            writer.writerow([*steps[0]._fields[:-1], "point", "repeat", "at_s"])
         visits = self.visits.get(point, 0) + 1
         for step in steps:
-            values = [f"{v:.7g}" if isinstance(v, float) else v for v in astuple(step)]
+            values = [f"{v:.7g}" if isinstance(v, float) else v for v in step[:-1]]  # without its age
             writer.writerow([*values, point, visits, f"{at_s:.3f}"])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.refit import Refit, StepTimeChange
 from controlplane.perfmodel.step import StepModel, coefficients
 from controlplane.types import WorkerId
-from dataplane.live.engine_api.link import Telemetry
+from dataplane.live.engine_api.link import Step, Telemetry
 from dataplane.live.gateway.events import EventLog
 
 TELL_EVERY = 50  # steps learned from between two corrections of placement
@@ -29,7 +28,6 @@ FORGET_EVERY = 256  # turns after which workers that have gone are looked for
 BELIEVED_STEPS = 200  # before the controller uses a refit
 WORKER_STEPS = 100  # memory of a worker's own factor
 LAST_DRIFTS = 10
-LEARNT = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq")
 
 
 class KindTimes:
@@ -43,16 +41,16 @@ class KindTimes:
         self._factors: dict[WorkerId, float] = {}
         self._reported = 0
 
-    def take(self, load: Telemetry) -> float:
+    def take(self, worker: WorkerId, step: Step) -> float:
         """Note the step as its worker's and learn from it; seconds until it is that worker's turn again."""
-        self._note(load)
-        self.learn(load)
+        self._note(worker, step)
+        self.learn(step)
         return TURN_S * len(self._factors)
 
-    def learn(self, load: Telemetry) -> None:
+    def learn(self, step: Step) -> None:
         """Learn from this step, whatever came just before it."""
         drift = self.refit.take(
-            load.prefill_tokens, load.sequences, load.context_tokens, load.step_s, load.prefill_sum_sq
+            step.prefill_tokens, step.sequences, step.context_tokens, step.step_s, step.prefill_sum_sq
         )
         if drift is not None:
             self._announce(drift)
@@ -65,17 +63,17 @@ class KindTimes:
         self._factors = {worker: own for worker, own in self._factors.items() if worker in here}
         return self._factors
 
-    def _note(self, load: Telemetry) -> None:
+    def _note(self, worker: WorkerId, step: Step) -> None:
         """The worker's own factor on the profile, as a running geometric-like mean of clipped ratios."""
         expected_s = float(
             self.refit.profile.step.step_s(
-                load.prefill_tokens, load.sequences, load.context_tokens, load.prefill_sum_sq
+                step.prefill_tokens, step.sequences, step.context_tokens, step.prefill_sum_sq
             )
         )
         if expected_s > 0:
-            before = self._factors.get(load.worker, load.step_s / expected_s)
-            ratio = min(max(load.step_s / expected_s, before / 2), before * 2)
-            self._factors[load.worker] = before + (ratio - before) / WORKER_STEPS
+            before = self._factors.get(worker, step.step_s / expected_s)
+            ratio = min(max(step.step_s / expected_s, before / 2), before * 2)
+            self._factors[worker] = before + (ratio - before) / WORKER_STEPS
 
     def _announce(self, drift: StepTimeChange) -> None:
         way = "slower" if drift.ratio > 1 else "faster"
@@ -167,13 +165,10 @@ class StepTimes(Collector):
         if kind is None or kind not in self.kinds:
             return
         new = load.since(self._steps_taken.get(load.worker, 0))
-        if new:
-            load = replace(load, **{name: getattr(new[0], name) for name in LEARNT})
-        computed = load.step_s > 0 and (load.prefill_tokens or load.sequences)
-        if not computed or self._steps_taken.get(load.worker) == load.steps:
+        if not new or new[0].step_s <= 0 or not (new[0].prefill_tokens or new[0].sequences):
             return
         self._steps_taken[load.worker] = load.steps
-        self._turn_s[load.worker] = now_s + self.kinds[kind].take(load)
+        self._turn_s[load.worker] = now_s + self.kinds[kind].take(load.worker, new[0])
         self._turns += 1
         if self._turns % FORGET_EVERY == 0:
             here = self._here()

@@ -18,21 +18,17 @@ from controlplane.perfmodel.profile import Profile
 from dataplane.live.emulated.segment import Noise, Segment, state_after
 from dataplane.live.engine_api.kv_messages import Control, message_of
 from dataplane.live.engine_api.messages import EngineRequest, Finish, Moment, MomentKind
+from dataplane.live.engine_api.step_trace import no_load
 from dataplane.live.kv.holds import Holds, LoadJob
 
 
 @dataclass(slots=True)
 class PlannedStep:
-    """What a step will do: chunks in order, and the loads to start with it."""
+    """What a step will do: chunks in order, the loads to start with it, and what it carries."""
 
     chunks: list[tuple[Segment, int]] = field(default_factory=list)
     jobs: list[LoadJob] = field(default_factory=list)
-    prefill_tokens: int = 0
-    prefill_sum_sq: int = 0
-    sequences: int = 0
-    context_tokens: int = 0
-    preemptions: int = 0
-    kv_blocks: int = 0
+    load: dict[str, int] = field(default_factory=no_load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,7 @@ class EmulatedBatch:
             while not self._grow(segment, segment.computed + chunk):
                 victim = self._running[-1]
                 self._preempt(victim)
-                step.preemptions += 1
+                step.load["preemptions"] += 1
                 if victim is segment:
                     break
             else:
@@ -155,7 +151,7 @@ class EmulatedBatch:
             self._carry(step, segment, chunk)
         orders = self._holds.orders({}, (), now_s)
         self._free(orders.freed + orders.dropped)
-        step.jobs, step.kv_blocks = orders.jobs, self.total_blocks - self.free_blocks
+        step.jobs, step.load["kv_blocks"] = orders.jobs, self.total_blocks - self.free_blocks
         return step
 
     def finish(self, step: PlannedStep, now_s: float) -> list[StepOutput]:
@@ -194,11 +190,12 @@ class EmulatedBatch:
     def _carry(self, step: PlannedStep, segment: Segment, chunk: int) -> None:
         step.chunks.append((segment, chunk))
         if segment.decodes:
-            step.sequences += 1
-            step.context_tokens += segment.computed
+            step.load["sequences"] += 1
+            step.load["context_tokens"] += segment.computed
         else:
-            step.prefill_tokens += chunk
-            step.prefill_sum_sq += (segment.computed + chunk) ** 2 - segment.computed**2
+            step.load["prefill_tokens"] += chunk
+            step.load["prefill_sequences"] += 1
+            step.load["prefill_sum_sq"] += (segment.computed + chunk) ** 2 - segment.computed**2
 
     def _produce(self, segment: Segment, now_s: float) -> StepOutput:
         params = segment.params

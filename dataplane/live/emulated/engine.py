@@ -20,9 +20,9 @@ from controlplane.types import WorkerId
 from dataplane.live.emulated.batch import EmulatedBatch, PlannedStep, StepOutput
 from dataplane.live.emulated.segment import Noise
 from dataplane.live.engine_api import VLLM_VERSION, messages
-from dataplane.live.engine_api.link import Adapters, Event, Lost, Outputs, SegmentRefused, WorkerInfo
+from dataplane.live.engine_api.link import Adapters, Event, Lost, Outputs, SegmentRefused, Step, WorkerInfo
 from dataplane.live.engine_api.processes import Tasks
-from dataplane.live.engine_api.step_trace import Step, StepTrace, step_stats
+from dataplane.live.engine_api.step_trace import StepTrace, step_stats
 from dataplane.live.kv.holds import LoadJob
 
 UNREAD_EVENTS = 1024
@@ -184,10 +184,8 @@ class EmulatedEngine:
             await self._tell_load(now_s, step, lasts_s)
 
     def _step_s(self, step: PlannedStep) -> float:
-        model = self._profile.step
-        return float(
-            model.step_s(step.prefill_tokens, step.sequences, step.context_tokens, step.prefill_sum_sq)
-        )
+        of = ("prefill_tokens", "sequences", "context_tokens", "prefill_sum_sq")
+        return float(self._profile.step.step_s(*(step.load[name] for name in of)))
 
     def _start_loads(self, step: PlannedStep) -> tuple[float, list[messages.SegmentOutput]]:
         """Start the step's loads; return the time of those inside it, and outputs of those that failed."""
@@ -245,29 +243,17 @@ class EmulatedEngine:
             num_running_reqs=self.batch.running,
             num_waiting_reqs=self.batch.waiting,
             kv_cache_usage=1 - self.batch.free_blocks / self.batch.total_blocks,
-            kv_connector_stats=None if step is None else step_stats(_load(step)),
+            kv_connector_stats=None if step is None else step_stats(step.load),
         )
         batch = messages.StepOutputs(outputs=outputs, scheduler_stats=stats, timestamp=time.monotonic())
         await self._events.put(Outputs(batch))
 
     async def _tell_load(self, now_s: float, step: PlannedStep, lasts_s: float) -> None:
         usage = 1 - self.batch.free_blocks / self.batch.total_blocks
-        changed = self._trace.add(_load(step), lasts_s, now_s, self.batch.running, self.batch.waiting, usage)
+        changed = self._trace.add(step.load, lasts_s, now_s, self.batch.running, self.batch.waiting, usage)
         if changed and (self.batch.is_idle or now_s - self._told_s > TELEMETRY_EVERY_S):
             self._told_s = now_s
             await self._events.put(self._trace.telemetry(now_s))
-
-
-def _load(step: PlannedStep) -> dict[str, int]:
-    return {
-        "prefill_tokens": step.prefill_tokens,
-        "prefill_sequences": len(step.chunks) - step.sequences,
-        "prefill_sum_sq": step.prefill_sum_sq,
-        "sequences": step.sequences,
-        "context_tokens": step.context_tokens,
-        "preemptions": step.preemptions,
-        "kv_blocks": step.kv_blocks,
-    }
 
 
 def _logprobs(token: int, wanted: int) -> messages.Logprobs:

@@ -62,10 +62,11 @@ class WorkerInfo:
         return self.block_tokens * self.kv_bytes_per_token
 
 
-class Executed(NamedTuple):
-    """A step as it was executed; `age_s` from its end to the message that tells of it.
+class Step(NamedTuple):
+    """A step as it was executed; all but `age_s` are columns of a measurements file.
 
-    `kv_blocks`: in use once it was planned, with those of its own tokens; 0 where that is not known.
+    `kv_blocks`: in use once it was planned, with those of its own tokens; 0 where that is not known. `age_s`:
+    from its end to the message that tells of it.
     """
 
     prefill_tokens: int
@@ -73,8 +74,9 @@ class Executed(NamedTuple):
     context_tokens: int
     step_s: float
     prefill_sum_sq: int
-    age_s: float
+    prefill_sequences: int
     kv_blocks: int = 0
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,12 @@ class Telemetry:
     kv_total_blocks: int
     preemptions: int
     prefill_sum_sq: int = 0
-    executed: tuple[Executed, ...] = ()
+    executed: tuple[Step, ...] = ()
     kv_fetched: dict[str, int] = field(default_factory=dict)
     host_loaded_bytes: int = 0
     host_loading_s: float = 0.0
 
-    def since(self, steps: int) -> tuple[Executed, ...]:
+    def since(self, steps: int) -> tuple[Step, ...]:
         """The executed steps after the worker's first `steps`, as far as `executed` holds them."""
         new = min(max(self.steps - steps, 0), len(self.executed))
         return self.executed[len(self.executed) - new :]

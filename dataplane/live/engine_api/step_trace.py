@@ -1,58 +1,41 @@
 """A worker's executed steps: the newest ones travel as telemetry, the last many are kept for refitting.
 
-Rows are those of `tokenfleet fit` (prefill_tokens, sequences, context_tokens, step_s, prefill_sum_sq,
-prefill_sequences, kv_blocks). A step's time runs from the end of the previous step to its own end if work was
-left in between. So it holds everything that a client waits for: scheduling, the model, sampling and output.
-The first step after a pause runs from its own begin. With asynchronous scheduling the engine begins a step
-while the last one still runs, so that begin counts only if it is later than the last end. Both are the GPU's
-own where it tells them (kv/connector.py): the engine may see an end late.
+Rows are those of `tokenfleet fit`. A step's time runs from the end of the previous step to its own end if
+work was left in between. So it holds everything that a client waits for: scheduling, the model, sampling and
+output. The first step after a pause runs from its own begin. With asynchronous scheduling the engine begins a
+step while the last one still runs, so that begin counts only if it is later than the last end. Both are the
+GPU's own where it tells them (kv/connector.py): the engine may see an end late.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from controlplane.types import WorkerId
-from dataplane.live.engine_api.link import Executed, Telemetry
+from dataplane.live.engine_api.link import Step, Telemetry
 
 if TYPE_CHECKING:
     from dataplane.live.engine_api.messages import StepOutputs
 
-COLUMNS = (
-    "prefill_tokens",
-    "sequences",
-    "context_tokens",
-    "step_s",
-    "prefill_sum_sq",
-    "prefill_sequences",
-    "kv_blocks",
-)
 PREFILLED = "prefill_tokens"
+# What a `Step` counts.
+COUNTS = (PREFILLED, "prefill_sequences", "prefill_sum_sq", "sequences", "context_tokens", "kv_blocks")
 REMEMBERED_STEPS = 65536
 MOST_TOLD = 256  # executed steps in one telemetry
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One executed step; fields are the columns of a measurements file."""
-
-    prefill_tokens: int
-    sequences: int
-    context_tokens: int
-    step_s: float
-    prefill_sum_sq: int
-    prefill_sequences: int
-    kv_blocks: int = 0
+def no_load() -> dict[str, int]:
+    """The load of a step that carries nothing yet: its counts, and those preempted for it."""
+    return dict.fromkeys((*COUNTS, "preemptions"), 0)
 
 
 def step_stats(load: Mapping[str, int]) -> dict[str, int] | None:
     """The statistics of a step for a gateway, added to vLLM's own in their `kv_connector_stats`.
 
-    The tokens of prompts that it computed; None for a step that computed nothing. `load`: `step_load`'s.
+    The tokens of prompts that it computed; None for a step that computed nothing.
     """
     is_step = load.get(PREFILLED, 0) or load.get("sequences", 0)
     return {PREFILLED: load[PREFILLED]} if is_step else None
@@ -84,6 +67,23 @@ class StepTrace:
         self._fetched: Counter[str] = Counter()
         self._host_loaded_bytes, self._host_loading_s = 0, 0.0
 
+    def take(self, stats: Any, ended_s: float) -> bool:
+        """Take in vLLM's statistics of a step, with those of our connector (kv/connector.py); as `add`."""
+        told = stats.kv_connector_stats or {}
+        self._fetched.update(told.get("fetched", {}))
+        from_host = told.get("host_loads", {})
+        self._host_loaded_bytes += int(from_host.get("bytes", 0))
+        self._host_loading_s += from_host.get("seconds", 0.0)
+        return self.add(
+            told.get("load", {}),
+            told.get("gpu_s", ended_s - told.get("began_s", ended_s)),
+            ended_s,
+            stats.num_running_reqs,
+            stats.num_waiting_reqs + stats.num_skipped_waiting_reqs - told.get("loaders", 0),
+            stats.kv_cache_usage,
+            told.get("since_last_s"),
+        )
+
     def add(
         self,
         load: Mapping[str, int],
@@ -96,9 +96,9 @@ class StepTrace:
     ) -> bool:
         """Take in a step that ended at `ended_s` and left `running` and `waiting` requests.
 
-        `load` is `step_load`'s, `engine_s` the time since the engine began it, `kv_usage` in
-        [0, 1], `since_last_s` the GPU's own time since the last step's end. Return whether anything was
-        computed, or anything changed.
+        `load` as `no_load` begins it, `engine_s` the time since the engine began it, `kv_usage` in [0, 1],
+        `since_last_s` the GPU's own time since the last step's end. Return whether anything was computed, or
+        anything changed.
         """
         state = (running, waiting, round(kv_usage * self._kv_total_blocks))
         changed = state != (self._running, self._waiting, self._used_blocks)
@@ -111,7 +111,7 @@ class StepTrace:
             step_s = since_last_s if self._left_work else min(engine_s, since_last_s)
             self._count += 1
             self._ends_s.append(ended_s)
-            self._steps.append(Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"}))
+            self._steps.append(Step(step_s=step_s, **{count: load[count] for count in COUNTS}))
         # Between this step and the next nothing but the engine's own work passes, if something still runs;
         # what waits may wait for KV to arrive.
         self._left_work = bool(computed and running)
@@ -128,15 +128,6 @@ class StepTrace:
         for step in self._steps:
             by_size[(step.prefill_tokens + step.sequences).bit_length()].append(step.step_s)
         return max(map(median_low, by_size.values()), default=float("inf"))
-
-    def fetched(self, by_way: Mapping[str, int]) -> None:
-        """Count bytes of KV that came by each way."""
-        self._fetched.update(by_way)
-
-    def loaded(self, from_host: Mapping[str, float]) -> None:
-        """Count what came from host memory: `bytes`, and the `seconds` that it took."""
-        self._host_loaded_bytes += int(from_host.get("bytes", 0))
-        self._host_loading_s += from_host.get("seconds", 0.0)
 
     def telemetry(self, now_s: float) -> Telemetry:
         """The load after the last step."""
@@ -162,16 +153,9 @@ class StepTrace:
             host_loading_s=self._host_loading_s,
         )
 
-    def _executed(self, since: int, now_s: float) -> tuple[Executed, ...]:
+    def _executed(self, since: int, now_s: float) -> tuple[Step, ...]:
         new = min(self._count - since, len(self._ends_s))
-        rows = ((self._steps[i], self._ends_s[i]) for i in range(-new, 0))
-        return tuple(
-            Executed(
-                *(s.prefill_tokens, s.sequences, s.context_tokens, s.step_s, s.prefill_sum_sq),
-                *(now_s - end_s, s.kv_blocks),
-            )
-            for s, end_s in rows
-        )
+        return tuple(self._steps[i]._replace(age_s=now_s - self._ends_s[i]) for i in range(-new, 0))
 
     def steps(self, since: int = 0) -> tuple[int, Sequence[Step]]:
         """Steps from number `since` on, as far as they are remembered, and the number to ask from next."""

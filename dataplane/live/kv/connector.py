@@ -31,6 +31,7 @@ from dataplane.live.engine_api import vllm_surface as vllm
 from dataplane.live.engine_api.kv_messages import Control, Transfer, message_from
 from dataplane.live.engine_api.link import PRIOR_TOKENS
 from dataplane.live.engine_api.processes import cpu_s, descendants
+from dataplane.live.engine_api.step_trace import no_load
 from dataplane.live.kv.holds import Holds, StepOrders, inline_blocks
 from dataplane.live.kv.loads import KvLoads
 from dataplane.live.kv.memory import kv_memory
@@ -414,17 +415,6 @@ def advance_grammar(request: Any, prior_tokens: list[int]) -> None:
     compiled.add_done_callback(advance)
 
 
-KEYS = (
-    "prefill_tokens",
-    "prefill_sequences",
-    "prefill_sum_sq",
-    "sequences",
-    "context_tokens",
-    "preemptions",
-    "kv_blocks",
-)
-
-
 def step_load(scheduler_output: Any) -> dict[str, int]:
     """Counts of one step (module `perfmodel.step`): context and Σ(end² - start²) are as of the step's start.
 
@@ -432,7 +422,7 @@ def step_load(scheduler_output: Any) -> dict[str, int]:
     recomputation after a preemption included.
     """
     scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
-    counts = dict.fromkeys(KEYS, 0)
+    counts = no_load()
 
     def prefill(start: int, tokens: int) -> None:
         counts["prefill_tokens"] += tokens

@@ -30,7 +30,7 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Sourc
 from controlplane.perfmodel.samples import Burst, StepSamples, by_point, design
 from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
-from dataplane.live.engine_api.link import EngineLink, Executed
+from dataplane.live.engine_api.link import EngineLink, Step
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.worker.bursts import EngineDied, LinkedEngine, room_of, run_burst
 
@@ -61,7 +61,7 @@ class Visit:
 
     worker: str
     point: str
-    steps: Sequence[Executed]
+    steps: Sequence[Step]
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Learning:
         engine = LinkedEngine(link, self._vocabulary)
         rng, numbers = np.random.default_rng(course.took_part), itertools.count()
         while course.to_visit and time.monotonic() < course.until_s:
-            burst, steps = course.to_visit.popleft(), list[Executed]()
+            burst, steps = course.to_visit.popleft(), list[Step]()
             if burst.tokens * course.per_token_s() > MOST_BURST_S:
                 continue
             try:

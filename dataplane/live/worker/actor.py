@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing import active_children, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,9 +29,9 @@ from dataplane.live.engine_api import processes, wire
 from dataplane.live.engine_api import vllm_surface as vllm
 from dataplane.live.engine_api.cache_events import CacheChange, CachedBlocks
 from dataplane.live.engine_api.kv_messages import Control, message_of, told_of_load
-from dataplane.live.engine_api.link import Adapters, Telemetry, WorkerInfo
+from dataplane.live.engine_api.link import Adapters, Step, Telemetry, WorkerInfo
 from dataplane.live.engine_api.notices import Notice, read_notice
-from dataplane.live.engine_api.step_trace import Step, StepTrace, step_stats
+from dataplane.live.engine_api.step_trace import StepTrace, step_stats
 from dataplane.live.engine_api.wire import Door
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.kv.transport import reserve_addresses
@@ -215,7 +215,7 @@ class Worker:
             ours = f"it runs vllm {vllm.vllm_version}, wire {wire.WIRE_VERSION}"
             refusal = f"{ours}; this gateway {theirs}, {version}"
         else:
-            await self._peers.welcome(name, wire.pack(asdict(self._info)))
+            await self._peers.welcome(name, wire.pack(self._info))
             return
         await self._socket.send_multipart([name, wire.LOST, wire.pack(refusal)])
 
@@ -259,7 +259,7 @@ class Worker:
         finally:
             self._is_loading, self._heard_s = False, time.monotonic()
         told = Adapters(tuple(sorted(self._adapters)), adapter.lora_int_id, why)
-        self._peers.offer_all([wire.ADAPTERS, wire.pack(asdict(told))])
+        self._peers.offer_all([wire.ADAPTERS, wire.pack(told)])
         return why
 
     async def _pump(self) -> None:
@@ -279,18 +279,7 @@ class Worker:
 
     def _observe(self, stats: Any, ended_s: float) -> bool:
         """Take a step's statistics in; return whether it computed anything."""
-        connector_stats = stats.kv_connector_stats or {}
-        self._trace.fetched(connector_stats.get("fetched", {}))
-        self._trace.loaded(connector_stats.get("host_loads", {}))
-        changed = self._trace.add(
-            connector_stats.get("load", {}),
-            connector_stats.get("gpu_s", ended_s - connector_stats.get("began_s", ended_s)),
-            ended_s,
-            stats.num_running_reqs,
-            stats.num_waiting_reqs + stats.num_skipped_waiting_reqs - connector_stats.get("loaders", 0),
-            stats.kv_cache_usage,
-            connector_stats.get("since_last_s"),
-        )
+        changed = self._trace.take(stats, ended_s)
         fell_idle = changed and stats.num_running_reqs == 0
         if fell_idle or ended_s - self._told_s > TELEMETRY_EVERY_S:
             self._tell_load(ended_s)
@@ -306,7 +295,7 @@ class Worker:
 
     def _tell_load(self, now_s: float) -> None:
         self._told_s = now_s
-        self._peers.offer_all([wire.LOAD, wire.pack(asdict(self._trace.telemetry(now_s)))])
+        self._peers.offer_all([wire.LOAD, wire.pack(self._trace.telemetry(now_s))])
 
     async def _beat(self) -> None:
         while True:
@@ -389,7 +378,7 @@ def _status(pid: int) -> str:
 
 
 def _told(change: CacheChange) -> list[bytes]:
-    return [wire.CACHED, wire.pack(asdict(change))]
+    return [wire.CACHED, wire.pack(change)]
 
 
 def _answer(segment: str, answer: tuple[str, int]) -> vllm.EngineCoreOutput:

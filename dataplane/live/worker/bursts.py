@@ -10,10 +10,9 @@ import numpy as np
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import DECODE_STEPS, Burst, EngineRoom
-from dataplane.live.engine_api.link import EngineLink, Executed, Lost, Outputs, SegmentRefused, Telemetry
+from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, SegmentRefused, Step, Telemetry
 from dataplane.live.engine_api.messages import EngineRequest, Sampling, SegmentOutput
 from dataplane.live.engine_api.segment import plain_request
-from dataplane.live.engine_api.step_trace import Step
 
 FIRST_TOKEN_ID = 3  # below are special ones
 PLAIN_TOKENS = 30_000  # and placeholders of images at the end
@@ -31,7 +30,7 @@ class Measured(Protocol):
     async def begin(self, request: EngineRequest) -> None:
         """Give it a request."""
 
-    async def news(self) -> tuple[Sequence[Step | Executed], Sequence[SegmentOutput]]:
+    async def news(self) -> tuple[Sequence[Step], Sequence[SegmentOutput]]:
         """Wait for the steps it has executed, and for what they made; either may be empty."""
 
 
@@ -63,7 +62,7 @@ class LinkedEngine(Measured):
         self._open.add(request.request_id)
         await self._link.add(request)
 
-    async def news(self) -> tuple[Sequence[Executed], Sequence[SegmentOutput]]:
+    async def news(self) -> tuple[Sequence[Step], Sequence[SegmentOutput]]:
         event = await self._link.receive()
         if isinstance(event, Telemetry):
             executed, self.steps = event.since(self.steps), event.steps
@@ -78,7 +77,7 @@ class LinkedEngine(Measured):
             raise EngineDied(f"{self._link.info.worker} was lost: {event.reason}")
         return (), ()  # nothing of steps
 
-    async def settled(self, steps: list[Executed]) -> None:
+    async def settled(self, steps: list[Step]) -> None:
         """Wait for telemetry of the burst's last step."""
         while not self._is_idle:
             steps += (await self.news())[0]

@@ -25,9 +25,11 @@ import numpy as np
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import Burst, EngineRoom
+from controlplane.types import WorkerId
+from dataplane.live.engine_api.link import Step
 from dataplane.live.engine_api.messages import EngineRequest, SegmentOutput
 from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
-from dataplane.live.engine_api.step_trace import COLUMNS, Step
+from dataplane.live.engine_api.step_trace import StepTrace
 from dataplane.live.engine_api.vllm_surface import EngineDeadError, current_platform, vllm_version
 from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.bursts import EngineDied, run_burst
@@ -43,8 +45,8 @@ class ProfiledEngine:
 
     def __init__(self, core: Any, clock: Clock, shared: set[Path]) -> None:
         self._core, self._clock, self._shared = core, clock, shared
-        self._bursts = 0
-        self._ended_s: float | None = None  # of the last step, if it left work behind
+        self._bursts = self._executed = 0
+        self._trace = StepTrace(WorkerId("engine"), core.vllm_config.cache_config.num_gpu_blocks)
         self._cpu_s = 0.0
 
     @classmethod
@@ -123,7 +125,6 @@ class ProfiledEngine:
 
     async def _run(self, burst: Burst, rng: np.random.Generator) -> list[Step]:
         self._bursts += 1
-        self._ended_s = None
         steps: list[Step] = []
         await run_burst(self, burst, f"profile-{self._bursts}", rng, steps)
         return steps
@@ -138,33 +139,16 @@ class ProfiledEngine:
 
     async def news(self) -> tuple[Sequence[Step], Sequence[SegmentOutput]]:
         batch = await self._core.get_output_async()
-        step = self._step(batch)
-        return [] if step is None else [step], batch.outputs
-
-    def _step(self, batch: Any) -> Step | None:
-        """The step that ended with this batch, if it computed anything."""
-        stats = batch.scheduler_stats
-        if stats is None:
-            return None
-        connector_stats = stats.kv_connector_stats or {}
-        load = connector_stats.get("load", {})
-        cpu_s = connector_stats.get("cpu_s", self._cpu_s)
-        spent_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
-        computed = bool(load.get("prefill_tokens", 0) or load.get("sequences", 0))
-        began_s, self._ended_s = self._ended_s, None
-        if not computed:
-            return None
-        if stats.num_running_reqs:
-            self._ended_s = batch.timestamp
-        step_s = spent_s
-        if self._clock == "wall":
-            if began_s is None:
-                step_s = connector_stats.get("gpu_s", batch.timestamp - connector_stats.get("began_s", 0.0))
-            else:
-                step_s = connector_stats.get("since_last_s", batch.timestamp - began_s)
-        if step_s <= 0:
-            return None  # the first step of all has no beginning on the CPU's clock
-        return Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"})
+        stats, spent_s = batch.scheduler_stats, 0.0
+        if stats is not None:
+            self._trace.take(stats, batch.timestamp)
+            cpu_s = (stats.kv_connector_stats or {}).get("cpu_s", self._cpu_s)
+            spent_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
+        self._executed, steps = self._trace.steps(self._executed)
+        if self._clock == "cpu":
+            steps = [step._replace(step_s=spent_s) for step in steps]
+        # The first step of all has no beginning on the CPU's clock.
+        return [step for step in steps if step.step_s > 0], batch.outputs
 
 
 def _threads_bind() -> str:

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from dataplane.live.engine_api.step_trace import Step
+from dataplane.live.engine_api.link import Step
 from tokenfleet.cli.fit import speed_text
 from tokenfleet.profiles.diagnostics import HostSpeed, host_speed
 from tokenfleet.profiles.measurements import MeasurementFile, read_measurements

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import DECODE_STEPS, EngineRoom, grid
-from dataplane.live.engine_api.step_trace import Step
+from dataplane.live.engine_api.link import Step
 from tokenfleet.cli.main import main
 from tokenfleet.cli.profile import is_outlying
 from tokenfleet.profiles.measurements import MeasurementFile, beside, read_measurements

@@ -11,7 +11,7 @@ from controlplane.perfmodel.profile import KvModel, Residuals
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import WorkerId
 from dataplane.live.control.step_times import FORGET_EVERY, TELL_EVERY, StepTimes
-from dataplane.live.engine_api.link import Telemetry
+from dataplane.live.engine_api.link import Step, Telemetry
 from dataplane.live.gateway.events import EventLog
 
 STEP = StepModel(0.007, 2e-5, 2e-5, 5e-8)
@@ -19,7 +19,8 @@ PROFILE = made_profile(STEP, KvModel(400_000), gpu="h100-sxm", residuals=Residua
 
 
 def load(steps: int, step_s: float, worker: str = "w0", sequences: int = 8) -> Telemetry:
-    return Telemetry(WorkerId(worker), steps, 8, 0, sequences, 1000 * sequences, 0, step_s, 1, 10, 0)
+    step = Step(0, sequences, 1000 * sequences, step_s, 0, 0)
+    return Telemetry(WorkerId(worker), steps, 8, 0, *step[1:3], 0, step_s, 1, 10, 0, executed=(step,))
 
 
 def expected_s(sequences: int) -> float:
@@ -29,7 +30,7 @@ def expected_s(sequences: int) -> float:
 def run(times: StepTimes, factor: float, steps: int, first: int = 0) -> None:
     for i in range(first, first + steps):
         b = 1 + i % 64
-        times.kinds["a"].learn(load(i, factor * expected_s(b), sequences=b))
+        times.kinds["a"].learn(*load(i, factor * expected_s(b), sequences=b).executed)
 
 
 def test_a_slowdown_reaches_placement_the_log_and_the_operators() -> None:

@@ -1,6 +1,5 @@
 """From a worker's steps to its fleet's steps.csv: every step once, whatever came between."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.types import WorkerId
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api import wire
-from dataplane.live.engine_api.link import Executed, Telemetry
+from dataplane.live.engine_api.link import Step, Telemetry
 from dataplane.live.engine_api.step_trace import MOST_TOLD, StepTrace
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.history import History
@@ -93,7 +92,7 @@ def test_executed_steps_survive_the_wire_and_say_which_are_new() -> None:
     for i in range(5):
         trace.add(load(i + 1), 0.01, 0.01 * i, 4, 0, 0.1)
     message = trace.telemetry(0.05)
-    back = wire.noun_from(wire.pack(asdict(message)), Telemetry)
+    back = wire.noun_from(wire.pack(message), Telemetry)
     assert back == message
     assert [(e.sequences, e.kv_blocks) for e in back.since(3)] == [(4, 28), (5, 35)]
     assert back.since(5) == ()
@@ -115,7 +114,7 @@ def test_the_refit_learns_from_the_first_new_step_of_a_message() -> None:
     step = StepModel(0.01, 1e-5, 0.0, 0.0)
     profile = made_profile(step, KvModel(1000), gpu="h100-sxm", residuals=Residuals(0.02, 0.05, 0.1, 100))
     times = StepTimes({"a": profile}, EventLog())
-    told = (Executed(0, 1, 100, 0.01, 0, 0.03), Executed(0, 1, 100, 0.02, 0, 0.01))
+    told = (Step(0, 1, 100, 0.01, 0, 0), Step(0, 1, 100, 0.02, 0, 0))
     times.add(Telemetry(WorkerId("w0"), 2, 1, 0, 1, 100, 0, 0.02, 1, 10, 0, executed=told))
     assert times.kinds["a"].refit.steps == 1
     assert times.as_json()[0]["workers"]["w0"] == pytest.approx(1.0)
