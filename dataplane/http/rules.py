@@ -171,6 +171,26 @@ async def whole_body(receive: Receive, most: float = math.inf) -> bytes | None:
     return b"".join(pieces)
 
 
+class ReadAhead:
+    """Receive, whose body may be read whole before it is asked for."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._read: Message | None = None
+
+    async def __call__(self) -> Message:
+        message, self._read = self._read, None
+        return await self._receive() if message is None else message
+
+    async def body(self, most: float = math.inf) -> bytes | None:
+        """As `whole_body`. Who receives next gets it; where it is None, the client has left."""
+        body = await whole_body(self._receive, most)
+        self._read = {"type": "http.disconnect"}
+        if body is not None:
+            self._read = {"type": "http.request", "body": body, "more_body": False}
+        return body
+
+
 async def send_reply(reply: Response, send: Send) -> None:
     """Send a whole reply where no scope is at hand."""
     await send({"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers})

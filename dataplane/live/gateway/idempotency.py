@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 from starlette.types import Message, Receive, Send
 
-from dataplane.http.rules import whole_body
+from dataplane.http.rules import ReadAhead
 
 KEPT_S = 600.0
 MOST_BYTES, LARGEST_BYTES = 64 << 20, 1 << 20  # of all answers kept, and of one
@@ -167,19 +167,11 @@ async def answer_once(
 
     Raises OtherBody. `has_left`: whether the client has gone away while it waited in line.
     """
-    body = await whole_body(receive)
+    again = ReadAhead(receive)
+    body = await again.body()
     if body is None:
-        await run(receive, send)
+        await run(again, send)
         return
-    is_given = False
-
-    async def again() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
     kept = await claims.claim(name, hashlib.sha256(body).digest())
     if kept is not None:
         headers = [*kept.headers, (b"idempotency-replayed", b"true")]

@@ -14,7 +14,6 @@ import json
 import re
 import time
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controlplane.types import Slo
 from dataplane.http.keys import PRIORITIES, ApiKey, KeyRing
-from dataplane.http.rules import error_reply, send_reply
+from dataplane.http.rules import ReadAhead, error_reply, send_reply
 from dataplane.live.gateway.idempotency import LONGEST_KEY, KeyClaims, OtherBody, answer_once
 from dataplane.live.ledger.request import (
     CLASS_HEADER,
@@ -140,7 +139,7 @@ class FrontDoor:
         if _opens_page(scope):
             await RedirectResponse(policy.page)(scope, receive, send)
             return
-        ahead = _Ahead(receive)
+        ahead = ReadAhead(receive)
         asked_id = headers.get("x-request-id", "")
         request_id = asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex
         try:
@@ -195,7 +194,7 @@ def _claimed_name(scope: Scope, headers: dict[str, str], ticket: Ticket) -> str 
 
 
 async def _admit(
-    policy: DoorPolicy, scope: Scope, headers: dict[str, str], request_id: str, ahead: _Ahead
+    policy: DoorPolicy, scope: Scope, headers: dict[str, str], request_id: str, ahead: ReadAhead
 ) -> Ticket:
     path, method = scope["path"], scope["method"]
     key: ApiKey | None = policy.keys.find(headers.get("authorization", ""))
@@ -230,7 +229,7 @@ async def _admit(
 
 
 async def _class_of(
-    headers: dict[str, str], key: ApiKey, policy: DoorPolicy, ahead: _Ahead
+    headers: dict[str, str], key: ApiKey, policy: DoorPolicy, ahead: ReadAhead
 ) -> tuple[str, Slo]:
     """A request's SLO class (its header's, its body's, its objective, its key's, or none) and its targets.
 
@@ -239,7 +238,7 @@ async def _class_of(
     """
     where, name = CLASS_HEADER, headers.get(CLASS_HEADER, "")
     if not name and policy.classes:
-        where, name = CLASS_FIELD, await ahead.slo_class()
+        where, name = CLASS_FIELD, await _class_in_body(ahead)
     if name and name not in policy.classes:
         known = ", ".join(policy.classes)
         raise _bad_header(where, f"must be one of {known}" if known else "this fleet has no classes", name)
@@ -248,34 +247,19 @@ async def _class_of(
     return name, policy.classes.get(name, policy.default_slo)
 
 
-class _Ahead:
-    """Receive, from which the body's SLO class may be read before the body is asked for."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self._read = receive, deque[Message]()
-
-    async def __call__(self) -> Message:
-        return self._read.popleft() if self._read else await self._receive()
-
-    async def slo_class(self) -> str:
-        """The field of the body; empty where that has none, is no JSON, or is too large to be taken."""
-        size, is_last = 0, False
-        while not is_last and size <= MAX_BODY_BYTES:
-            message = await self._receive()
-            self._read.append(message)
-            size += len(message.get("body", b""))
-            is_last = not message.get("more_body", False)
-        text = b"".join(message.get("body", b"") for message in self._read)
-        if f'"{CLASS_FIELD}"'.encode() not in text:
-            return ""
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):  # vLLM says what is wrong with it
-            return ""
-        name = found.get(CLASS_FIELD, "") if isinstance(found, dict) else ""
-        if not isinstance(name, str):
-            raise _bad_header(CLASS_FIELD, "the name of a class", repr(name))
-        return name
+async def _class_in_body(ahead: ReadAhead) -> str:
+    """The field of the body; empty where that has none, is no JSON, or is too large to be taken."""
+    text = await ahead.body(MAX_BODY_BYTES) or b""
+    if f'"{CLASS_FIELD}"'.encode() not in text:
+        return ""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # vLLM says what is wrong with it
+        return ""
+    name = found.get(CLASS_FIELD, "") if isinstance(found, dict) else ""
+    if not isinstance(name, str):
+        raise _bad_header(CLASS_FIELD, "the name of a class", repr(name))
+    return name
 
 
 class _Body:
