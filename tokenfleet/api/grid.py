@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -14,12 +15,13 @@ import polars as pl
 from tokenfleet.api.inputs import RequestTrace, trace_of
 from tokenfleet.api.options import Targets, as_vary, request_of
 from tokenfleet.files import cache_folder, write_files
+from tokenfleet.planning.inputs import Bias
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.page import framed
 from tokenfleet.report.progress import counted_bar, tell_compiling
 from tokenfleet.report.tables import fleet_text
 from tokenfleet.traces import Trace
-from tokenfleet.whatifs.axes import Scenario, checked, grid
+from tokenfleet.whatifs.axes import Changes, Scenario, checked, grid
 from tokenfleet.whatifs.run import planned
 from tokenfleet.whatifs.solve import Cache
 from tokenfleet.whatifs.view import verdict, whatif_json, whatif_report
@@ -60,11 +62,15 @@ class Grid:
         """The JSON object, `tokenfleet.whatif/1`."""
         return whatif_json(self.scenarios)
 
+    @property
+    def texts(self) -> dict[str, str]:
+        """The files of the grid by their names."""
+        document = json.dumps(self.document, indent=1) + "\n"
+        return {"whatif.json": document, "whatif.html": whatif_report(self.scenarios)}
+
     def save(self, folder: str | Path) -> Path:
         """Write `whatif.json` and `whatif.html` into a folder; return it. Raises BadInput."""
-        texts = {"whatif.json": json.dumps(self.document, indent=1) + "\n"}
-        texts["whatif.html"] = whatif_report(self.scenarios)
-        write_files({Path(folder, name): text for name, text in texts.items()})
+        write_files({Path(folder, name): text for name, text in self.texts.items()})
         return Path(folder)
 
     def __len__(self) -> int:
@@ -94,25 +100,54 @@ def whatif(
     user's cache folder, and use those that are there. `options`: those of `plan`. Raises BadInput.
     """
     request = request_of(slo, model=model, **options)
-    return grid_of(trace_of(trace), request, vary, jobs=jobs, keep=keep)
+    return kept_grid(trace_of(trace), request, vary, jobs=jobs, keep=keep)
+
+
+def kept_grid(
+    trace: Trace, request: PlanRequest, axes: Mapping[str, Sequence[Any]], *, jobs: int, keep: bool
+) -> Grid:
+    """The scenarios of axes on a trace as read, kept in the user's cache folder. Raises BadInput."""
+    cells, cache = grid(as_vary(dict(axes))), Cache(cache_folder("whatif") if keep else None)
+    return grid_of(trace, request, cells, ["--trace", trace.name], cache=cache, jobs=jobs)
 
 
 def grid_of(
-    trace: Trace, request: PlanRequest, axes: Mapping[str, Sequence[Any]], *, jobs: int, keep: bool
+    trace: Trace,
+    request: PlanRequest,
+    cells: Sequence[Changes],
+    source: Sequence[str],
+    *,
+    cache: Cache,
+    jobs: int,
+    ray: str | None = None,
+    bias_of: Callable[[str], Bias] | None = None,
 ) -> Grid:
-    """The scenarios of axes on a trace as read. Raises BadInput."""
-    cells = grid(as_vary(dict(axes)))
-    cache = Cache(cache_folder("whatif") if keep else None)
+    """The scenarios of the cells, with a bar (`planned`). Interrupted, it prints how many are kept."""
+    done = 0
     tell_compiling()
-    with counted_bar("planning scenarios", len(cells)) as advance:
-        scenarios, warnings = planned(
-            trace,
-            request,
-            cells,
-            source=["--trace", trace.name],
-            jobs=jobs,
-            cache=cache,
-            today=date.today(),
-            told=advance,
-        )
+    try:
+        with counted_bar("planning scenarios", len(cells)) as advance:
+
+            def on_scenario() -> None:
+                nonlocal done
+                done += 1
+                advance()
+
+            scenarios, warnings = planned(
+                trace,
+                request,
+                cells,
+                source=source,
+                bias_of=bias_of,
+                jobs=jobs,
+                ray=ray,
+                cache=cache,
+                today=date.today(),
+                told=on_scenario,
+            )
+    except KeyboardInterrupt:
+        if cache.is_kept:
+            of_all = f"{done} of {len(cells)} scenarios are planned and kept"
+            print(f"{of_all}; the same command continues", file=sys.stderr)
+        raise
     return Grid(tuple(scenarios), tuple(warnings))

@@ -139,9 +139,9 @@ class PlanAnswer:
 
         `axes` as in `whatif`. Raises BadInput.
         """
-        from tokenfleet.api.grid import grid_of
+        from tokenfleet.api.grid import kept_grid
 
-        return grid_of(self.trace.recorded, self.request, axes, jobs=jobs, keep=keep)
+        return kept_grid(self.trace.recorded, self.request, axes, jobs=jobs, keep=keep)
 
     def __repr__(self) -> str:
         return "\n".join(f"{topic:18} {text}".rstrip() for topic, text in self.file.says)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Sequence
-from datetime import date
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,12 +13,9 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, Verbose, takes_request
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.texts import Parsed
 
 if TYPE_CHECKING:
-    from tokenfleet.traces import Trace
-    from tokenfleet.whatifs.axes import Changes, Scenario
-    from tokenfleet.whatifs.marginal import TimeOfDay
+    from tokenfleet.whatifs.axes import Changes
     from tokenfleet.whatifs.solve import Cache
 
 
@@ -61,30 +55,31 @@ def whatif_command(
     """
     _check_at_once(jobs, ray)
     # Imported here: the flags are checked before the compiled simulator is loaded.
+    from tokenfleet.api.grid import grid_of
     from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.service.forks import asked_traces
+    from tokenfleet.service.scorecard import kept_bias
     from tokenfleet.traces import read_traces
     from tokenfleet.whatifs.axes import grid
-    from tokenfleet.whatifs.view import whatif_json, whatif_report, whatif_tables
+    from tokenfleet.whatifs.view import whatif_tables
 
     kept, cells = _cache(cache, no_cache), grid(vary)
     _check_spot(request, cells)
-    files = [] if output_dir is None else [output_dir / "whatif.json", output_dir / "whatif.html"]
-    refuse_unwritable(files)
+    refuse_unwritable([output_dir / name for name in ("whatif.json", "whatif.html")] if output_dir else [])
     is_biased = request.bias_from is not None or "bias-from" in cells[0]
     paths, notes = asked_traces(source.trace, source.since, source.data, is_biased)
     with console(stderr=True).status("reading"):
         read = read_traces(paths)
     words, jobs = _source(paths, source.data if is_biased else None), jobs or os.cpu_count() or 1
-    scenarios, warnings = _planned(read, request, cells, words, source.data, jobs=jobs, ray=ray, cache=kept)
-    clock = _clock(read, request.window)
-    text = json.dumps(whatif_json(scenarios, clock), indent=1) + "\n"
-    if files:
-        write_files(dict(zip(files, (text, whatif_report(scenarios, clock)), strict=True)))
-    answer(output_format, text, lambda: whatif_tables(scenarios, clock, verbose))
-    warn([*notes, *warnings])
-    return 0 if any(one.feasible for one in scenarios) else 1
+    bias_of = lru_cache(partial(kept_bias, source.data))
+    plans = grid_of(read, request, cells, words, cache=kept, jobs=jobs, ray=ray, bias_of=bias_of)
+    texts = plans.texts
+    if output_dir is not None:
+        write_files({output_dir / name: text for name, text in texts.items()})
+    answer(output_format, texts["whatif.json"], lambda: whatif_tables(plans.scenarios, verbose))
+    warn([*notes, *plans.warnings])
+    return 0 if any(one.feasible for one in plans.scenarios) else 1
 
 
 def _check_at_once(jobs: int | None, ray: str | None) -> None:
@@ -110,60 +105,3 @@ def _source(paths: Sequence[Path | str], data: Path | None) -> list[str]:
     """The flags of a plan that say where its trace and its bias are from."""
     source = [word for path in paths for word in ("--trace", str(path))]
     return source if data is None else [*source, "--data", str(data)]
-
-
-def _planned(
-    read: Trace,
-    request: PlanRequest,
-    cells: list[Changes],
-    source: list[str],
-    data: Path | None,
-    *,
-    jobs: int,
-    ray: str | None,
-    cache: Cache,
-) -> tuple[list[Scenario], list[str]]:
-    """The scenarios and their warnings, with a bar; interrupted, it prints how many are kept."""
-    from tokenfleet.cli.terminal import counted_bar
-    from tokenfleet.report.progress import tell_compiling
-    from tokenfleet.service.scorecard import kept_bias
-    from tokenfleet.whatifs.run import planned
-
-    done = 0
-    tell_compiling()
-    try:
-        with counted_bar("planning scenarios", len(cells)) as advance:
-
-            def on_scenario() -> None:
-                nonlocal done
-                done += 1
-                advance()
-
-            return planned(
-                read,
-                request,
-                cells,
-                source=source,
-                bias_of=lru_cache(partial(kept_bias, data)),
-                jobs=jobs,
-                ray=ray,
-                cache=cache,
-                today=date.today(),
-                told=on_scenario,
-            )
-    except KeyboardInterrupt:
-        if cache.is_kept:
-            print(
-                f"{done} of {len(cells)} scenarios are planned and kept; the same command continues",
-                file=sys.stderr,
-            )
-        raise
-
-
-def _clock(read: Trace, window: Parsed[tuple[float, float]] | None) -> TimeOfDay:
-    """Times of day, where the trace has them."""
-    from tokenfleet.whatifs.marginal import TimeOfDay
-
-    if read.clock_start_s is None:
-        return TimeOfDay()
-    return TimeOfDay(read.clock_start_s + (window.value[0] if window else 0.0))

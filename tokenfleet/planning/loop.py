@@ -88,9 +88,8 @@ def expected_loop(plan: PlanFile) -> ExpectedLoop | None:
     if seconds <= 0 or plan.workers == 0:
         return None
     loop = planned_loop(plan)
-    paid = None if plan.schedule_detail is None else plan.schedule_detail.paid
+    paid, hours = plan.paid, sum(s.workers * (s.end_s - s.start_s) for s in plan.schedule) / 3600.0
     is_paid = paid is not None and paid.worker_hours is not None
-    hours = sum(s.workers * (s.end_s - s.start_s) for s in plan.schedule) / 3600.0
     if paid is not None and paid.worker_hours is not None:
         hours = paid.worker_hours
     mean = hours * 3600.0 / seconds

@@ -713,10 +713,14 @@ class PlanFile(PlanBrief):
         return None
 
     @property
+    def paid(self) -> Paid | None:
+        """The schedule with its cold starts; None where none were given."""
+        return None if self.schedule_detail is None else self.schedule_detail.paid
+
+    @property
     def cold_start_s(self) -> float:
         """The cold start that was planned with; 0 where none was given."""
-        paid = None if self.schedule_detail is None else self.schedule_detail.paid
-        return 0.0 if paid is None else paid.cold_start_s
+        return 0.0 if self.paid is None else self.paid.cold_start_s
 
     def with_workers(self, counts: Sequence[int]) -> PlanFile:
         """The plan with another number of workers of each type; its document stays what it was."""

@@ -383,7 +383,6 @@ def _of_plan(number: int, kind: GpuPurchase, plan: PlanFile) -> Made:
         ScheduleInterval(round(s.start_s * scale), round(s.end_s * scale), s.workers) for s in plan.schedule
     ]
     wanted = [s for s in wanted if s.end_s > s.start_s]
-    detail = plan.schedule_detail
-    if wanted and detail is not None and detail.paid is not None:
-        wanted = list(paid(wanted, detail.paid.cold_start_s).stretches)
+    if wanted and plan.paid is not None:
+        wanted = list(paid(wanted, plan.paid.cold_start_s).stretches)
     return Made(number, kind, None, plan, Fleet(plan.groups), tuple(wanted))

@@ -443,7 +443,7 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
         if spares.availability is not None:
             text += f"; enough serve {share_text(spares.availability)} of the time"
         yield "Standby workers", text
-    if detail is not None and (paid := detail.paid) is not None and paid.worker_hours is not None:
+    if (paid := plan.paid) is not None and paid.worker_hours is not None:
         cost = f"{paid.worker_hours:.4g} worker-hours, {usd_text(paid.usd_per_hour)} on average"
         yield "Cold start", f"{duration_text(paid.cold_start_s)}: with it the schedule takes {cost}"
 

@@ -41,7 +41,7 @@ def _rows(plan: PlanFile, gpus: set[str]) -> Iterator[list[str]]:
     if plan.spares is not None:
         rate = f"{plan.spares.reclaims_per_h:g} a worker and hour"
         yield ["Spot interruptions", rate, "given", "--reclaims-per-h", "your provider's record"]
-    if plan.schedule_detail is not None and (paid := plan.schedule_detail.paid) is not None:
+    if (paid := plan.paid) is not None:
         yield ["Cold start", duration_text(paid.cold_start_s), "given", "--cold-start", "a measured start"]
 
 

@@ -70,8 +70,7 @@ def _load(plan: PlanFile) -> Figure:
 def _schedule(plan: PlanFile) -> Figure:
     """Workers over time; with a cold start also those that are paid for, and when to order them."""
     unit, per = _time(plan)
-    detail = plan.schedule_detail
-    paid = detail.paid if detail else None
+    detail, paid = plan.schedule_detail, plan.paid
     saved = paid.saved_share if paid else detail.saved_share if detail else None
     caption = "The fewest workers of each interval."
     if saved:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -19,23 +18,7 @@ Span = tuple[float, float, int]  # seconds, and workers
 _SAME = 0.005  # dollars an hour below which two prices are the same
 
 
-@dataclass(frozen=True)
-class TimeOfDay:
-    """The time of day at the trace's zero; None where the trace does not have it."""
-
-    zero_unix_s: float | None = None
-
-    def at(self, second: float) -> str:
-        """A moment of the trace in words: 17:20 UTC, or the minute it is."""
-        if self.zero_unix_s is None:
-            return f"minute {second / 60:.3g}"
-        return datetime.fromtimestamp(self.zero_unix_s + second, UTC).strftime("%H:%M")
-
-
-NO_CLOCK = TimeOfDay()
-
-
-def marginal(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) -> dict[str, list[dict[str, Any]]]:
+def marginal(scenarios: Sequence[Scenario]) -> dict[str, list[dict[str, Any]]]:
     """For each numeric axis: its steps between neighbouring values.
 
     `usd_per_hour` and `gpus` are what going from `from` to `to` adds (`cold-start`: to the schedule's price).
@@ -54,15 +37,13 @@ def marginal(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) -> dict
         for others, points in groups.items():
             points.sort(key=lambda point: point[0])
             for (x0, first), (x1, second) in pairwise(points):
-                rows.append({"held": dict(others), **_step(key, x0, first, x1, second, clock)})
+                rows.append({"held": dict(others), **_step(key, x0, first, x1, second)})
         if rows:
             result[key] = rows
     return result
 
 
-def _step(
-    key: str, x0: float, first: Scenario, x1: float, second: Scenario, clock: TimeOfDay
-) -> dict[str, Any]:
+def _step(key: str, x0: float, first: Scenario, x1: float, second: Scenario) -> dict[str, Any]:
     assert first.plan is not None
     assert second.plan is not None
     gpus = second.plan.gpus - first.plan.gpus
@@ -75,14 +56,13 @@ def _step(
         "usd_per_hour": usd,
         "gpus": gpus,
         "per_unit": float(f"{rise / (x1 - x0):.6g}"),
-        "says": _sentence(key, x0, first, x1, second, usd, gpus, clock),
+        "says": _sentence(key, x0, first, x1, second, usd, gpus),
     }
 
 
 def _usd(key: str, plan: PlanFile) -> float | None:
     if key in _BY_SCHEDULE:
-        paid = plan.schedule_detail.paid if plan.schedule_detail else None
-        return paid.usd_per_hour if paid else None
+        return plan.paid.usd_per_hour if plan.paid else None
     return plan.usd_per_hour
 
 
@@ -94,7 +74,6 @@ def _sentence(
     second: Scenario,
     usd: float | None,
     gpus: int,
-    clock: TimeOfDay,
 ) -> str:
     """The step in a sentence: a tighter target, more traffic, higher prices, and what it costs."""
     axis = axis_of(key)
@@ -111,7 +90,7 @@ def _sentence(
         return f"A {what} of {duration_text(x1)} instead of {before} {costs}, averaged over the schedule"
     times = "x" if key in _SCALES else ""
     sentence = f"Raising {what} from {x0:g}{times} to {x1:g}{times} {costs}"
-    when = _when(first, second, clock) if key == "rate" else ""
+    when = _when(first, second) if key == "rate" else ""
     return f"{sentence}: {when}" if when else sentence
 
 
@@ -133,7 +112,7 @@ def _costs(usd: float | None, gpus: int, is_same: bool) -> str:
     return f"costs ${usd:,.2f}/h more" if usd > 0 else f"saves ${-usd:,.2f}/h"
 
 
-def _when(first: Scenario, second: Scenario, clock: TimeOfDay) -> str:
+def _when(first: Scenario, second: Scenario) -> str:
     """When busier traffic needs more workers, in the trace's own time: `one more worker from 17:20 to 18:00`.
 
     Empty where the schedules are of different kinds of workers, or do not differ.
@@ -152,7 +131,14 @@ def _when(first: Scenario, second: Scenario, clock: TimeOfDay) -> str:
         "" if len(more) == 1 else ", and once more" if len(more) == 2 else f", and {len(more) - 1} times more"
     )
     many = "one more worker" if extra == 1 else f"{extra} more workers"
-    return f"{many} from {clock.at(start_s)} to {clock.at(stop_s)}{rest}"
+    return f"{many} from {_moment(first.plan, start_s)} to {_moment(first.plan, stop_s)}{rest}"
+
+
+def _moment(plan: PlanFile, second: float) -> str:
+    """A moment of the trace in words: 17:20 in UTC, or the minute it is where the trace has no dates."""
+    if (start_s := plan.inputs.clock_start_unix_s) is None:
+        return f"minute {second / 60:.3g}"
+    return datetime.fromtimestamp(start_s + second, UTC).strftime("%H:%M")
 
 
 def _spans(plan: PlanFile) -> list[Span]:

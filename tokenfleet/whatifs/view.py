@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from tokenfleet.planning.plan_file import Paid, PlanFile
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.report.answer import ages
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import fleet_text, gpus_text, share_text, table, usd_text
 from tokenfleet.version import VERSION
 from tokenfleet.whatifs.axes import Scenario, checked
-from tokenfleet.whatifs.marginal import NO_CLOCK, TimeOfDay, marginal
+from tokenfleet.whatifs.marginal import marginal
 from tokenfleet.whatifs.pareto import cost, cost_figure, is_priced, unbeaten
 
 SCHEMA = "tokenfleet.whatif/1"
@@ -25,7 +25,7 @@ _UNMOVED = "Scenarios are planned without moves of running requests; `plan` judg
 _PARETO = "Pareto-optimal: nothing cheaper meets this target"
 
 
-def whatif_json(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) -> dict[str, Any]:
+def whatif_json(scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """The JSON of `tokenfleet.whatif/1`."""
     best = unbeaten(scenarios)
     return {
@@ -40,13 +40,11 @@ def whatif_json(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) -> d
             }
             for one, is_best in zip(scenarios, best, strict=True)
         ],
-        "marginal": marginal(scenarios, clock),
+        "marginal": marginal(scenarios),
     }
 
 
-def whatif_tables(
-    scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK, verbose: bool = False
-) -> Iterable[RenderableType]:
+def whatif_tables(scenarios: Sequence[Scenario], verbose: bool) -> Iterable[RenderableType]:
     """The verdict, a row for each scenario, and the dearest steps; `verbose`: more steps, and commands."""
     keys = tuple(scenarios[0].changes)
     yield Text(verdict(scenarios), style="bold green" if any(s.feasible for s in scenarios) else "bold red")
@@ -57,7 +55,7 @@ def whatif_tables(
     yield table((*keys, *columns(scenarios), ""), rows, left=(*keys, "fleet", ""))
     yield Text(f"* {_PARETO}", style="dim")
     yield from _notes([one.plan for one in scenarios if one.plan])
-    told = sentences(scenarios, clock)
+    told = sentences(scenarios)
     yield from (Text(sentence) for sentence in (told if verbose else told[:_BRIEF]))
     if verbose:
         yield from (Text(f"{_changes(one.changes)}: {one.command}", style="dim") for one in scenarios)
@@ -86,13 +84,13 @@ def scenarios_text(count: int) -> str:
     return f"{count} scenario" + ("" if count == 1 else "s")
 
 
-def sentences(scenarios: Sequence[Scenario], clock: TimeOfDay) -> list[str]:
+def sentences(scenarios: Sequence[Scenario]) -> list[str]:
     """Marginal prices in words: of each axis in turn the dearest step first, a dozen in all.
 
     Steps that cost nothing are left out, except one of an axis that has no others.
     """
     ranked = []
-    for rows in marginal(scenarios, clock).values():
+    for rows in marginal(scenarios).values():
         rows = sorted(rows, key=lambda row: -abs(_rise(row)))
         telling = [row for row in rows if _rise(row)] or rows[:1]
         ranked.append([_held(row) for row in telling])
@@ -115,7 +113,7 @@ def _changes(changes: Mapping[str, str]) -> str:
 
 def columns(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
     """Columns of a scenario's row; the schedule's price where one was asked for."""
-    return (*_COLUMNS, "schedule") if any(_paid(one) for one in scenarios) else _COLUMNS
+    return (*_COLUMNS, "schedule") if any(one.plan and one.plan.paid for one in scenarios) else _COLUMNS
 
 
 def cells(one: Scenario, scenarios: Sequence[Scenario]) -> tuple[str, ...]:
@@ -135,20 +133,14 @@ def cells(one: Scenario, scenarios: Sequence[Scenario]) -> tuple[str, ...]:
         "-" if reached is None else share_text(reached),
         "-" if attained.low is None else share_text(attained.low),
     )
-    paid = _paid(one)
-    return row if width == len(row) else (*row, usd_text(paid.usd_per_hour) if paid else "-")
+    return row if width == len(row) else (*row, usd_text(plan.paid.usd_per_hour) if plan.paid else "-")
 
 
 def _of_which_spare(plan: PlanFile) -> str:
     return f", {plan.spares.workers} of them standby" if plan.spares and plan.spares.workers else ""
 
 
-def _paid(one: Scenario) -> Paid | None:
-    detail = one.plan.schedule_detail if one.plan else None
-    return detail.paid if detail else None
-
-
-def whatif_report(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) -> str:
+def whatif_report(scenarios: Sequence[Scenario]) -> str:
     """The page: what each scenario costs, what a step along each axis costs, and the command of each row."""
     keys = tuple(scenarios[0].changes)
     best = unbeaten(scenarios)
@@ -156,7 +148,7 @@ def whatif_report(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) ->
         (*one.changes.values(), *cells(one, scenarios), "yes" if is_best else "")
         for one, is_best in zip(scenarios, best, strict=True)
     ]
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(scenarios, clock))
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(scenarios))
     prices = f"<section><h2>What steps cost</h2><ul>{items}</ul></section>" if items else ""
     return page(
         "Tokenfleet what-if",
@@ -166,7 +158,7 @@ def whatif_report(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) ->
         [cost_figure(scenarios)],
         [
             section("Scenarios", (*keys, *columns(scenarios), "Pareto-optimal"), rows),
-            *_steps(scenarios, clock),
+            *_steps(scenarios),
             section(
                 "The command of each scenario",
                 (*keys, "command"),
@@ -177,8 +169,8 @@ def whatif_report(scenarios: Sequence[Scenario], clock: TimeOfDay = NO_CLOCK) ->
     )
 
 
-def _steps(scenarios: Sequence[Scenario], clock: TimeOfDay) -> Iterable[str]:
-    for key, steps in marginal(scenarios, clock).items():
+def _steps(scenarios: Sequence[Scenario]) -> Iterable[str]:
+    for key, steps in marginal(scenarios).items():
         rows = [
             (
                 f"{step['from']:g} to {step['to']:g}",
