@@ -70,25 +70,25 @@ def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *,
     """
     if not search.request.moves:
         return Settled(search, fleet, estimate)
-    if why_not := unmovable(fleet, search.workload):
-        return Settled(search, fleet, estimate, _worth(False, fleet, why_not=why_not))
-    if fleet.workers == 1:
-        why_not = "One worker carries this traffic, so moves save no worker"
-        return Settled(search, fleet, estimate, _worth(True, fleet, why_not=why_not))
-    if not is_judged:
-        why_not = "Not judged: the fleet holds without moves, and a plan of its own judges it with them"
-        return Settled(search, fleet, estimate, _worth(True, fleet, why_not=why_not))
-    moving = search.on(policy=search.terms.policy + MIGRATE)
-    one = prepare(search.workload.take(slice(0, 1)), fleet.specs(), search.terms.slos, moving.terms.policy)
-    if is_still(one, fleet.specs()):
-        why_not = "Requests move between workers of one type, and here each type has one"
-        return Settled(search, fleet, estimate, _worth(True, fleet, why_not=why_not))
+    untried = PlannedMoves(
+        kept=True,
+        workers_without=fleet.workers,
+        usd_per_hour_without=fleet.usd_per_hour,
+        with_moves=None,
+        without_moves=None,
+        why_not=None,
+    )
+    moving, why_not = search.on(policy=search.terms.policy + MIGRATE), unmovable(fleet, search.workload)
+    if why_not or (why_still := _why_still(moving, fleet, is_judged=is_judged)):
+        worth = untried.model_copy(update={"kept": not why_not, "why_not": why_not or why_still})
+        return Settled(search, fleet, estimate, worth)
     trial = Trial(moving, fleet)
     holds = moving.meets(moving.replay(fleet)) and trial.holds()
     off = _replayed(search, fleet, estimate)
     on = _replayed(moving, fleet, trial.verdict() if trial.is_told else estimate)
+    worth = untried.model_copy(update={"kept": holds, "with_moves": on, "without_moves": off})
     if not holds:
-        return Settled(search, fleet, estimate, _worth(False, fleet, on, off))
+        return Settled(search, fleet, estimate, worth)
     smallest = fleet, trial.verdict()
     _note(winner, moving, *smallest)
     for _ in range(MOST_FEWER if search.traffic.sampler is None else 0):
@@ -98,11 +98,23 @@ def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *,
         smallest = fewer
         _note(winner, moving, *smallest)
     if smallest[0] is fleet:
-        return Settled(moving, fleet, smallest[1], _worth(True, fleet, on, off))
+        return Settled(moving, fleet, smallest[1], worth)
     seen = look(search, smallest[0], range(1, trial.numbers[-1] + 1))
     alone = verdict_on(seen, search.request, search.terms.asked)
-    worth = _worth(True, fleet, _replayed(moving, *smallest), _replayed(search, smallest[0], alone))
-    return Settled(moving, *smallest, worth)
+    on, off = _replayed(moving, *smallest), _replayed(search, smallest[0], alone)
+    return Settled(moving, *smallest, worth.model_copy(update={"with_moves": on, "without_moves": off}))
+
+
+def _why_still(moving: Search, fleet: Fleet, *, is_judged: bool) -> str:
+    """Why moves are not judged on a fleet that may have them; empty where they are."""
+    if fleet.workers == 1:
+        return "One worker carries this traffic, so moves save no worker"
+    if not is_judged:
+        return "Not judged: the fleet holds without moves, and a plan of its own judges it with them"
+    one, specs = moving.workload.take(slice(0, 1)), fleet.specs()
+    if is_still(prepare(one, specs, moving.terms.slos, moving.terms.policy), specs):
+        return "Requests move between workers of one type, and here each type has one"
+    return ""
 
 
 def _one_fewer(search: Search, moving: Search, winner: Sizing, fleet: Fleet) -> tuple[Fleet, Estimate] | None:
@@ -141,22 +153,4 @@ def _replayed(search: Search, fleet: Fleet, estimate: Estimate) -> ReplayedFleet
         preemptions=int(outcome.preemptions.sum()),
         migrations=int(outcome.migrations.sum()),
         expected=estimate.expected,
-    )
-
-
-def _worth(
-    kept: bool,
-    needs: Fleet,
-    on: ReplayedFleet | None = None,
-    off: ReplayedFleet | None = None,
-    why_not: str | None = None,
-) -> PlannedMoves:
-    """The worth of moves; `needs`: the fleet that the target takes without them."""
-    return PlannedMoves(
-        kept=kept,
-        workers_without=needs.workers,
-        usd_per_hour_without=needs.usd_per_hour,
-        with_moves=on,
-        without_moves=off,
-        why_not=why_not,
     )
