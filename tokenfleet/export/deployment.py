@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from controlplane.errors import BadInput
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup
-from tokenfleet.planning.plan_file import PlanFile, Stretch
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import canonical_model
 
 PLAN = "plan.json"
@@ -39,22 +39,15 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class Deployment:
-    """A fleet to be deployed. `weights`: what the engines load.
+    """A plan's fleet to be deployed. `weights`: what the engines load.
 
-    `schedule`: in the trace's own time. `document`: the plan's own text, for `serve --plan`, which is the
-    whole of the fleet. `unserved`: the plan's part that no fleet runs. `products`: node labels, by GPU type.
-    `home_claim`: the PersistentVolumeClaim of GPU pods' home; empty: their home ends with the pod.
+    `unserved`: the plan's part that no fleet runs. `products`: node labels, by GPU type. `home_claim`: the
+    PersistentVolumeClaim of GPU pods' home; empty: their home ends with the pod.
     """
 
+    plan: PlanFile
     groups: tuple[WorkerGroup, ...]
-    document: str
-    model: str
-    policy: str
     weights: str
-    slo: Slo
-    attainment: float
-    schedule: tuple[Stretch, ...]
-    cold_start_s: float
     unserved: str | None
     products: Mapping[str, str]
     home_claim: str = ""
@@ -64,13 +57,19 @@ class Deployment:
         return self.products.get(group.worker_type.gpu or "")
 
     @property
-    def workers(self) -> int:
-        return sum(group.workers for group in self.groups)
+    def document(self) -> str:
+        """The plan's own text, for `serve --plan`, which is the whole of the fleet."""
+        return json.dumps(self.plan.document, indent=1) + "\n"
 
     @property
-    def slo_text(self) -> str:
-        """The targets as `--slo` takes them."""
-        return f"ttft={self.slo.ttft_s:g}s,tpot={self.slo.tpot_s:g}s"
+    def model(self) -> str:
+        """The library's name of the model."""
+        return self.plan.inputs.profiles[0].model
+
+    @property
+    def promise(self) -> tuple[Slo, float]:
+        """The targets, and the share of requests to be within them."""
+        return self.plan.targets, self.plan.attainment.target
 
 
 def dns_name(text: str, most: int) -> str:
@@ -86,7 +85,7 @@ def serve_words(fleet: Deployment, plan: str, own: Sequence[str]) -> list[str]:
     if fleet.unserved is not None:
         raise BadInput(f"export: {fleet.unserved}")
     words = ["tokenfleet", "serve", "--model", fleet.weights, "--plan", plan]
-    words += ["--max-workers", str(fleet.workers), "--host", "0.0.0.0", "--port", str(PORT)]
+    words += ["--max-workers", str(fleet.plan.workers), "--host", "0.0.0.0", "--port", str(PORT)]
     words += ["--control-host", "0.0.0.0", "--control-port", str(CONTROL_PORT), *own]
     if canonical_model(fleet.weights) == fleet.model:
         return words
@@ -106,23 +105,8 @@ def deployment(plan: PlanFile, weights: str | None = None, products: Sequence[st
         raise BadInput(f"export: its workers have 1/{n} of a GPU; only `tokenfleet serve` gives them that")
     if loads is None:
         raise BadInput(f"--weights: missing; {model} is no name the hub knows: give a hub name or a folder")
-    scale = plan.inputs.rate_scale
-    return Deployment(
-        plan.groups,
-        json.dumps(plan.document, indent=1) + "\n",
-        model,
-        plan.policy,
-        loads,
-        plan.targets,
-        plan.attainment.target,
-        tuple(
-            Stretch(start_s=s.start_s * scale, end_s=s.end_s * scale, workers=s.workers)
-            for s in plan.schedule
-        ),
-        plan.cold_start_s,
-        plan.unserved or _unwritten(plan.groups),
-        _labels_of(plan.groups, products),
-    )
+    groups = plan.groups
+    return Deployment(plan, groups, loads, plan.unserved or _unwritten(groups), _labels_of(groups, products))
 
 
 def _unwritten(groups: Sequence[WorkerGroup]) -> str | None:

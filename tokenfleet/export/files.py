@@ -87,15 +87,15 @@ def _scaled(followed: Sequence[Followed], settings: ExportSettings) -> list[dict
 
 
 def _prometheus(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
-    rule = prometheus_rule_object(fleet.slo, fleet.attainment, f"{settings.name}-slo")
+    rule = prometheus_rule_object(*fleet.promise, f"{settings.name}-slo")
     return {
-        "tokenfleet.rules.yaml": prometheus_rules(fleet.slo, fleet.attainment),
+        "tokenfleet.rules.yaml": prometheus_rules(*fleet.promise),
         "prometheusrule.yaml": _documents(_heading(fleet), [rule]),
     }
 
 
 def _grafana(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
-    return {"tokenfleet.json": dashboard_text(fleet.slo, fleet.attainment)}
+    return {"tokenfleet.json": dashboard_text(*fleet.promise)}
 
 
 def _systemd(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
@@ -121,7 +121,7 @@ def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfle
     return f"""\
 # {parts}: this machine needs {gpus} GPU(s). It reads the exported plan from /etc/tokenfleet/{PLAN}.
 [Unit]
-Description=Tokenfleet: {fleet.weights}, {target_text(fleet.slo, fleet.attainment)}
+Description=Tokenfleet: {fleet.weights}, {target_text(*fleet.promise)}
 After=network-online.target nvidia-persistenced.service
 Wants=network-online.target
 StartLimitIntervalSec=600
@@ -205,7 +205,7 @@ def export_files(
 def _heading(fleet: Deployment) -> str:
     """The first line of every file: what the plan was."""
     groups = " + ".join(f"{g.workers}x {g.worker_type.name}" for g in fleet.groups)
-    return f"# From a plan of Tokenfleet: {groups}, {target_text(fleet.slo, fleet.attainment)}."
+    return f"# From a plan of Tokenfleet: {groups}, {target_text(*fleet.promise)}."
 
 
 def _documents(heading: str, objects: Sequence[dict[str, Any]]) -> str:

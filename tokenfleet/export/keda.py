@@ -129,14 +129,16 @@ def _floors(fleet: Deployment) -> list[int]:
     if len(fleet.groups) == 1:
         return [_floor(fleet)]
     mix = Fleet(fleet.groups)
-    stretches = [apportioned(mix, stretch.workers).groups for stretch in fleet.schedule] or [fleet.groups]
+    stretches = [apportioned(mix, stretch.workers).groups for stretch in fleet.plan.schedule] or [
+        fleet.groups
+    ]
     counts = [{group.worker_type: group.workers for group in groups} for groups in stretches]
     return [min(of.get(group.worker_type, 0) for of in counts) for group in fleet.groups]
 
 
 def _floor(fleet: Deployment) -> int:
     """The fewest workers that the plan's schedule has, one at least."""
-    return max(min((s.workers for s in fleet.schedule), default=fleet.workers), 1)
+    return max(min((s.workers for s in fleet.plan.schedule), default=fleet.plan.workers), 1)
 
 
 def advise_words(fleet: Deployment, by_scaler: bool = False) -> list[str]:
@@ -149,8 +151,11 @@ def advise_words(fleet: Deployment, by_scaler: bool = False) -> list[str]:
         else:
             servers = f"servers=dns:SERVICE-{spec_name(fleet, number)}:8000"
             words += ["--kind", f"gpu={gpu},tp={tp},min={low},max={group.workers},{servers}"]
-    words += ["--model", fleet.model, "--slo", fleet.slo_text, "--attainment", f"{fleet.attainment:g}"]
-    words += ["--replicas", f"{_floor(fleet)}..{fleet.workers}", "--cold-start", f"{fleet.cold_start_s:g}s"]
+    slo, attainment = fleet.promise
+    targets = f"ttft={slo.ttft_s:g}s,tpot={slo.tpot_s:g}s"
+    words += ["--model", fleet.model, "--slo", targets, "--attainment", f"{attainment:g}"]
+    replicas, cold_start_s = f"{_floor(fleet)}..{fleet.plan.workers}", fleet.plan.cold_start_s
+    words += ["--replicas", replicas, "--cold-start", f"{cold_start_s:g}s"]
     return [*words, *asked_at(by_scaler)]
 
 

@@ -62,8 +62,8 @@ def _check_policy(fleet: Deployment) -> None:
         raise BadInput(f"{kind}: {fleet.unserved}")
     if any(group.role != "any" for group in fleet.groups):
         raise BadInput(f"{kind}: prefill and decode workers need the chart's own KV transfer set-up")
-    if fleet.policy != Policy.ROUND_ROBIN:
+    if (policy := fleet.plan.policy) != Policy.ROUND_ROBIN:
         raise BadInput(
-            f"{kind}: its router places requests round-robin, and the fleet was planned with {fleet.policy}:"
+            f"{kind}: its router places requests round-robin, and the fleet was planned with {policy}:"
             f" plan with --policy {Policy.ROUND_ROBIN}, or export kuberay or systemd"
         )
