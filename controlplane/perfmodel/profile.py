@@ -378,10 +378,13 @@ class Profile:
         kv = self.kv.with_limits(self.engine, engine, self._kv_gpus)
         return replace(self, step=step, engine=engine, kv=kv)
 
-    def with_kv(self, gpu_memory_utilization: float | None, kv_tokens: int | None) -> Profile:
+    def with_kv(
+        self, gpu_memory_utilization: float | None, kv_tokens: int | None, block_tokens: int | None = None
+    ) -> Profile:
         """The same worker whose engine takes another share of its GPUs' memory, or says what its KV holds.
 
-        Raises BadInput where a share alone does not tell the capacity.
+        `block_tokens`: of the engine's KV blocks, where it says that, too. Raises BadInput where a share
+        alone does not tell the capacity.
         """
         kv = self.kv
         if kv_tokens is not None:
@@ -389,6 +392,7 @@ class Profile:
             # limits it ran with are counted in it.
             share = gpu_memory_utilization or 0.0
             kv = replace(kv, capacity_tokens=kv_tokens, gpu_memory_utilization=share, vocabulary=0)
+            kv = kv if block_tokens is None else replace(kv, block_tokens=block_tokens)
         elif gpu_memory_utilization is not None:
             try:
                 kv = kv.with_utilization(gpu_memory_utilization, self._kv_gpus)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import dataclass
 
 from controlplane.errors import BadInput
@@ -41,3 +42,10 @@ def host_port(text: str, flag: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise BadInput(f"{flag}: expected HOST:PORT, got {text!r}")
     return host.strip("[]"), int(port)
+
+
+def listening_at(text: str, flag: str) -> socket.socket:
+    """A bound socket at HOST:PORT. Raises BadInput."""
+    from dataplane.http.server import bind  # loads uvicorn
+
+    return bind(*host_port(text, flag), flag)

@@ -16,7 +16,7 @@ import typer
 from controlplane.errors import BadInput
 from dataplane.http.keys import KeyRing, control_keys_of, read_control_keys
 from dataplane.http.tls import certificate_of
-from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, takes
+from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, takes_flags
 from tokenfleet.cli.terminal import warn
 from tokenfleet.texts import parse_duration_s
 
@@ -50,7 +50,7 @@ class ApiFlags:
     max_upload_mb: Annotated[int, typer.Option(min=1, max=4096, help="largest upload of a trace, MB")] = 64
 
 
-@takes(ApiFlags)
+@takes_flags()
 def api_command(flags: ApiFlags) -> None:
     """Serve plan jobs until SIGTERM or SIGINT. Unfinished plans continue at the next start."""
     job_timeout_s = parse_duration_s(flags.job_timeout, "--job-timeout")

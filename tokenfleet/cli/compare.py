@@ -16,7 +16,7 @@ from controlplane.errors import BadInput
 from controlplane.figures import duration_text
 from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Frontend
 from dataplane.http.tls import client_context
-from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes
+from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes_flags
 from tokenfleet.cli.terminal import counted_bar, show, warn
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.tables import share_text, table, workers_text
@@ -106,7 +106,7 @@ class CompareFlags:
     output_format: Format = OutputFormat.TABLE
 
 
-@takes(CompareFlags)
+@takes_flags()
 def compare_command(flags: CompareFlags) -> int:
     """Replay a trace on a running fleet and in the simulator, and compare the two.
 
@@ -184,8 +184,7 @@ def as_served(profile: Profile, sizes: dict[str, int]) -> Profile:
     served = profile.with_engine(max_seqs=sizes["max_seqs"])
     if profile.kv.request_tokens:
         return served
-    served = served.with_kv(None, sizes["kv_blocks"] * sizes["block_tokens"])
-    return replace(served, kv=replace(served.kv, block_tokens=sizes["block_tokens"]))
+    return served.with_kv(None, sizes["kv_blocks"] * sizes["block_tokens"], sizes["block_tokens"])
 
 
 def compared(

@@ -35,7 +35,7 @@ from dataplane.live.worker.host_checks import (
     hosts_of_cluster,
     look_at_host,
 )
-from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes
+from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes_flags
 from tokenfleet.cli.fleet import ControlClient
 from tokenfleet.cli.terminal import answer
 
@@ -73,7 +73,7 @@ class DoctorFlags:
     ] = None
 
 
-@takes(DoctorFlags)
+@takes_flags()
 def doctor_command(flags: DoctorFlags) -> int:
     """Check vLLM, Ray, GPUs, memory, network, ports and the model before a fleet starts.
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import takes
+from tokenfleet.cli.flags import takes_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class ExportFlags:
     ] = None
 
 
-@takes(ExportFlags)
+@takes_flags()
 def export_command(flags: ExportFlags) -> None:
     """Write a plan as Kubernetes objects, Helm values, rules, a dashboard or a systemd unit.
 

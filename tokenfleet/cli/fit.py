@@ -31,7 +31,7 @@ from controlplane.perfmodel.profile import (
 from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
 from controlplane.types import EngineMode
-from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes
+from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes_flags
 from tokenfleet.cli.terminal import console, counted_bar, show
 from tokenfleet.profiles.diagnostics import Break, HostSpeed, form_of, linear_breaks
 from tokenfleet.profiles.fit_log import calibrated, fit_log, judged
@@ -44,6 +44,7 @@ from tokenfleet.profiles.library import (
     write_profile,
 )
 from tokenfleet.profiles.measurements import RequestLog, is_request_log, read_measurements, read_request_log
+from tokenfleet.report.tables import table
 
 if TYPE_CHECKING:
     from tokenfleet.compare.replay import Replay
@@ -116,7 +117,7 @@ class FitFlags:
         )
 
 
-@takes(FitFlags)
+@takes_flags()
 def fit_command(flags: FitFlags) -> None:
     """Fit a profile to an engine's measured step times.
 
@@ -256,8 +257,6 @@ def _say(
         answer["says"] = said
         print(json.dumps(answer))
         return
-    from tokenfleet.report.tables import table
-
     terms = coefficients(step).items()
     lines = [(f"step time, {_words(name)}", f"{1e6 * value:.6g} µs") for name, value in terms if value]
     lines += [(f"error of {100 * c:.0f} % of steps", f"up to {100 * e:.1f} %") for c, e in errors.items()]
@@ -325,7 +324,7 @@ class CalibrateFlags:
     output_format: Format = OutputFormat.TABLE
 
 
-@takes(CalibrateFlags)
+@takes_flags()
 def calibrate_command(flags: CalibrateFlags) -> None:
     """Correct a profile with the traffic that a vLLM serves, or with test requests to an idle one.
 
@@ -385,8 +384,7 @@ def _by_metrics(
         )
     kv_tokens, block_tokens = kv_of(scrapes[-1] or scrapes[0])
     if kv_tokens:
-        around = around.with_kv(None, kv_tokens)
-        around = replace(around, kv=replace(around.kv, block_tokens=block_tokens))
+        around = around.with_kv(None, kv_tokens, block_tokens)
     else:
         said.append("the engines report no common KV size; the profile's is kept")
     found = intervals_of(scrapes)
@@ -408,8 +406,7 @@ def _by_probes(
     with suppress(BadInput):  # a gateway shows no engine's KV
         kv_tokens, block_tokens = kv_of(engine_counts(scraped(url), 0.0))
         if kv_tokens:
-            around = around.with_kv(None, kv_tokens)
-            around = replace(around, kv=replace(around.kv, block_tokens=block_tokens))
+            around = around.with_kv(None, kv_tokens, block_tokens)
             said.append("the engine itself reports this KV memory")
     at = asyncio.run(served_model(url, flags.api_key, client_context(flags.tls_ca)))
     longest = min(filter(None, (at.context_limit_tokens, around.context_limit_tokens)), default=0)

@@ -17,7 +17,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -25,8 +25,6 @@ from controlplane.errors import BadInput
 from tokenfleet.field_errors import load_yaml, nearest, read_text
 from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
 from tokenfleet.profiles.library import has_model
-
-Command = Callable[..., int]
 
 
 class OutputFormat(StrEnum):
@@ -80,7 +78,6 @@ class TraceSource:
     ] = None
 
 
-Flags = TypeVar("Flags")
 # Options by their old names, which still work, and by their new ones: vLLM's, and one for one thing.
 RENAMED = {
     "--max-seqs": "--max-num-seqs",
@@ -89,54 +86,41 @@ RENAMED = {
 }
 
 
-def takes(record: type[Flags]) -> Callable[[Callable[[Flags], Any]], Callable[..., Any]]:
-    """A Typer command of one argument: a dataclass whose annotated fields are its flags."""
-    flags = _of_record(record)
+def takes_flags(without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A Typer command of a function: a parameter that is a dataclass is made of a flag for each field.
 
-    def decorated(command: Callable[[Flags], Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def run(**given: Any) -> Any:
-            return command(record(**given))
-
-        run.__signature__ = Signature(flags)  # type: ignore[attr-defined]
-        run.__annotations__ = {flag.name: flag.annotation for flag in flags}
-        return run
-
-    return decorated
-
-
-def takes_request(without: Sequence[str] = ()) -> Callable[[Command], Command]:
-    """A command whose parameter `request` is made of flags: every option of a plan but those `without`.
-
-    A parameter that is another dataclass is made of a flag for each field. Flags that are needed come first,
-    the others where their parameter stands.
+    A PlanRequest is made of the options of a plan but those `without`. With one, the flags that are needed
+    come first, the others where their parameter stands.
     """
-    taken = [o for o in options() if o.field not in (*without, "classes")]
 
-    def made_of_flags(command: Command) -> Command:
+    def made_of_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         own = inspect.signature(command, eval_str=True).parameters
         records: dict[str, Any] = {p.name: p.annotation for p in own.values() if is_dataclass(p.annotation)}
-        del records["request"]
+        has_request = records.pop("request", None) is not None
+        taken = [o for o in options() if has_request and o.field not in (*without, "classes")]
 
-        def run(**values: Any) -> int:
-            given = {option.field: _value(option, values.pop(option.field)) for option in taken}
-            given |= given.pop("slo")
-            request = PlanRequest(**{name: value for name, value in given.items() if value is not None})
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
             made = {
                 name: record(**{field.name: values.pop(field.name) for field in fields(record)})
                 for name, record in records.items()
             }
-            return command(request=request, **made, **values)
+            if has_request:
+                given = {option.field: _value(option, values.pop(option.field)) for option in taken}
+                given |= given.pop("slo")
+                made["request"] = PlanRequest(**{k: value for k, value in given.items() if value is not None})
+            return command(**made, **values)
 
-        flags = [_parameter(option) for option in taken]
         order: list[Parameter] = []
         for name, parameter in own.items():
-            order += flags if name == "request" else _of_record(records.get(name)) or [parameter]
+            order += (
+                map(_parameter, taken) if name == "request" else _of_record(records.get(name)) or [parameter]
+            )
+        if has_request:
+            order.sort(key=lambda p: (p.default is not p.empty, p.name != "slo" and p.default is p.empty))
         order = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in order]
-        order.sort(key=lambda p: (p.default is not p.empty, p.name != "slo" and p.default is p.empty))
-        run.__signature__ = Signature(order, return_annotation=int)  # type: ignore[attr-defined]
+        run.__signature__ = Signature(order)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in order}
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
         return run
 
     return made_of_flags

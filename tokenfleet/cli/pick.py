@@ -14,15 +14,14 @@ import typer
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
+from tokenfleet.advise.target import host_port, listening_at
 from tokenfleet.cli.advise.flags import ServerFlags
-from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, takes
+from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, takes_flags
 from tokenfleet.cli.terminal import warn
 from tokenfleet.profiles.library import find_profiles, read_profile
 from tokenfleet.texts import parse_duration_s
 
 if TYPE_CHECKING:
-    import socket
-
     from tokenfleet.advise.servers import Servers
     from tokenfleet.pick.asked import PickTargets
     from tokenfleet.pick.fleet import PickedFleet
@@ -63,7 +62,7 @@ class PickFlags(ServerFlags):
     insecure: Insecure = False
 
 
-@takes(PickFlags)
+@takes_flags()
 def pick_command(flags: PickFlags) -> None:
     """Choose a vLLM server for each request of an Envoy gateway, by its external processor (ext_proc).
 
@@ -83,14 +82,14 @@ async def _pick(flags: PickFlags) -> None:
 
     targets = _targets(flags.slo)
     _check(flags)
-    host, _ = _host_port(flags.listen, "--listen")
+    host, _ = host_port(flags.listen, "--listen")
     certificate = certificate_of(flags.tls_cert, flags.tls_key, flags.insecure, {"--listen": host})
     context = None if certificate is None else for_gateways(certificate.context, flags.client_ca)
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(Servers(flags.addresses or (), flags.servers))
         model = await _served_model(servers)
         profile = _profile(flags, model)
-        listening = stack.enter_context(_listening(flags.listen, "--listen"))
+        listening = stack.enter_context(listening_at(flags.listen, "--listen"))
         fleet = await _fleet(flags, servers, profile, model)
         stack.callback(fleet.close)
         watch = await _watch(flags, stack, servers, profile, fleet, model)
@@ -167,7 +166,7 @@ async def _watch(
     await watch.look()
     if flags.metrics_listen is not None:
         gauges = PickGauges(fleet, unseen, None if events is None else events.counts)
-        metrics = _listening(flags.metrics_listen, "--metrics-listen")
+        metrics = listening_at(flags.metrics_listen, "--metrics-listen")
         await stack.enter_async_context(answering(metrics, gauges))
     return watch
 
@@ -242,17 +241,3 @@ def _limits(flags: PickFlags, profile: Profile | None) -> ServerLimits:
     kv_tokens = UNKNOWN_KV if profile is None else profile.kv.capacity_tokens
     seqs = flags.max_num_seqs or engine.max_seqs
     return ServerLimits(seqs, flags.max_num_batched_tokens or engine.max_batched_tokens, kv_tokens)
-
-
-def _host_port(text: str, flag: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-        raise BadInput(f"{flag}: expected HOST:PORT, got {text!r}")
-    return host.strip("[]"), int(port)
-
-
-def _listening(text: str, flag: str) -> socket.socket:
-    """A bound socket at HOST:PORT."""
-    from dataplane.http.server import bind
-
-    return bind(*_host_port(text, flag), flag)

@@ -15,12 +15,14 @@ import typer
 
 from controlplane.errors import BadInput
 from dataplane.startup import loading
-from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, takes_request
+from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, takes_flags
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.report.tables import lines_table, plan_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tokenfleet.planning.inputs import Gathered
     from tokenfleet.planning.plan_file import PlanFile
     from tokenfleet.traces import Trace
     from tokenfleet.traces.prometheus import MetricsRange
@@ -60,7 +62,7 @@ class UsageFlags:
     ] = None
 
 
-@takes_request()
+@takes_flags()
 def plan_command(
     source: TraceSource,
     usage: UsageFlags,
@@ -91,13 +93,10 @@ def plan_command(
     used = None if counted else asked_usage(usage, source)
     # Imported here: the flags are checked before the compiled simulator is loaded.
     with loading():
-        from tokenfleet.api.plan import answered, plan_texts
-        from tokenfleet.cli.terminal import answer, console, progress_bar, warn
-        from tokenfleet.files import refuse_unwritable, write_files
+        from tokenfleet.cli.terminal import console, warn
         from tokenfleet.planning.inputs import gather
 
-    files = [] if output_dir is None else [output_dir / "plan.json", output_dir / "report.html"]
-    refuse_unwritable(files)
+    refuse_unwritable_plan(output_dir)
     with console(stderr=True).status("reading"):
         trace, notes = asked_trace(counted or used, source, request)
         bias = None
@@ -108,6 +107,30 @@ def plan_command(
         gathered = gather(trace, request, bias, date.today())
     # The answer's note has the ages of prices and profiles.
     warn([*notes, *(w for w in gathered.inputs.warnings if w not in gathered.inputs.ages)])
+    return answer_plan(gathered, request, output_dir, output_format, jobs, show_all)
+
+
+def refuse_unwritable_plan(output_dir: Path | None) -> None:
+    """Raise BadInput where a plan's files could not be written."""
+    from tokenfleet.files import refuse_unwritable
+
+    refuse_unwritable([output_dir / name for name in ("plan.json", "report.html")] if output_dir else [])
+
+
+def answer_plan(
+    gathered: Gathered,
+    request: PlanRequest,
+    output_dir: Path | None,
+    output_format: OutputFormat,
+    jobs: int | None = None,
+    show_all: bool = False,
+) -> int:
+    """Plan for what was gathered, with a bar; write and print the plan, and return the exit code."""
+    with loading():
+        from tokenfleet.api.plan import answered, plan_texts
+        from tokenfleet.cli.terminal import answer, progress_bar
+        from tokenfleet.files import write_files
+
     with progress_bar() as bar:
         plan = answered(gathered, request, jobs, bar)
     texts = plan_texts(plan)
@@ -200,7 +223,6 @@ def plan_answer(plan: PlanFile, written: Path | None, show_all: bool) -> Iterato
     from rich.text import Text
 
     from tokenfleet.report.answer import GUIDE, OPENS
-    from tokenfleet.report.tables import lines_table, plan_table
 
     *lines, (_, note) = plan.says
     yield lines_table(lines, OPENS, "bold green" if plan.feasible else "bold red")

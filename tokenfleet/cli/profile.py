@@ -16,7 +16,7 @@ import numpy as np
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, OutputFormat, model_at, takes
+from tokenfleet.cli.flags import Format, OutputFormat, model_at, takes_flags
 from tokenfleet.cli.terminal import console, counted_bar
 from tokenfleet.texts import parse_duration_s, parse_speculation
 
@@ -99,7 +99,7 @@ class ProfileFlags:
     ] = None
 
 
-@takes(ProfileFlags)
+@takes_flags()
 def profile_command(flags: ProfileFlags) -> None:
     """Measure a real engine, or with --predict compose a profile without one.
 

@@ -12,6 +12,7 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.terminal import answer, console
+from tokenfleet.report.tables import plan_table, table
 
 
 def scorecard_command(
@@ -39,7 +40,6 @@ def scorecard_command(
 def scorecard_tables(card: dict[str, Any]) -> list[Any]:
     """The scorecard for people."""
     from tokenfleet.planning.plan_file import Shown
-    from tokenfleet.report.tables import plan_table
 
     verdict, of, *rest = card["says"]
     shown = [plan_table(Shown.model_validate(one)) for one in card["tables"]]
@@ -73,7 +73,6 @@ def gap_command(
 
 def gap_tables(gaps: list[Any]) -> list[Any]:
     """Each day's excess cost: the last day in a line, then a table. Dollars, or GPU-hours without prices."""
-    from tokenfleet.report.tables import table
     from tokenfleet.service.gap import PARTS, gap_line, shown
 
     columns = ("day (UTC)", "hours", "paid", "optimum", "paid / optimum", "excess by cause")
@@ -111,7 +110,6 @@ def accuracy_command(
     """
     from tokenfleet.profiles.accuracy import ACCURACY, CALIBRATED_ON, accuracy_of, overall, read_ladder
     from tokenfleet.profiles.library import read_profile
-    from tokenfleet.report.tables import table
 
     own = None if profile is None else read_profile(profile)
     ladders = [(ladder, ladder.worker(own)) for ladder in map(read_ladder, runs)]

@@ -19,8 +19,16 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.figures import duration_text
 from controlplane.types import Slo, SloClass
-from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes_request
+from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes_flags
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.report.tables import (
+    asked_text,
+    facts_table,
+    fleet_text,
+    gpus_text,
+    share_text,
+    usd_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,7 +79,7 @@ class SessionFlags:
     ] = False
 
 
-@takes_request(
+@takes_flags(
     without=(
         *("gpu", "tp", "profiles"),  # of one worker here
         *("budget_usd_per_h", "max_gpus", "reclaims_per_h", "cold_start_s", "bias_from"),  # of a search
@@ -203,14 +211,6 @@ def simulation_lines(
     from rich.text import Text
 
     from tokenfleet.planning.fleet import parts_of
-    from tokenfleet.report.tables import (
-        asked_text,
-        facts_table,
-        fleet_text,
-        gpus_text,
-        share_text,
-        usd_text,
-    )
 
     asked, within = request.attainment, told["sessions"] and told["sessions"].get("within_target")
     rows, in_slo = told.get("classes", ()), float(outcome.met.mean())
@@ -264,8 +264,6 @@ def latency_rows(outcome: Outcome, slo: Slo | None) -> Iterator[tuple[str, str]]
 
 
 def _most_text(most: MostAgents) -> str:
-    from tokenfleet.report.tables import asked_text, share_text
-
     whole = ", all sessions of the trace" if most.on_trace == most.sessions else ""
     return (
         f"{most.agents:,} concurrent sessions meet {asked_text(most.target)} at"
@@ -275,8 +273,6 @@ def _most_text(most: MostAgents) -> str:
 
 
 def _engine_rows(outcome: Outcome, request: PlanRequest, told: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    from tokenfleet.report.tables import share_text
-
     means = (f"{name} {duration_text(told[f'{name.lower()}_s']['mean'])}" for name in ("TTFT", "TPOT"))
     yield "Means", ", ".join(means)
     yield "Policy", told["policy"]
@@ -328,8 +324,6 @@ def _fleet(profile: Profile, workers: int, prefill_workers: int | None, request:
 
 def sessions_rows(told: dict[str, Any] | None, asked: float) -> Iterator[tuple[str, str]]:
     """The same for a terminal; `asked`: the share of sessions that is to be in time."""
-    from tokenfleet.report.tables import asked_text, share_text
-
     if told is None:
         return
     if "within_target" in told:

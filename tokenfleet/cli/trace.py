@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,9 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes
+from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes_flags
 from tokenfleet.cli.terminal import answer, console, counted_bar, warn
 from tokenfleet.files import refuse_to_replace
+from tokenfleet.report.tables import facts_table, table
 from tokenfleet.traces.check import Checkup, Finding, as_json, check, verdict
 from tokenfleet.traces.distributions import PUBLISHED_SEED
 from tokenfleet.traces.phases import COLUMNS, Phase, phase_row
@@ -116,7 +117,7 @@ class MadeUp:
     "synth",
     epilog="Example: tokenfleet trace synth --arrivals gamma:5:2 --lengths S-L --requests 999 --output t.csv",
 )
-@takes(MadeUp)
+@takes_flags()
 def synth_command(asked: MadeUp) -> None:
     """Generate a trace from laws of arrivals and lengths.
 
@@ -198,27 +199,8 @@ def as_tables(
 
     `kv_tokens`: the KV memory of worker types, by their names. `verbose`: every finding, and reuse in full.
     """
-    trace, shape = checkup.trace, checkup.shape
-    lines = Table.grid(padding=(0, 2))
-    lines.add_column(style="dim", no_wrap=True)
-    lines.add_column(overflow="fold")
-    if len(shape.rates_rps):
-        lines.add_row("Rate", f"{sparkline(shape.rates_rps)}  0 to {shape.rates_rps.max():.3g} req/s")
-    for name, tail in (("Prompt tokens", shape.prompt), ("Output tokens", shape.output)):
-        figures = (("mean", tail.mean), ("p50", tail.p50), ("p95", tail.p95), ("p99", tail.p99))
-        row = "   ".join(f"{figure} {value:,.0f}" for figure, value in (*figures, ("max", tail.most)))
-        lines.add_row(name, row)
-    if checkup.reuse is not None:
-        lines.add_row(
-            "Prefix hit rate", f"{100 * checkup.reuse.ideal:.1f} % of prompt tokens, in a cache without limit"
-        )
-    for warning in trace.warnings:
-        lines.add_row("Reading", Text(warning, style="yellow"))
-    for finding in checkup.findings:
-        if finding.warns and finding.name not in _READING:
-            lines.add_row("Warning", Text(finding.words, style="yellow"))
     yield Text(verdict(checkup), style="bold yellow" if checkup.warnings else "bold green")
-    yield lines
+    yield facts_table(_facts(checkup))
     if len(checkup.phases) > 1:
         yield _phases_table(checkup.phases)
     if verbose:
@@ -227,33 +209,43 @@ def as_tables(
         yield from _reuse_tables(checkup.reuse, kv_tokens)
 
 
-def _table(columns: Iterable[str] = (), left: str = "") -> Table:
-    """A table without a box, flush right except for the column `left`."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        table.add_column(name, justify="left" if name == left else "right")
-    return table
+def _facts(checkup: Checkup) -> Iterator[tuple[str, RenderableType]]:
+    """The rate, the lengths, the prefix reuse and the warnings, a line each."""
+    shape = checkup.shape
+    if len(shape.rates_rps):
+        yield "Rate", f"{sparkline(shape.rates_rps)}  0 to {shape.rates_rps.max():.3g} req/s"
+    for name, tail in (("Prompt tokens", shape.prompt), ("Output tokens", shape.output)):
+        figures = (("mean", tail.mean), ("p50", tail.p50), ("p95", tail.p95), ("p99", tail.p99))
+        yield name, "   ".join(f"{figure} {value:,.0f}" for figure, value in (*figures, ("max", tail.most)))
+    if checkup.reuse is not None:
+        yield (
+            "Prefix hit rate",
+            f"{100 * checkup.reuse.ideal:.1f} % of prompt tokens, in a cache without limit",
+        )
+    for warning in checkup.trace.warnings:
+        yield "Reading", Text(warning, style="yellow")
+    for finding in checkup.findings:
+        if finding.warns and finding.name not in _READING:
+            yield "Warning", Text(finding.words, style="yellow")
 
 
 def _phases_table(phases: Sequence[Phase]) -> Table:
     """The phases of a trace, the first ones where there are many."""
-    table = _table(COLUMNS)
-    for phase in phases[:SHOWN_PHASES]:
-        table.add_row(*phase_row(phase))
+    shown = table(COLUMNS, map(phase_row, phases[:SHOWN_PHASES]))
     if (more := len(phases) - SHOWN_PHASES) > 0:
-        table.caption = f"… {more} more with --format json"
-    return table
+        shown.caption = f"… {more} more with --format json"
+    return shown
 
 
 def _findings_table(findings: Sequence[Finding]) -> Table:
-    table = _table()
-    table.add_column("check", no_wrap=True)
-    table.add_column("")
-    table.add_column("finding", overflow="fold")
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    shown.add_column("check", no_wrap=True)
+    shown.add_column("")
+    shown.add_column("finding", overflow="fold")
     for finding in findings:
         mark = Text("warning", style="yellow") if finding.warns else Text("ok", style="green")
-        table.add_row(finding.name, mark, Text(finding.words))
-    return table
+        shown.add_row(finding.name, mark, Text(finding.words))
+    return shown
 
 
 def _reuse_tables(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> Iterator[RenderableType]:
@@ -271,8 +263,9 @@ def _reuse_tables(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> Iterator[R
     yield Text(f"{distance}; {reuse.unique_tokens:,} unique tokens in all")
     if kv_tokens:
         columns = ("worker type", "KV tokens", "hit rate of one worker", "workers for the working set")
-        table = _table(columns, left="worker type")
-        for name, tokens in kv_tokens.items():
-            workers = max(math.ceil(working_set / tokens), 1)
-            table.add_row(name, f"{tokens:,}", f"{100 * reuse.kept(tokens):.1f} %", f"{workers}")
-        yield table
+        needed = {name: max(math.ceil(working_set / tokens), 1) for name, tokens in kv_tokens.items()}
+        rows = (
+            (name, f"{tokens:,}", f"{100 * reuse.kept(tokens):.1f} %", str(needed[name]))
+            for name, tokens in kv_tokens.items()
+        )
+        yield table(columns, rows, left=("worker type",))

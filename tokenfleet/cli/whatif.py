@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, Verbose, takes_request
+from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, Verbose, takes_flags
 from tokenfleet.planning.request import PlanRequest
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenfleet.whatifs.solve import Cache
 
 
-@takes_request()
+@takes_flags()
 def whatif_command(
     vary: Annotated[
         list[str],

@@ -22,6 +22,7 @@ from rich.progress import (
 
 from dataplane.startup import has_other_kernels, has_simulator
 from tokenfleet.planning.threads import Watch
+from tokenfleet.report.tables import gpu_text, usd_text
 
 if TYPE_CHECKING:
     from tokenfleet.planning.fleet import Fleet
@@ -57,8 +58,6 @@ class Bar(Watch):
 
     def found(self, fleet: Fleet) -> None:
         if not self._progress.disable:
-            from tokenfleet.report.tables import gpu_text, usd_text  # they load the plan's whole document
-
             kinds = [(group.workers, group.worker_type.profile) for group in fleet.groups]
             parts = " + ".join(f"{n}x {gpu_text(profile.gpu)} TP{profile.tp_degree}" for n, profile in kinds)
             cost = usd_text(fleet.usd_per_hour)

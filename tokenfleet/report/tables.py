@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Container, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tokenfleet.planning.plan_file import FleetPart, PassedOver, PlannedProfile, Shown
+if TYPE_CHECKING:
+    from tokenfleet.planning.plan_file import FleetPart, PassedOver, PlannedProfile, Shown
 
 _FIGURE = re.compile(r"[-–?$]|\d[^x]*$")  # of a table: a number, or a dash where there is none
 # `h100-sxm`, `l40s`, `gb200`: a name of letters and digits, and how the board is built.
@@ -20,10 +22,9 @@ def table(
     columns: Sequence[str],
     rows: Iterable[Sequence[RenderableType]],
     left: Container[str] = (),
-    title: str | None = None,
 ) -> Table:
     """A table whose columns are flush right, except those in `left`."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    made = Table(box=None, padding=(0, 2, 0, 0))
     for name in columns:
         made.add_column(name, justify="left" if name in left else "right")
     for row in rows:
@@ -31,11 +32,11 @@ def table(
     return made
 
 
-def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
+def facts_table(rows: Iterable[tuple[str, RenderableType]]) -> Table:
     """Topics and what there is to say about them, a line each."""
     made = Table.grid(padding=(0, 2))
     made.add_column(style="dim", no_wrap=True)
-    made.add_column()
+    made.add_column(overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from controlplane.errors import BadInput
 from controlplane.types import EngineMode, Slo
-from tokenfleet.cli.flags import takes_request
+from tokenfleet.cli.flags import takes_flags
 from tokenfleet.planning.request import Option, PlanRequest, command_line, options
 from tokenfleet.service.forms import PlanOrder, command_of, in_field_names, read_order
 
@@ -128,7 +128,7 @@ def requests() -> st.SearchStrategy[PlanRequest]:
 def read_flags() -> Any:
     """A command that only makes a request of its flags."""
 
-    @takes_request()
+    @takes_flags()
     def verb(*, trace: Annotated[str, typer.Option()], request: PlanRequest) -> int:
         made.append(request)
         return 0

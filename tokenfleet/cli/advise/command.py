@@ -13,16 +13,16 @@ from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
 from controlplane.worker_type import WorkerType
+from tokenfleet.advise.target import listening_at
 from tokenfleet.cli.advise.flags import AdviseFlags, bounds, of_types, refuse_contradictions, seconds, watch_s
 from tokenfleet.cli.advise.shown import ShownAdvice, replay_day
-from tokenfleet.cli.flags import OutputFormat, takes
+from tokenfleet.cli.flags import OutputFormat, takes_flags
 from tokenfleet.cli.terminal import warn
 from tokenfleet.profiles.library import find_profiles, read_profile
 from tokenfleet.profiles.prices import read_prices
 from tokenfleet.texts import parse_slo
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Mapping, Sequence
 
     from tokenfleet.advise.advice import AdviceSettings
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tokenfleet.profiles.engine_metrics import EngineCounts
 
 
-@takes(AdviseFlags)
+@takes_flags()
 def advise_command(flags: AdviseFlags) -> int:
     """Advise how many replicas a running vLLM fleet should have. It reads metrics and changes nothing.
 
@@ -76,13 +76,14 @@ def advise_command(flags: AdviseFlags) -> int:
     def settings(first: Mapping[str, EngineCounts]) -> AdviceSettings:
         return settings_of([_profile(one, first, given[kind], kind) for kind, one in enumerate(each)])
 
-    from tokenfleet.cli.advise.plan import planned_files, planned_for
+    from tokenfleet.cli.advise.plan import planned_for
+    from tokenfleet.cli.plan import refuse_unwritable_plan
 
-    files = planned_files(flags.output_dir)
+    refuse_unwritable_plan(flags.output_dir)
     with ExitStack() as cleanup:
         seen = asyncio.run(_watch(flags, every_s, watched_s, settings, cleanup))
     if seen is not None:
-        return planned_for(seen, flags, files)
+        return planned_for(seen, flags)
     return 0
 
 
@@ -102,7 +103,7 @@ async def _watch(
     from tokenfleet.cli.advise.plan import Until, WatchedTraffic
     from tokenfleet.console.pages import console_extension
 
-    listening = None if flags.listen is None else _listening(flags.listen)
+    listening = None if flags.listen is None else listening_at(flags.listen, "--listen")
     if listening is not None:
         cleanup.callback(listening.close)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -181,8 +182,7 @@ def _profile(
         several = f"; are they of several types ({told})? name each with --kind" if len(sizes) > 1 else ""
         warn([f"the servers report no common KV size; the profile's is used{several}"])
         return profile
-    profile = profile.with_kv(None, kv_tokens)
-    return replace(profile, kv=replace(profile.kv, block_tokens=block_tokens))
+    return profile.with_kv(None, kv_tokens, block_tokens)
 
 
 def _of_library(flags: AdviseFlags, served: str) -> Profile:
@@ -207,11 +207,3 @@ def _worker_type(profile: Profile, flags: AdviseFlags) -> WorkerType:
         return worker_type
     low, high = bounds(flags.replicas, least=0)
     return replace(worker_type, low=low, limit=high)
-
-
-def _listening(text: str) -> socket.socket:
-    """A bound socket at HOST:PORT."""
-    from dataplane.http.server import bind
-    from tokenfleet.advise.target import host_port
-
-    return bind(*host_port(text, "--listen"), "--listen")

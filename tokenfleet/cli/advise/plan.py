@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime
-from pathlib import Path
 
 from tokenfleet.advise.advice import Advice, AdviceSettings
 from tokenfleet.advise.decide import ORIGIN_S
 from tokenfleet.cli.advise.flags import AdviseFlags
 from tokenfleet.cli.advise.shown import ShownAdvice
 from tokenfleet.cli.flags import OutputFormat
-from tokenfleet.cli.terminal import answer, console, progress_bar, warn
+from tokenfleet.cli.terminal import console, warn
 from tokenfleet.traces.from_metrics import CountedTraffic, trace_of_metrics
 
 
@@ -39,20 +38,9 @@ class Until:
         return self._shown(advice, clock) and not self.is_over
 
 
-def planned_files(output_dir: Path | None) -> list[Path]:
-    """The plan's files, refused before the watch where they cannot be written. Raises BadInput."""
-    from tokenfleet.files import refuse_unwritable
-
-    files = [] if output_dir is None else [output_dir / "plan.json", output_dir / "report.html"]
-    refuse_unwritable(files)
-    return files
-
-
-def planned_for(seen: WatchedTraffic, flags: AdviseFlags, files: Sequence[Path]) -> int:
+def planned_for(seen: WatchedTraffic, flags: AdviseFlags) -> int:
     """Print the plan for the traffic that was seen, on every GPU of the library or the given profile."""
-    from tokenfleet.api.plan import answered, plan_texts
-    from tokenfleet.cli.plan import plan_answer
-    from tokenfleet.files import write_files
+    from tokenfleet.cli.plan import answer_plan
     from tokenfleet.planning.inputs import gather
     from tokenfleet.planning.request import PlanRequest
 
@@ -70,11 +58,6 @@ def planned_for(seen: WatchedTraffic, flags: AdviseFlags, files: Sequence[Path])
         trace = trace_of_metrics(seen.traffic, request.seed, f"traffic of {settings.served}")
         gathered = gather(trace, request, None, date.today())
     warn([w for w in gathered.inputs.warnings if w not in gathered.inputs.ages])
-    with progress_bar() as bar:
-        plan = answered(gathered, request, None, bar)
-    texts = plan_texts(plan)
-    write_files({path: texts[path.name] for path in files})
     if flags.output_format == OutputFormat.TABLE:
         print()
-    answer(flags.output_format, texts["plan.json"], lambda: plan_answer(plan, flags.output_dir, False))
-    return 0 if plan.feasible else 1
+    return answer_plan(gathered, request, flags.output_dir, flags.output_format)

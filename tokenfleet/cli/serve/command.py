@@ -20,7 +20,7 @@ from dataplane.http.tls import certificate_of
 from dataplane.live.engine_api.notices import checked_source
 from dataplane.live.kv.nixl import Asked as Transport
 from dataplane.live.kv.nixl import check_installed
-from tokenfleet.cli.flags import model_at, takes
+from tokenfleet.cli.flags import model_at, takes_flags
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.loop import autoscale_asked, loop_lines, replanning_of
 from tokenfleet.cli.serve.members import Asked, ServedFleet, members_of
@@ -86,7 +86,7 @@ class Checked:
     lines: tuple[str, ...] = ()  # what the start prints of the loop
 
 
-@takes(ServeFlags)
+@takes_flags()
 def serve_command(flags: ServeFlags) -> None:
     """Run the fleet until SIGTERM or SIGINT.
 
