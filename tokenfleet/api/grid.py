@@ -62,15 +62,9 @@ class Grid:
         """The JSON object, `tokenfleet.whatif/1`."""
         return whatif_json(self.scenarios)
 
-    @property
-    def texts(self) -> dict[str, str]:
-        """The files of the grid by their names."""
-        document = json.dumps(self.document, indent=1) + "\n"
-        return {"whatif.json": document, "whatif.html": whatif_report(self.scenarios)}
-
     def save(self, folder: str | Path) -> Path:
         """Write `whatif.json` and `whatif.html` into a folder; return it. Raises BadInput."""
-        write_files({Path(folder, name): text for name, text in self.texts.items()})
+        write_files({Path(folder, name): text for name, text in grid_texts(self).items()})
         return Path(folder)
 
     def __len__(self) -> int:
@@ -81,6 +75,12 @@ class Grid:
 
     def _repr_html_(self) -> str:
         return framed(whatif_report(self.scenarios))
+
+
+def grid_texts(plans: Grid) -> dict[str, str]:
+    """The files of a grid by their names."""
+    document = json.dumps(plans.document, indent=1) + "\n"
+    return {"whatif.json": document, "whatif.html": whatif_report(plans.scenarios)}
 
 
 def whatif(

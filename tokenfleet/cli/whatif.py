@@ -55,7 +55,7 @@ def whatif_command(
     """
     _check_at_once(jobs, ray)
     # Imported here: the flags are checked before the compiled simulator is loaded.
-    from tokenfleet.api.grid import grid_of
+    from tokenfleet.api.grid import grid_of, grid_texts
     from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.service.forks import asked_traces
@@ -74,7 +74,7 @@ def whatif_command(
     words, jobs = _source(paths, source.data if is_biased else None), jobs or os.cpu_count() or 1
     bias_of = lru_cache(partial(kept_bias, source.data))
     plans = grid_of(read, request, cells, words, cache=kept, jobs=jobs, ray=ray, bias_of=bias_of)
-    texts = plans.texts
+    texts = grid_texts(plans)
     if output_dir is not None:
         write_files({output_dir / name: text for name, text in texts.items()})
     answer(output_format, texts["whatif.json"], lambda: whatif_tables(plans.scenarios, verbose))
