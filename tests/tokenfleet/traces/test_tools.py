@@ -1,7 +1,10 @@
-"""Files of load tools, LiteLLM and OpenTelemetry. `samples` holds parts of files that the tools wrote.
+"""Real files: of load tools, LiteLLM, OpenTelemetry and published traces. `samples` holds parts of them.
 
 vLLM 0.32, guidellm 0.8.1, aiperf 0.13.0 and LiteLLM 1.110 each sent a few requests to one vLLM server on a
 CPU; the spans are that server's, as OTLP's JSON. inference-perf 0.7.0 sent its own to an emulated fleet.
+`vidur.csv` begins microsoft/vidur `8e54dd5c` (MIT), data/processed_traces/splitwise_conv.csv, made from
+Azure's hour (CC-BY-4.0). `splitwise.csv` is traces/test_trace.csv of Mutinifni/splitwise-sim
+`37808801` (MIT).
 """
 
 import gzip
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkout import ROOT
+from checkout import BENCH_DATA, ROOT
 
 from controlplane.errors import BadInput
 from tokenfleet.traces import read_trace
@@ -28,6 +31,16 @@ SAMPLE = {  # format, requests, prompt tokens, output tokens, and whether arriva
     "litellm.jsonl": ("litellm", 6, 114, 48, True),
     "otlp.jsonl": ("otlp", 6, 360, 72, True),
 }
+PUBLISHED = {  # format: file, requests, prompt tokens, output tokens
+    "splitwise": (SAMPLES / "splitwise.csv", 3, 8192, 56),
+    "vidur": (SAMPLES / "vidur.csv", 6, 2212, 324),
+    "azure": (BENCH_DATA / "azure/AzureLLMInferenceTrace_conv_2023.csv", 19_366, 22_361_870, 4_088_665),
+    "mooncake": (BENCH_DATA / "mooncake/synthetic_trace.jsonl", 3_993, 61_194_628, 595_432),
+    "vllm-log": (
+        BENCH_DATA / "vllm_logs/rtx_pro_6000_llama-3.1-8b/requests.jsonl", 300, 257_239, 195_753,
+    ),
+    "weka": (BENCH_DATA / "weka/requests.parquet", 9_017, 1_043_026_329, 3_827_857),
+}  # fmt: skip
 
 
 def objects_of(name):
@@ -48,6 +61,24 @@ def test_what_a_tool_wrote_is_read(name):
     assert work.arrival_s[0] == 0.0
     assert 0.3 < work.arrival_s[-1] < 60.0
     assert (trace.clock_start_s is not None) == dated
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_what_was_published_is_read(form, request):
+    path, *counts = PUBLISHED[form]
+    if path.parent != SAMPLES:
+        request.getfixturevalue("bench_data")
+    trace = read_trace(path)
+    work = trace.workload
+    assert trace.format == form
+    assert [work.requests, work.prompt_tokens.sum(), work.output_tokens.sum()] == counts
+
+
+def test_formats_without_a_real_file_are_known():
+    known = {form.name for form in FORMATS} | {tool.name for tool in TOOLS} | {"history"}
+    real = set(PUBLISHED) | {form for form, *_ in SAMPLE.values()}
+    assert known - real == {"burstgpt", "history", "plain"}
+    assert len(real) == 12
 
 
 @pytest.mark.parametrize("name", SAMPLE)
