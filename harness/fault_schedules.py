@@ -179,7 +179,7 @@ class _Play:
         self.fabric = Fabric(speed=4.0)
         self.engines: dict[WorkerId, EmulatedEngine] = {}
         placement = Placement({"": PROFILE}, 64, LengthTable.constant(100), np.random.default_rng(0))
-        self.core = FleetCore(CoreSettings(64, SLO), placement, Metrics(), EventLog(), lambda _: OUTPUTS[1])
+        self.core = FleetCore(CoreSettings(64, SLO), placement, Metrics(), EventLog(), lambda *_: OUTPUTS[1])
         for _ in range(WORKERS):
             self._join()
         self._news = asyncio.Event()

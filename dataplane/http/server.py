@@ -85,9 +85,6 @@ class QuietServer(uvicorn.Server):
         usual |= server_options(certificate) | {"timeout_graceful_shutdown": shutdown_s} | options
         super().__init__(uvicorn.Config(app, **usual))
 
-    def install_signal_handlers(self) -> None:
-        return
-
     def capture_signals(self) -> Any:
         return nullcontext()
 

@@ -52,7 +52,7 @@ class Fleet:
         self.host.fabric.speed = FAST
         placement = Placement({}, 8, LengthTable.constant(TOKENS), np.random.default_rng(0))
         settings = CoreSettings(8, SLO, QueueSettings())
-        self.core = FleetCore(settings, placement, Metrics(), self.events, lambda _: TOKENS)
+        self.core = FleetCore(settings, placement, Metrics(), self.events, lambda *_: TOKENS)
         self.pool = WorkerPool(self.host, self.core, 8, types)
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}

@@ -58,7 +58,7 @@ class Front:
         self.engines = {worker: self.launch(worker) for worker in workers}
         self.events = EventLog()
         self.core = FleetCore(
-            CoreSettings(8, SLO, waiting), placement or unprofiled(), Metrics(), self.events, lambda _: 200
+            CoreSettings(8, SLO, waiting), placement or unprofiled(), Metrics(), self.events, lambda *_: 200
         )
         for worker, engine in self.engines.items():
             self.core.attach(engine, role=(roles or {}).get(worker, "any"))

@@ -256,7 +256,6 @@ class _Fleet:
             self.metrics,
             self.events,
             history.expected_tokens,
-            history.expected_tokens,
         )
         core.on_arrival.append(self.arrived.add)
         core.on_end += [history.add, self.arrived.end]

@@ -73,7 +73,7 @@ class EmulatedEngine:
         # A request longer than the KV memory could never end; vLLM refuses such a configuration.
         max_model_len = min(max_model_len, profile.kv.capacity_tokens)
         self.batch = EmulatedBatch(profile, max_model_len, noise or Noise())
-        self._info = WorkerInfo(
+        self.info = WorkerInfo(
             worker=worker,
             engine="emulated",
             model=model,
@@ -98,13 +98,9 @@ class EmulatedEngine:
         self._lost: Lost | None = None
         self._told_s = 0.0
         self._telling = Tasks()
-        fabric.engines[self._info.kv_addresses[0]] = self
+        fabric.engines[self.info.kv_addresses[0]] = self
         self._loop = asyncio.get_running_loop()
         self._runner = self._loop.create_task(self._run())
-
-    @property
-    def info(self) -> WorkerInfo:
-        return self._info
 
     @property
     def is_lost(self) -> bool:
@@ -113,7 +109,7 @@ class EmulatedEngine:
     async def add(self, request: messages.EngineRequest) -> None:
         if self._lost is not None:
             return
-        if len(self.batch) >= 4 * self._info.max_seqs and not request.abort_immediately:
+        if len(self.batch) >= 4 * self.info.max_seqs and not request.abort_immediately:
             await self._events.put(SegmentRefused(request.request_id, "its queue is full"))
             return
         adapter = request.lora_request
@@ -150,7 +146,7 @@ class EmulatedEngine:
         """End as a killed process does: at once, with no further event and all KV lost."""
         if self._lost is None:
             self._lost = Lost(reason)
-            self._fabric.engines.pop(self._info.kv_addresses[0], None)
+            self._fabric.engines.pop(self.info.kv_addresses[0], None)
             self._runner.cancel()
             if not self._events.full():
                 self._events.put_nowait(self._lost)
@@ -190,7 +186,7 @@ class EmulatedEngine:
     def _start_loads(self, step: PlannedStep) -> tuple[float, list[messages.SegmentOutput]]:
         """Start the step's loads; return the time of those inside it, and outputs of those that failed."""
         inline_s, outputs = 0.0, []
-        block_bytes = self._info.block_tokens * self._info.kv_bytes_per_token
+        block_bytes = self.info.block_tokens * self.info.kv_bytes_per_token
         for job in step.jobs:
             duration_s = self._fabric.transfer_s(job, block_bytes)
             if not job.load.inline:

@@ -57,8 +57,8 @@ class FleetCore(FrontEndClient):
     """The fleet as one engine.
 
     Hooks, called in the loop: `on_lost(worker, reason, whether each request goes on)`, `on_arrival(request)`,
-    `on_end(request, outcome)`, `on_step(telemetry)`, `on_closing(reason)`. `predict_anew(prompt, generated)`:
-    what to expect of a request that has outlived its prediction (Algorithm 2).
+    `on_end(request, outcome)`, `on_step(telemetry)`, `on_closing(reason)`. `predict(prompt, generated)`: the
+    output tokens to expect of a new request, and again of one that has outlived that (Algorithm 2).
     """
 
     def __init__(
@@ -67,8 +67,7 @@ class FleetCore(FrontEndClient):
         placement: Placement,
         metrics: Metrics,
         events: EventLog,
-        predict: Callable[[int], int],
-        predict_anew: Callable[[int, int], int] | None = None,
+        predict: Callable[[int, int], int],
     ) -> None:
         super().__init__(settings.slots)
         self.settings, self.placement, self.metrics, self.events = settings, placement, metrics, events
@@ -91,7 +90,7 @@ class FleetCore(FrontEndClient):
         self.on_arrival: list[Callable[[Tracked], None]] = []
         self.on_step: list[Callable[[links.Telemetry], None]] = []
         self.on_end, self.on_closing = self.segments.on_end, list[Callable[[str], None]]()
-        self._predict, self._predict_anew = predict, predict_anew
+        self._predict = predict
 
     def await_workers(self, is_starting: Callable[[], bool]) -> None:
         """Let requests to a fleet without workers wait while one is on its way, however long."""
@@ -315,9 +314,8 @@ class FleetCore(FrontEndClient):
                 tracked.ties = None  # one that has begun may not be movable any more
             if tracked.cut is not None:
                 tracked.settle_cut(True)
-            if self._predict_anew is not None and tracked.has_outlived:
-                output_tokens = len(tracked.output_token_ids)
-                tracked.expect(self._predict_anew(tracked.prompt_tokens, output_tokens))
+            if tracked.has_outlived:
+                tracked.expect(self._predict(tracked.prompt_tokens, len(tracked.output_token_ids)))
         output.request_id = tracked.id
         output.kv_transfer_params = None  # ours, and no client's business
         if not is_first:

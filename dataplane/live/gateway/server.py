@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -95,7 +95,7 @@ class Gateway:
         core: FrontEndClient,
         door: DoorPolicy,
         listening: socket.socket,
-        loads: tuple[MutableSequence[int], int] | None = None,
+        loads: tuple[Any, int] | None = None,
     ) -> None:
         """Answer until SIGTERM or SIGINT, then end every stream and return.
 

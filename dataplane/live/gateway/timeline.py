@@ -7,7 +7,7 @@ fleet that stands alone. Memory is bounded: KEPT buckets, each with at most MOST
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 BUCKET_S = 10.0
 KEPT = 361  # an hour, and the bucket that is being filled
 LATELY_S = 300.0
+ENDS = ("finished", "failed", "rejected", "aborted")
 MOST_VALUES = 4096  # the newest of a bucket; percentiles of more would not differ
 
 
@@ -24,15 +25,12 @@ MOST_VALUES = 4096  # the newest of a bucket; percentiles of more would not diff
 class Bucket:
     """Counts of BUCKET_S from `at_s` on. `met`: requests within ttft, tpot, both.
 
-    `given_up`: those of the aborted that were beyond a target.
+    `ended`: requests by their ends, ENDS. `given_up`: those of the aborted that were beyond a target.
     """
 
     at_s: float
     tokens: int = 0
-    finished: int = 0
-    failed: int = 0
-    rejected: int = 0
-    aborted: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
     given_up: int = 0
     met: list[int] = field(default_factory=lambda: [0, 0, 0])
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_VALUES))
@@ -54,7 +52,7 @@ class Timeline:
     ) -> None:
         """A finished request, its latencies, and whether it met its targets (ttft, tpot, both)."""
         bucket = self._at(at_s)
-        bucket.finished += 1
+        bucket.ended["finished"] += 1
         bucket.met = [count + hit for count, hit in zip(bucket.met, met, strict=True)]
         if ttft_s is not None:
             bucket.ttft_s.append(ttft_s)
@@ -64,20 +62,14 @@ class Timeline:
     def add_given_up(self, waited_s: float, met: Sequence[bool], at_s: float) -> None:
         """A request that its client gave up beyond a target: a miss, and its wait counts as its TTFT."""
         bucket = self._at(at_s)
-        bucket.aborted += 1
+        bucket.ended["aborted"] += 1
         bucket.given_up += 1
         bucket.met = [count + hit for count, hit in zip(bucket.met, met, strict=True)]
         bucket.ttft_s.append(waited_s)
 
     def add_unfinished(self, outcome: str, at_s: float) -> None:
         """A request that ended otherwise: failed, aborted by its client, rejected or rate_limited."""
-        bucket = self._at(at_s)
-        if outcome == "failed":
-            bucket.failed += 1
-        elif outcome == "aborted":
-            bucket.aborted += 1
-        else:
-            bucket.rejected += 1
+        self._at(at_s).ended[outcome if outcome in ENDS else "rejected"] += 1
 
     def points(self, minutes: float, now_s: float, unix_s: float) -> list[dict[str, Any]]:
         """A point for each kept bucket that began in the last `minutes`, oldest first, in Unix time."""
@@ -99,18 +91,16 @@ class Timeline:
 
 def _summary(buckets: list[Bucket], over_s: float) -> dict[str, Any]:
     """Rates and latencies of some buckets; a latency is None where no request finished in them."""
-    finished = sum(b.finished for b in buckets)
+    ended = {end: sum(b.ended[end] for b in buckets) for end in ENDS}
+    judged = ended["finished"] + sum(b.given_up for b in buckets)
     met = {
-        target: {"met": sum(b.met[i] for b in buckets), "of": finished + sum(b.given_up for b in buckets)}
+        target: {"met": sum(b.met[i] for b in buckets), "of": judged}
         for i, target in enumerate(("ttft", "tpot", "both"))
     }
     return {
         "over_s": over_s,
         "tokens_per_s": sum(b.tokens for b in buckets) / over_s,
-        "finished": finished,
-        "failed": sum(b.failed for b in buckets),
-        "rejected": sum(b.rejected for b in buckets),
-        "aborted": sum(b.aborted for b in buckets),
+        **ended,
         "ttft_s": _percentiles(value for b in buckets for value in b.ttft_s),
         "tpot_s": _percentiles(value for b in buckets for value in b.tpot_s),
         "attainment": met,

@@ -31,7 +31,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import struct
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -158,7 +158,7 @@ class ProcessSettings:
 PROCESS_SETTINGS = TypeAdapter(ProcessSettings)
 
 
-class Loads(MutableSequence[int]):
+class Loads:
     """The connections of each gateway on a shared socket, in shared memory; a place without a gateway does
     not accept."""
 
@@ -166,23 +166,14 @@ class Loads(MutableSequence[int]):
         self._cells = memoryview(mmap.mmap(descriptor, 4 * MOST_GATEWAYS)).cast("i")
         self.has_left = False
 
-    def __len__(self) -> int:
-        return MOST_GATEWAYS
-
     def __iter__(self) -> Iterator[int]:
         return iter(self._cells)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> int:
         return self._cells[index]
 
-    def __setitem__(self, index: Any, load: Any) -> None:
+    def __setitem__(self, index: int, load: int) -> None:
         self._cells[index] = NOT_ACCEPTING if self.has_left else load
-
-    def __delitem__(self, index: Any) -> None:
-        raise TypeError("a place is never taken away")
-
-    def insert(self, index: int, value: int) -> None:
-        raise TypeError("no place can be added")
 
 
 class Unwritten:

@@ -34,8 +34,8 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -94,15 +94,9 @@ class SocketTransport:
 
     def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
         """Start to answer fetches at an address; returns what stops it."""
-        listeners: list[socket.socket] = []
-        try:
-            for each in (address, _on_this_host(address)):
-                if each:
-                    listeners.append(_listen(each))
-        except OSError:
-            for listener in listeners:
-                listener.close()
-            raise
+        with ExitStack() as undone:
+            listeners = [undone.enter_context(_listen(at)) for at in (address, _on_this_host(address)) if at]
+            undone.pop_all()
         threads = [
             threading.Thread(target=self._accept, args=(each, tables, memory), name="kv-serve", daemon=True)
             for each in listeners
@@ -128,10 +122,8 @@ class SocketTransport:
         try:
             connection = self._connect(address, fetch.secret, timeout_s)
             try:
-                moved = self._exchange_all(connection, fetch, memory, blocks, timeout_s)
-            except BaseException:
-                connection.close()  # its stream may be in the middle of an answer
-                raise
+                with _closed_if_it_fails(connection):  # in the middle of an answer, perhaps
+                    moved = self._exchange_all(connection, fetch, memory, blocks, timeout_s)
             finally:
                 memory.finish()  # of a fetch that fails, too: its blocks will be another's
         except (OSError, struct.error, msgspec.MsgspecError) as error:
@@ -301,21 +293,24 @@ def reserve_addresses(host: str, ranks: int) -> tuple[tuple[str, ...], Callable[
 
 def _listen(address: str) -> socket.socket:
     scheme, place = _parse(address)
-    listener = socket.socket(socket.AF_UNIX if scheme == "unix" else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        if scheme == "unix":
-            listener.bind("\0" + place)
-        else:
-            host, port = place.rsplit(":", 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # The launcher keeps the port reserved with a bound socket of its own until we are up.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind((host, int(port)))
+    if scheme == "tcp":
+        host, port = place.rsplit(":", 1)
+        # The launcher keeps the port reserved with a bound socket of its own until we are up.
+        return socket.create_server((host, int(port)), backlog=MAX_CONNECTIONS, reuse_port=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _closed_if_it_fails(listener):
+        listener.bind("\0" + place)
         listener.listen(MAX_CONNECTIONS)
-    except OSError:
-        listener.close()
-        raise
     return listener
+
+
+@contextmanager
+def _closed_if_it_fails(connection: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _on_this_host(address: str) -> str:
@@ -343,12 +338,9 @@ def _dial(address: str, timeout_s: float) -> socket.socket:
         connection = socket.create_connection((host, int(port)), timeout_s)
     else:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with _closed_if_it_fails(connection):
             connection.settimeout(timeout_s)
             connection.connect("\0" + place)
-        except OSError:
-            connection.close()
-            raise
     _tune(connection)
     return connection
 
@@ -448,16 +440,13 @@ def sealed(connection: socket.socket, secret: str, accepted_within_s: float | No
     if connection.family == socket.AF_UNIX:
         return connection
     serving, reading = contexts(secret)
-    try:
+    with _closed_if_it_fails(connection):
         if accepted_within_s is None:
             return reading.wrap_socket(connection)
         connection.settimeout(accepted_within_s)
         accepted = serving.wrap_socket(connection, server_side=True)
         accepted.settimeout(None)
-    except OSError:
-        connection.close()
-        raise
-    return accepted
+        return accepted
 
 
 def _identity(secret: str) -> tuple[bytes, bytes]:

@@ -43,37 +43,22 @@ class Account:
     """
 
     def __init__(self, profiles: Mapping[str, Profile], workers: int, lengths: LengthTable) -> None:
-        self._led = state.new_ledger(
+        self.ledger = state.new_ledger(
             np.zeros((workers, speed.WIDTH)), np.arange(workers), ROWS, SLOTS, lengths
         )
-        self.kinds = WorkerKinds(profiles, self._led.coefficients)
-        self._worker_rows: dict[WorkerId, int] = {}
+        self.kinds = WorkerKinds(profiles, self.ledger.coefficients)
+        self.worker_rows: dict[WorkerId, int] = {}
         self._workers: dict[int, WorkerId] = {}
         self._weights: dict[int, str] = {}
-        self._rows: dict[RequestId, int] = {}
+        self.request_rows: dict[RequestId, int] = {}
         self._expected: dict[RequestId, tuple[int, int]] = {}  # row of the worker it will come to, tokens
         # Of each prefill in progress: tokens that are computed, and those that the step in progress computes.
         self._computed, self._chunks = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
         self._free = list(range(ROWS))
         self._mirrors = Mirrors(workers)
         self.slos: tuple[Slo, ...] = ()  # of the fleet's SLO classes, to which others may yield
-        compile_account(self._led, self._computed, self._chunks)
-        self._mirrors.compile(self._led.caches)
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger now; it is another one after `row` had to make room."""
-        return self._led
-
-    @property
-    def worker_rows(self) -> Mapping[WorkerId, int]:
-        """The ledger's row of each attached worker."""
-        return self._worker_rows
-
-    @property
-    def request_rows(self) -> Mapping[RequestId, int]:
-        """The ledger's row of each request."""
-        return self._rows
+        compile_account(self.ledger, self._computed, self._chunks)
+        self._mirrors.compile(self.ledger.caches)
 
     @property
     def has_workers(self) -> bool:
@@ -82,30 +67,30 @@ class Account:
 
     def prefix_hits(self, worker: WorkerId) -> Hits:
         """The prompt tokens that a worker had cached, and those expected."""
-        return self._mirrors.hits.get(self._worker_rows.get(worker, state.NONE), Hits())
+        return self._mirrors.hits.get(self.worker_rows.get(worker, state.NONE), Hits())
 
     def tells_cached(self, worker: WorkerId) -> bool:
         """Whether what a worker has cached is known from its engine, and not predicted."""
-        return self._mirrors.is_told(self._worker_rows.get(worker, state.NONE))
+        return self._mirrors.is_told(self.worker_rows.get(worker, state.NONE))
 
     def take_cached(self, worker: WorkerId, change: CacheChange) -> str:
         """A worker tells what it has cached; return why it must be asked for all of it, or nothing."""
-        return self._mirrors.take(self._led, self._worker_rows[worker], change)
+        return self._mirrors.take(self.ledger, self.worker_rows[worker], change)
 
     def take_loads(self, info: WorkerInfo, told: Telemetry) -> None:
         """The rate of a worker's loads of KV from CPU memory, if it has loaded any."""
-        if told.host_loaded_bytes and told.host_loading_s and info.worker in self._worker_rows:
+        if told.host_loaded_bytes and told.host_loading_s and info.worker in self.worker_rows:
             per_byte_s = told.host_loading_s / told.host_loaded_bytes / info.tp_degree
-            self._load_at(self._worker_rows[info.worker], info.block_bytes * per_byte_s)
+            self._load_at(self.worker_rows[info.worker], info.block_bytes * per_byte_s)
 
     def _load_at(self, w: int, block_s: float) -> None:
         """Loading a block from host memory takes a worker so long."""
-        if self._led.host.chunks.tokens:
-            self._led.host.links[w]["copy_s"] = block_s
+        if self.ledger.host.chunks.tokens:
+            self.ledger.host.links[w]["copy_s"] = block_s
 
     def learn(self, lengths: LengthTable) -> None:
         """Use another table for requests that outlive their prediction."""
-        self._led = self._led._replace(
+        self.ledger = self.ledger._replace(
             length_edges=np.ascontiguousarray(lengths.bin_edges, np.int64),
             length_grid=np.ascontiguousarray(lengths.grid, np.int64),
             length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
@@ -115,41 +100,41 @@ class Account:
 
     def attach(self, info: WorkerInfo, kind: str, role: Role = "any") -> None:
         """A worker of a kind takes requests from now on."""
-        w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
-        self._worker_rows[info.worker], self._workers[w] = w, info.worker
+        w = next(i for i in range(len(self.ledger.workers)) if i not in self._workers)
+        self.worker_rows[info.worker], self._workers[w] = w, info.worker
         self._weights[w] = info.weights
-        self._led = self._mirrors.attach(self._led, w, info)
+        self.ledger = self._mirrors.attach(self.ledger, w, info)
         self.become(info, kind, role)
         profile = self.kinds.profiles.get(kind)
         if profile is not None and (load_s := profile.load_s(info.block_bytes, info.tp_degree)) is not None:
             self._load_at(w, load_s)
-        self._led.workers[w]["status"] = state.SERVING
+        self.ledger.workers[w]["status"] = state.SERVING
 
     def become(self, info: WorkerInfo, kind: str, role: Role) -> None:
         """A worker is of that kind from now on, and has that role."""
-        w = self._worker_rows[info.worker]
+        w = self.worker_rows[info.worker]
         self.kinds.become(w, kind, info)
-        self._led.workers[w]["role"] = state.ROLES.index(role)
+        self.ledger.workers[w]["role"] = state.ROLES.index(role)
 
     def detach(self, worker: WorkerId) -> None:
         """A worker is gone; its requests must be put elsewhere or ended."""
-        w = self._worker_rows.pop(worker, None)
+        w = self.worker_rows.pop(worker, None)
         if w is None:
             return
-        for request in [r for r, row in self._rows.items() if self._led.requests[row]["worker"] == w]:
-            self._leave(self._rows[request])
-        self._mirrors.detach(self._led, w)
+        for r in [r for r in self.request_rows.values() if self.ledger.requests[r]["worker"] == w]:
+            self._leave(r)
+        self._mirrors.detach(self.ledger, w)
         self._expected = {r: at for r, at in self._expected.items() if at[0] != w}
         del self._workers[w], self._weights[w]
         self.kinds.leave(w)
-        blank = self._led.workers[w]
+        blank = self.ledger.workers[w]
         for name in LOADS:
             blank[name] = 0
         blank["status"], blank["boundary_s"] = state.OFF, -1.0
 
     def set_open(self, worker: WorkerId, is_open: bool) -> None:
         """Whether new requests may go to a worker (a draining one is closed)."""
-        self._led.workers[self._worker_rows[worker]]["status"] = state.SERVING if is_open else state.DRAINING
+        self.ledger.workers[self.worker_rows[worker]]["status"] = state.SERVING if is_open else state.DRAINING
 
     # Requests on workers.
 
@@ -158,13 +143,13 @@ class Account:
         self.expect(request, None)
         r = self.row(request)
         self._leave(r)
-        w = self._worker_rows[worker]
-        row = self._led.requests[r]
+        w = self.worker_rows[worker]
+        row = self.ledger.requests[r]
         row["key"] = len(request.output_token_ids)
         if row["key"] > 0:
             row["predicted"] = max(request.predicted_tokens, int(row["key"]) + 1)
-        was_idle = is_idle(self._led, w)
-        batch.enqueue(self._led, w, r, False)
+        was_idle = is_idle(self.ledger, w)
+        batch.enqueue(self.ledger, w, r, False)
         if has_kv and row["key"] > 0:
             self._begin_decoding(w, r, int(row["key"]))
         if was_idle:
@@ -174,13 +159,13 @@ class Account:
         """Count a request on the worker that it is on its way to, and still where it is; None: no more."""
         w, tokens = self._expected.pop(request.id, (state.NONE, 0))
         if w != state.NONE:
-            self._led.workers[w]["queued"] -= 1
-            self._led.workers[w]["queued_context"] -= tokens
-        if worker is not None and worker in self._worker_rows:
-            w, tokens = self._worker_rows[worker], request.context_tokens
+            self.ledger.workers[w]["queued"] -= 1
+            self.ledger.workers[w]["queued_context"] -= tokens
+        if worker is not None and worker in self.worker_rows:
+            w, tokens = self.worker_rows[worker], request.context_tokens
             self._expected[request.id] = w, tokens
-            self._led.workers[w]["queued"] += 1
-            self._led.workers[w]["queued_context"] += tokens
+            self.ledger.workers[w]["queued"] += 1
+            self.ledger.workers[w]["queued_context"] += tokens
 
     def advance(
         self,
@@ -198,15 +183,17 @@ class Account:
         it was expected to. False for what made no token and says nothing: it was no step.
         `steps`: more than one, where all only decode.
         """
-        w = self._worker_rows.get(worker)
+        w = self.worker_rows.get(worker)
         if w is None or (prefilled is None and not got):
             return False
-        if self._led.workers[w]["queued"] > 0:
-            batch.end_step(self._led, w, self._computed, self._chunks, -1 if prefilled is None else prefilled)
-        led, counts = self._led, {}
+        if self.ledger.workers[w]["queued"] > 0:
+            batch.end_step(
+                self.ledger, w, self._computed, self._chunks, -1 if prefilled is None else prefilled
+            )
+        led, counts = self.ledger, {}
         fresh: list[tuple[int, int, Found | None]] = []
         for request, tokens in got:
-            r = self._rows.get(request.id)
+            r = self.request_rows.get(request.id)
             if r is None or tokens == 0:
                 continue
             if led.requests[r]["phase"] == state.DECODING:
@@ -224,105 +211,107 @@ class Account:
 
     def begin_step(self, worker: WorkerId, now_s: float) -> None:
         """A worker's next step begins, with those that are on it now."""
-        w = self._worker_rows[worker]
-        at = self._led.workers[w]
-        while at["running_n"] + at["queued"] > self._led.running.shape[1]:
+        w = self.worker_rows[worker]
+        at = self.ledger.workers[w]
+        while at["running_n"] + at["queued"] > self.ledger.running.shape[1]:
             self._widen()
-        batch.begin_step(self._led, w, self._computed, self._chunks, now_s)
+        batch.begin_step(self.ledger, w, self._computed, self._chunks, now_s)
 
     def take(self, request: Tracked) -> None:
         """A request is on no worker any more."""
-        r = self._rows.get(request.id)
+        r = self.request_rows.get(request.id)
         if r is not None:
             self._leave(r)
 
     def forget(self, request: Tracked, has_finished: bool = False) -> None:
         """A request is over; one that has finished teaches how long answers are."""
-        r = self._rows.pop(request.id, None)
+        r = self.request_rows.pop(request.id, None)
         if r is not None:
             if has_finished:
-                misprediction.note_end(self._led, r, len(request.output_token_ids))
+                misprediction.note_end(self.ledger, r, len(request.output_token_ids))
             self._leave(r)
-            misprediction.keep_up(self._led, 0.0)
-            self._mirrors.leave(self._led.caches, r)
-            self._led.requests[r]["phase"] = state.DONE
+            misprediction.keep_up(self.ledger, 0.0)
+            self._mirrors.leave(self.ledger.caches, r)
+            self.ledger.requests[r]["phase"] = state.DONE
             self._free.append(r)
 
     def is_decoding(self, request: Tracked) -> bool:
         """Whether its present segment has made a token."""
-        r = self._rows.get(request.id)
-        return r is not None and bool(self._led.requests[r]["phase"] == state.DECODING)
+        r = self.request_rows.get(request.id)
+        return r is not None and bool(self.ledger.requests[r]["phase"] == state.DECODING)
 
     def is_begun(self, request: Tracked) -> bool:
         """Whether its worker's engine computes it, or has begun to."""
-        return bool(self._led.requests[self._rows[request.id]]["phase"] in (state.PREFILLING, state.DECODING))
+        return bool(
+            self.ledger.requests[self.request_rows[request.id]]["phase"] in (state.PREFILLING, state.DECODING)
+        )
 
     def hands_over(self, request: Tracked) -> bool:
         """Whether a request is on a worker that only prefills."""
-        r = self._rows.get(request.id)
-        w = state.NONE if r is None else int(self._led.requests[r]["worker"])
-        return w != state.NONE and bool(self._led.workers[w]["role"] == state.PREFILL_ONLY)
+        r = self.request_rows.get(request.id)
+        w = state.NONE if r is None else int(self.ledger.requests[r]["worker"])
+        return w != state.NONE and bool(self.ledger.workers[w]["role"] == state.PREFILL_ONLY)
 
     def chunks(self, request: Tracked) -> int:
         """The steps that its prefill takes, if nothing else is in them."""
-        w = int(self._led.requests[self._rows[request.id]]["worker"])
-        return -(-request.context_tokens // max(int(self._led.coefficients[w, speed.MAX_BATCHED]), 1))
+        w = int(self.ledger.requests[self.request_rows[request.id]]["worker"])
+        return -(-request.context_tokens // max(int(self.ledger.coefficients[w, speed.MAX_BATCHED]), 1))
 
     # The ledger's rows.
 
     def row(self, request: Tracked) -> int:
         """The request's row in the ledger, made when it is first asked for."""
-        r = self._rows.get(request.id)
+        r = self.request_rows.get(request.id)
         if r is None:
             if not self._free:
                 self._grow()
-            r = self._rows[request.id] = self._free.pop()
+            r = self.request_rows[request.id] = self._free.pop()
             request.kept_tpot_s = self.kinds.kept_tpot_s(request.slo.tpot_s, request.prompt_tokens)
-            enter(self._led.requests[r], request, self.slos)
-            self._mirrors.enter(self._led.caches, r, request)
+            enter(self.ledger.requests[r], request, self.slos)
+            self._mirrors.enter(self.ledger.caches, r, request)
         return r
 
     def _grow(self) -> None:
         """Make room for twice as many requests."""
-        n = len(self._led.requests)
-        caches, host = self._mirrors.widen(self._led)
-        requests = np.concatenate((self._led.requests, self._led.requests))
-        self._led = self._led._replace(requests=requests, caches=caches, host=host)
+        n = len(self.ledger.requests)
+        caches, host = self._mirrors.widen(self.ledger)
+        requests = np.concatenate((self.ledger.requests, self.ledger.requests))
+        self.ledger = self.ledger._replace(requests=requests, caches=caches, host=host)
         self._computed, self._chunks = np.tile(self._computed, 2), np.tile(self._chunks, 2)
         self._free = list(range(n, 2 * n))
 
     def _widen(self) -> None:
         """Make room for twice as many requests on a worker."""
-        running = self._led.running
-        self._led = self._led._replace(running=np.concatenate((running, np.zeros_like(running)), axis=1))
+        running = self.ledger.running
+        self.ledger = self.ledger._replace(running=np.concatenate((running, np.zeros_like(running)), axis=1))
 
     def _begin_decoding(self, w: int, r: int, tokens: int, found: Found | None = None) -> None:
-        at, row = self._led.workers[w], self._led.requests[r]
+        at, row = self.ledger.workers[w], self.ledger.requests[r]
         at["queued_tokens"] -= self._left(r)
         if row["phase"] == state.QUEUED:
-            batch.dequeue(self._led, w, r)
-            if at["running_n"] == self._led.running.shape[1]:
+            batch.dequeue(self.ledger, w, r)
+            if at["running_n"] == self.ledger.running.shape[1]:
                 self._widen()
-            self._led.running[w, at["running_n"]] = r
+            self.ledger.running[w, at["running_n"]] = r
             at["running_n"] += 1
-        self._mirrors.begin(self._led, w, r, int(row["prompt"] + min(row["key"], tokens - 1)), found)
-        batch.begin_decoding(self._led, w, r, tokens)
+        self._mirrors.begin(self.ledger, w, r, int(row["prompt"] + min(row["key"], tokens - 1)), found)
+        batch.begin_decoding(self.ledger, w, r, tokens)
 
     def _left(self, r: int) -> int:
         """Tokens of a prefill that are neither computed nor in the step in progress."""
-        begun = 0 if self._led.requests[r]["phase"] == state.QUEUED else self._computed[r] + self._chunks[r]
-        return int(batch.to_compute(self._led, r) - begun)
+        begun = 0 if self.ledger.requests[r]["phase"] == state.QUEUED else self._computed[r] + self._chunks[r]
+        return int(batch.to_compute(self.ledger, r) - begun)
 
     def _leave(self, r: int) -> None:
-        row = self._led.requests[r]
+        row = self.ledger.requests[r]
         w = int(row["worker"])
         if row["phase"] == state.QUEUED:
-            batch.leave_queue(self._led, w, r)
+            batch.leave_queue(self.ledger, w, r)
         elif row["phase"] in (state.PREFILLING, state.DECODING):
-            at, running = self._led.workers[w], self._led.running[w]
+            at, running = self.ledger.workers[w], self.ledger.running[w]
             if row["phase"] == state.DECODING:
-                self._mirrors.end(self._led, w, r)
-                batch.stop_decoding(self._led, w, r, state.HELD)
+                self._mirrors.end(self.ledger, w, r)
+                batch.stop_decoding(self.ledger, w, r, state.HELD)
             else:
                 at["queued"] -= 1
                 at["queued_tokens"] -= self._left(r)
@@ -333,8 +322,8 @@ class Account:
             running[: len(kept)] = kept
             at["running_n"] = len(kept)
             row["worker"] = state.NONE
-        if w != state.NONE and is_idle(self._led, w):
-            self._led.workers[w]["boundary_s"] = -1.0  # no step is in progress
+        if w != state.NONE and is_idle(self.ledger, w):
+            self.ledger.workers[w]["boundary_s"] = -1.0  # no step is in progress
 
 
 def enter(row: Records, request: Tracked, slos: Sequence[Slo]) -> None:

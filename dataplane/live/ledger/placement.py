@@ -57,14 +57,14 @@ class Placement(Account):
         # Compiled now rather than under the first client's request.
         self._choose(0, 0.0, policy)
         self._decode_worker(0, 0.0)
-        compile_now(loads.loads, self._led)
-        compile_now(loads.kept_everywhere, self._led, 0)
-        compile_now(loads.kept_at, self._led, 0, 0)
-        compile_now(remaining, self._led, 0, 0)
-        compile_now(has_seat, self._led, 0)
-        compile_now(loads.running_at, self._led, 0)
-        compile_now(loads.queue_at, self._led, 0)
-        compile_now(cached_everywhere, self._led.caches, self._led.caches.ids)
+        compile_now(loads.loads, self.ledger)
+        compile_now(loads.kept_everywhere, self.ledger, 0)
+        compile_now(loads.kept_at, self.ledger, 0, 0)
+        compile_now(remaining, self.ledger, 0, 0)
+        compile_now(has_seat, self.ledger, 0)
+        compile_now(loads.running_at, self.ledger, 0)
+        compile_now(loads.queue_at, self.ledger, 0)
+        compile_now(cached_everywhere, self.ledger.caches, self.ledger.caches.ids)
 
     @property
     def goes_by_targets(self) -> bool:
@@ -72,13 +72,13 @@ class Placement(Account):
         return self.policy in BY_TARGETS and self.kinds.knows_step_times
 
     def detach(self, worker: WorkerId) -> None:
-        self._silent.discard(self._worker_rows.get(worker, state.NONE))
+        self._silent.discard(self.worker_rows.get(worker, state.NONE))
         super().detach(worker)
 
     def suspect(self, worker: WorkerId, is_silent: bool) -> None:
         """Whether a worker is silent: it gets no requests then, as long as another could have them."""
         change = self._silent.add if is_silent else self._silent.discard
-        change(self._worker_rows[worker])
+        change(self.worker_rows[worker])
 
     def choose(
         self, request: Tracked, now_s: float, exclude: Collection[WorkerId] = (), policy: Policy | None = None
@@ -92,14 +92,14 @@ class Placement(Account):
         if w != state.NONE and holders and w not in holders:
             with self._without(self._workers.keys() - holders):
                 h = self._choose(r, now_s, policy)
-            busy = self._led.workers["decoding"] + self._led.workers["queued"]
+            busy = self.ledger.workers["decoding"] + self.ledger.workers["queued"]
             w = h if h != state.NONE and busy[h] <= busy[w] + LEAN else w
         return None if w == state.NONE else self._workers[w]
 
     def _choose(self, r: int, now_s: float, policy: Policy) -> int:
         # The exact policy places a heartbeat's requests together; a single one by its greedy form.
         code = POLICY_CODE[Policy.BEST_FIT if policy == Policy.EXACT else policy]
-        led, draw = self._led, self._rng.random(2)
+        led, draw = self.ledger, self._rng.random(2)
         by, role = self._settings_row, state.ANY_PHASE
         w = int(decide(led, code, by, r, now_s, RETRY_S, PATIENCE, role, draw, ASK))
         # Nor do the baselines overfill a worker here.
@@ -120,9 +120,9 @@ class Placement(Account):
         By the rule of both planes (migration.room); off a prefill worker to a decode worker. `busy`: workers
         at an end of a copy.
         """
-        here = self._worker_rows[worker]
+        here = self.worker_rows[worker]
         by_row = {RequestId(str(self.row(t))): t for t in requests if self.is_decoding(t)}
-        if self._led.workers[here]["role"] == state.PREFILL_ONLY:
+        if self.ledger.workers[here]["role"] == state.PREFILL_ONLY:
             havens = ((t, self.choose_decode(t, now_s)) for t in by_row.values())
             return next(((t, w) for t, w in havens if w is not None), None)
         views = self._views([w for w in self._serving() if w != here])
@@ -136,7 +136,7 @@ class Placement(Account):
                 [view for w, view in there.items() if w not in holders],
             ]
 
-        leaving = [loads.request_at(self._led, int(r), self._worker_rows.__getitem__) for r in by_row]
+        leaving = [loads.request_at(self.ledger, int(r), self.worker_rows.__getitem__) for r in by_row]
         source = WorkerLoad(worker, "draining", 0, kind=self.kinds.of[here])
         went = next_off(self._forecasts, source, leaving, takers, busy)
         return None if went is None else (by_row[went[0].request], went[1].id)
@@ -145,28 +145,32 @@ class Placement(Account):
         """These workers as rules of moves see them, with what is on its way to them."""
         steps = {k: p.step for k, p in self.kinds.profiles.items()} if self.kinds.knows_step_times else {}
         named = {w: (self._workers[w], self.kinds.of[w], steps.get(self.kinds.of[w])) for w in rows}
-        coming = [(self._rows[name], w) for name, (w, _) in self._expected.items() if name in self._rows]
-        return dict(zip(rows, loads.views_of(self._led, named, coming), strict=True))
+        coming = [
+            (self.request_rows[name], w)
+            for name, (w, _) in self._expected.items()
+            if name in self.request_rows
+        ]
+        return dict(zip(rows, loads.views_of(self.ledger, named, coming), strict=True))
 
     def _holders(self, request: Tracked) -> set[int]:
         """The rows of workers that hold a request's LoRA adapter; none for a request without one."""
         adapter = request.request.lora_request
-        return set() if adapter is None else {self._worker_rows[h] for h in self.holders(adapter.lora_int_id)}
+        return set() if adapter is None else {self.worker_rows[h] for h in self.holders(adapter.lora_int_id)}
 
     def cached_at(self, request: Tracked, worker: WorkerId) -> int:
         """Tokens of a request that a worker should have cached, which a move there need not send."""
-        if worker not in self._worker_rows or request.id not in self._rows:
+        if worker not in self.worker_rows or request.id not in self.request_rows:
             return 0
-        r, row_of = self._rows[request.id], self._worker_rows.__getitem__
-        return loads.cached_at(self._led, r, row_of, worker).tokens
+        r, row_of = self.request_rows[request.id], self.worker_rows.__getitem__
+        return loads.cached_at(self.ledger, r, row_of, worker).tokens
 
     def cached_elsewhere(self, request: Tracked) -> dict[WorkerId, int]:
         """The other workers that should have most of a request cached, and how many tokens."""
-        r = self._rows.get(request.id)
-        if r is None or self._led.caches.tokens == 0:
+        r = self.request_rows.get(request.id)
+        if r is None or self.ledger.caches.tokens == 0:
             return {}
-        kept = loads.kept_everywhere(self._led, r)
-        here = self._led.requests[r]["worker"]
+        kept = loads.kept_everywhere(self.ledger, r)
+        here = self.ledger.requests[r]["worker"]
         there = [(int(kept[w]), name) for w, name in self._workers.items() if kept[w] and w != here]
         return {name: tokens for tokens, name in sorted(there, reverse=True)[:MOST_TOLD]}
 
@@ -174,7 +178,7 @@ class Placement(Account):
 
     def texts(self) -> Iterator[Text]:
         """What has ended last, first; by its turn in that order."""
-        caches, rows = self._led.caches, self._worker_rows
+        caches, rows = self.ledger.caches, self.worker_rows
         for turn, ended in enumerate(self._mirrors.texts):
             blocks = cached_everywhere(caches, ended.ids) * caches.tokens
 
@@ -185,12 +189,12 @@ class Placement(Account):
 
     def views(self, workers: Sequence[WorkerId]) -> list[WorkerView]:
         """These workers as rules of moves see them."""
-        return list(self._views([self._worker_rows[name] for name in workers]).values())
+        return list(self._views([self.worker_rows[name] for name in workers]).values())
 
     def brought(self, worker: WorkerId, ids: Ints) -> None:
         """The blocks of these ids have come to a worker's cache."""
-        if worker in self._worker_rows and self._free and self._led.caches.tokens:
-            self._mirrors.bring(self._led, self._worker_rows[worker], self._free[-1], ids)
+        if worker in self.worker_rows and self._free and self.ledger.caches.tokens:
+            self._mirrors.bring(self.ledger, self.worker_rows[worker], self._free[-1], ids)
 
     # Prefill and decode workers.
 
@@ -200,23 +204,23 @@ class Placement(Account):
         """The decode worker that a request is handed over to; None where the one chosen has no room."""
         with self._without(self._barred(request, exclude)):
             w = self._decode_worker(self.row(request), now_s)
-        if w == state.NONE or not has_seat(self._led, w):
+        if w == state.NONE or not has_seat(self.ledger, w):
             return None
-        at, k = self._led.workers[w], self._led.coefficients[w]
+        at, k = self.ledger.workers[w], self.ledger.coefficients[w]
         here = at["decoding"] + at["queued"] + 1  # each may need a block more than its tokens say
         tokens = at["context"] + at["queued_context"] + request.context_tokens + here * k[speed.BLOCK_TOKENS]
         return None if tokens > k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS] else self._workers[w]
 
     def _decode_worker(self, r: int, now_s: float) -> int:
         """The decode worker for a request that is on a worker, or NONE."""
-        row, code = self._led.requests[r], POLICY_CODE[self.policy]
+        row, code = self.ledger.requests[r], POLICY_CODE[self.policy]
         if self.policy == Policy.EXACT:
             code = POLICY_CODE[Policy.BEST_FIT]
         key = int(row["key"])
         # Where it goes its tokens are not counted by this one's steps.
-        row["key"] = state.generated(self._led, r)
+        row["key"] = state.generated(self.ledger, r)
         try:
-            return int(decode_worker(self._led, code, self._settings_row, r, now_s, self._rng.random(2)))
+            return int(decode_worker(self.ledger, code, self._settings_row, r, now_s, self._rng.random(2)))
         finally:
             row["key"] = key
 
@@ -224,7 +228,7 @@ class Placement(Account):
 
     def _barred(self, request: Tracked, exclude: Collection[WorkerId]) -> set[int]:
         """The rows of workers that are excluded, or could not go on with the request."""
-        barred = {self._worker_rows[w] for w in exclude if w in self._worker_rows} | self._suspects()
+        barred = {self.worker_rows[w] for w in exclude if w in self.worker_rows} | self._suspects()
         if request.output_token_ids:
             barred |= {w for w, weights in self._weights.items() if weights != request.weights}
         return barred
@@ -235,7 +239,7 @@ class Placement(Account):
         if not rows:
             yield
             return
-        status, at = self._led.workers["status"], list(rows)
+        status, at = self.ledger.workers["status"], list(rows)
         before = status[at].copy()
         status[at] = state.OFF
         try:
@@ -245,10 +249,10 @@ class Placement(Account):
 
     def can_take(self, worker: WorkerId, request: Tracked) -> bool:
         """Whether a worker is open, has a seat, and may go on with the request."""
-        w = self._worker_rows.get(worker)
+        w = self.worker_rows.get(worker)
         if w is None or (request.output_token_ids and self._weights[w] != request.weights):
             return False
-        return self._led.workers[w]["status"] == state.SERVING and bool(has_seat(self._led, w))
+        return self.ledger.workers[w]["status"] == state.SERVING and bool(has_seat(self.ledger, w))
 
     def together(self, line: Ints, now_s: float) -> Callable[[], tuple[list[tuple[int, WorkerId]], bool]]:
         """The exact policy's placement of ledger rows, to be called on another thread: (row, worker) pairs,
@@ -256,7 +260,7 @@ class Placement(Account):
         """
         suspects = self._suspects()
         serving = [w for w in self._serving() if w not in suspects]
-        led, names = state.copied(self._led), dict(self._workers)
+        led, names = state.copied(self.ledger), dict(self._workers)
         (profile,) = self.kinds.profiles.values()
 
         def solved() -> tuple[list[tuple[int, WorkerId]], bool]:
@@ -267,7 +271,7 @@ class Placement(Account):
         return solved
 
     def _serving(self) -> list[int]:
-        return [w for w in self._workers if self._led.workers[w]["status"] == state.SERVING]
+        return [w for w in self._workers if self.ledger.workers[w]["status"] == state.SERVING]
 
     def _suspects(self) -> set[int]:
         return self._silent if self._silent and not self._silent.issuperset(self._serving()) else set()

@@ -185,9 +185,9 @@ class Ticket:
         return now_s if sent_s is None else min(sent_s, now_s)
 
 
-def expected_tokens(request: EngineRequest, predict: Callable[[int], int]) -> int:
+def expected_tokens(request: EngineRequest, predict: Callable[[int, int], int]) -> int:
     """The output tokens to expect of a request, within what its client allows."""
-    expected = predict(len(request.prompt_token_ids or ()))
+    expected = predict(len(request.prompt_token_ids or ()), 0)
     params = request.sampling_params
     if params is None or params.max_tokens is None:
         return expected
@@ -198,7 +198,7 @@ CURRENT_TICKET: ContextVar[Ticket | None] = ContextVar("current_ticket", default
 
 
 def tracked_from(
-    request: EngineRequest, default_slo: Slo, predict: Callable[[int], int], now_s: float
+    request: EngineRequest, default_slo: Slo, predict: Callable[[int, int], int], now_s: float
 ) -> Tracked:
     """The request with its HTTP request's ticket, its priority for the engine, and its expected output."""
     ticket = CURRENT_TICKET.get() or Ticket("", "anyone", default_slo, 0)

@@ -31,6 +31,7 @@ MAX_BODY_BYTES = 64 << 20
 CONNECT_S = 5.0
 OWN = frozenset({"/v1/fleet", "/metrics", "/ready"})  # of the control API, answered from all fleets
 OPEN = frozenset({"/health", "/ping", "/version", "/openapi.json", "/docs"})  # the first fleet's are any's
+FIGURES = ("wanted_workers", "auto", "requests", "lately", "attainment_target", "gap")  # of a fleet
 OF_A_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 )
@@ -144,13 +145,8 @@ def portfolio_view(
                 "name": name,
                 "control": fleets[name],
                 "workers": {s: states.count(s) for s in ("starting", "serving", "draining")},
-                "wanted_workers": view["wanted_workers"],
-                "auto": view["auto"],
-                "requests": view["requests"],
-                "lately": view["lately"],
-                "attainment_target": view["attainment_target"],
-                "gap": view["gap"],
             }
+            | {figure: view[figure] for figure in FIGURES}
         )
     return {"schema": "tokenfleet.portfolio-fleet/1", "models": models, **shared}
 

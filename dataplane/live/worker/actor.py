@@ -29,7 +29,7 @@ from dataplane.live.engine_api import processes, wire
 from dataplane.live.engine_api import vllm_surface as vllm
 from dataplane.live.engine_api.cache_events import CacheChange, CachedBlocks
 from dataplane.live.engine_api.kv_messages import Control, message_of, told_of_load
-from dataplane.live.engine_api.link import Adapters, Step, Telemetry, WorkerInfo
+from dataplane.live.engine_api.link import Adapters, Step, WorkerInfo
 from dataplane.live.engine_api.notices import Notice, read_notice
 from dataplane.live.engine_api.step_trace import StepTrace, step_stats
 from dataplane.live.engine_api.wire import Door
@@ -134,10 +134,6 @@ class Worker:
     async def health(self) -> bool:
         """Whether the engine is alive and this actor answers."""
         return not self._lost and not self._core.resources.engine_dead
-
-    async def telemetry(self) -> Telemetry:
-        """The load after the last step."""
-        return self._trace.telemetry(time.monotonic())
 
     async def steps(self, since: int = 0) -> tuple[int, Sequence[Step]]:
         """Executed steps from number `since` on (see `StepTrace.steps`)."""

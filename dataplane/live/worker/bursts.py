@@ -19,13 +19,10 @@ PLAIN_TOKENS = 30_000  # and placeholders of images at the end
 
 
 class Measured(Protocol):
-    """An engine that runs bursts."""
+    """An engine that runs bursts. `vocabulary`: how many tokens its model knows."""
 
-    @property
-    def room(self) -> EngineRoom: ...
-
-    @property
-    def vocabulary(self) -> int: ...
+    room: EngineRoom
+    vocabulary: int
 
     async def begin(self, request: EngineRequest) -> None:
         """Give it a request."""
@@ -42,18 +39,10 @@ class LinkedEngine(Measured):
     """An engine measured over its link, before anyone else listens there."""
 
     def __init__(self, link: EngineLink, vocabulary: int) -> None:
-        self._link, self._vocabulary = link, vocabulary
+        self._link, self.room, self.vocabulary = link, room_of(link), vocabulary
         self.steps = self._begun_at = 0
         self._is_idle = True
         self._open: set[str] = set()
-
-    @property
-    def room(self) -> EngineRoom:
-        return room_of(self._link)
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
 
     async def begin(self, request: EngineRequest) -> None:
         if not self._open:

@@ -46,7 +46,17 @@ class ProfiledEngine:
     def __init__(self, core: Any, clock: Clock, shared: set[Path]) -> None:
         self._core, self._clock, self._shared = core, clock, shared
         self._bursts = self._executed = 0
-        self._trace = StepTrace(WorkerId("engine"), core.vllm_config.cache_config.num_gpu_blocks)
+        config = core.vllm_config
+        cache, limits, model = config.cache_config, config.scheduler_config, config.model_config
+        # The largest batch and context that the engine has room for.
+        self.room = EngineRoom(
+            kv_tokens=cache.num_gpu_blocks * cache.block_size,
+            max_seqs=limits.max_num_seqs,
+            max_batched_tokens=limits.max_num_batched_tokens,
+            max_context_tokens=model.max_model_len,
+        )
+        self.vocabulary = int(model.get_vocab_size())
+        self._trace = StepTrace(WorkerId("engine"), cache.num_gpu_blocks)
         self._cpu_s = 0.0
 
     @classmethod
@@ -71,17 +81,6 @@ class ProfiledEngine:
             await engine.close()
             raise
         return engine
-
-    @property
-    def room(self) -> EngineRoom:
-        """The largest batch and context that the engine has room for."""
-        config = self._core.vllm_config
-        return EngineRoom(
-            kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
-            max_seqs=config.scheduler_config.max_num_seqs,
-            max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            max_context_tokens=config.model_config.max_model_len,
-        )
 
     def environment(self) -> dict[str, Any]:
         """Everything its step times depend on; measurements are only continued under the same."""
@@ -128,11 +127,6 @@ class ProfiledEngine:
         steps: list[Step] = []
         await run_burst(self, burst, f"profile-{self._bursts}", rng, steps)
         return steps
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens the model knows."""
-        return int(self._core.vllm_config.model_config.get_vocab_size())
 
     async def begin(self, request: EngineRequest) -> None:
         await self._core.add_request_async(request)

@@ -28,7 +28,7 @@ def by_ledger(profile, policy=Policy.SPREAD):
 def is_empty(placement):
     """Whether the ledger holds nothing, and its running sums have come back to zero."""
     counts = ("decoding", "context", "queued", "queued_tokens", "queued_context", "running_n")
-    return not placement._rows and all((placement.ledger.workers[name] == 0).all() for name in counts)
+    return not placement.request_rows and all((placement.ledger.workers[name] == 0).all() for name in counts)
 
 
 def play(story, workers=(A, B), waiting=None, ledger=False, policy=Policy.SPREAD, slos=(), **sizes):

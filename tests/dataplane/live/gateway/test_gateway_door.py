@@ -25,7 +25,7 @@ def through_the_door():
         async def app(scope, receive, send):
             for _ in range(parts):
                 request = SimpleNamespace(prompt_token_ids=[1], sampling_params=None)
-                tracked.append(tracked_from(request, SLO, lambda prompt: 1, time.monotonic() + 20.0))
+                tracked.append(tracked_from(request, SLO, lambda *_: 1, time.monotonic() + 20.0))
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"{}"})
 

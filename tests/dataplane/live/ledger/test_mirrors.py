@@ -51,7 +51,7 @@ def serve(placement: Placement, tracked: Tracked, worker: WorkerId, answer: list
 
 
 def expected(placement: Placement, tracked: Tracked, worker: WorkerId) -> int:
-    tokens = cached_tokens(placement.ledger, placement._worker_rows[worker], placement.row(tracked), 0, False)
+    tokens = cached_tokens(placement.ledger, placement.worker_rows[worker], placement.row(tracked), 0, False)
     placement.forget(tracked)
     return tokens
 

@@ -149,7 +149,7 @@ def test_what_is_learned_says_how_many_steps_the_engine_plans_ahead(play):
 
     def ahead(measure):
         async def told(link, kind):
-            link._info = replace(link.info, steps_ahead=1.0)
+            link.info = replace(link.info, steps_ahead=1.0)
             await measure(link, kind)
 
         return told
