@@ -46,6 +46,7 @@ HELLO, ADD, ABORT, ALIVE, BYE = b"hello", b"add", b"abort", b"alive", b"bye"
 WELCOME, OUTPUTS, LOAD, REFUSED, LOST = b"welcome", b"outputs", b"load", b"refused", b"lost"
 ADAPTER, ADAPTERS, CACHED = b"adapter", b"adapters", b"cached"
 
+pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode  # plain values and dataclasses; plain values
 QUEUED_BATCHES = 1024  # unsent outputs of one gateway, at the worker
 
 
@@ -63,16 +64,6 @@ class LinkTimings:
 
 PATIENCE = LinkTimings()
 Noun = TypeVar("Noun")
-
-
-def pack(value: Any) -> bytes:
-    """Plain values or a flat dataclass as msgpack."""
-    return msgspec.msgpack.encode(value)
-
-
-def unpack(frame: bytes) -> Any:
-    """The plain values of a frame."""
-    return msgspec.msgpack.decode(frame)
 
 
 def noun_from(frame: bytes, kind: type[Noun]) -> Noun:

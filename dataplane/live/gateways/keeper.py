@@ -157,7 +157,7 @@ class Gateways:
                 kept.state = "serving"
             self._keep(kept)
         self._note()
-        if any(kept.finish_s is not None and kept.state == "serving" for kept in self):
+        if self._next_to_replace() is not None:
             self._renewing = self._tasks.spawn(self._renew())
 
     async def serve(self, core: FleetCore, shutdown_s: float) -> None:
@@ -240,9 +240,9 @@ class Gateways:
             return True
         self._forget(kept)
         if kept.state == "leaving":
-            self._record("gateway-left", f"{kept.name}: what was open there has ended", kept)
+            self._record("gateway-left", f"{kept.name}: what was open there has ended", gateway=kept.name)
             return False
-        self._record("gateway-lost", f"{kept.name} {end.why}; another is started", kept)
+        self._record("gateway-lost", f"{kept.name} {end.why}; another is started", gateway=kept.name)
         return True
 
     async def _renew(self) -> None:
@@ -256,7 +256,7 @@ class Gateways:
                     if kept.state == "serving":
                         kept.finish_s = None
                 self._note()
-                self._record("gateways", why, new, is_done=False)
+                self._record("gateways", why, gateway=new.name, is_done=False)
                 return
             if old not in self._kept:  # it died meanwhile, and is being replaced
                 await self._kill(new)
@@ -278,7 +278,7 @@ class Gateways:
     def _begin_serving(self, kept: Kept, why: str) -> None:
         kept.state = "serving"
         self._note()
-        self._record("gateway-start", why, kept)
+        self._record("gateway-start", why, gateway=kept.name)
 
     def _disconnected(self, name: str) -> None:
         """The core has parted with a gateway; one whose process lives on hangs, or has lost its way."""
@@ -299,7 +299,5 @@ class Gateways:
         self._loads[kept.index] = wire.NOT_ACCEPTING
         self._note()
 
-    def _record(self, kind: str, reason: str, kept: Kept | None = None, **facts: object) -> None:
-        if kept is not None:
-            facts["gateway"] = kept.name
+    def _record(self, kind: str, reason: str, **facts: object) -> None:
         self.events.record(time.time(), kind, reason, **facts)

@@ -46,6 +46,7 @@ from dataplane.http.keys import ApiKey
 from dataplane.live.gateway.settings import GatewaySettings
 
 WIRE_VERSION = 3
+pack = msgspec.msgpack.encode  # plain values as a frame
 PULSE_S = 5.0
 MOST_FRAME_BYTES = 1 << 30
 MOST_GATEWAYS = 128  # at once, those that leave among them
@@ -106,11 +107,6 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     closing: str
     core: int
     classes: tuple[SloClass, ...] = ()
-
-
-def pack(value: Any) -> bytes:
-    """Plain values as a frame."""
-    return msgspec.msgpack.encode(value)
 
 
 def message(kind: MessageType, *frames: Any) -> list[Any]:

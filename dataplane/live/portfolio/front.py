@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -57,7 +57,7 @@ def endpoint(fleets: Fleets, http: aiohttp.ClientSession) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         if method == "GET" and path == "/v1/models":
-            await _listed(fleets, known, http, scope, receive, send)
+            await listed(scope, receive, send)
         elif method == "POST":
             await route(scope, receive, send)
         elif (name := path.removeprefix("/v1/models/")) in fleets or path in OPEN or method == "OPTIONS":
@@ -65,6 +65,18 @@ def endpoint(fleets: Fleets, http: aiohttp.ClientSession) -> ASGIApp:
         else:
             refusal = error_reply(404, f"{path}: names none of the models that are served here")
             await refusal(scope, receive, send)
+
+    async def listed(scope: Scope, receive: Receive, send: Send) -> None:
+        """The models of all fleets. One whose core is being replaced is listed as it was `known`."""
+        told = await ask_all(http, fleets, "/v1/models", scope)
+        known.update({name: json.loads(text) for name, (status, text) in told.items() if status == 200})
+        refused = [(status, text) for status, text in told.values() if status not in (200, 503)]
+        if refused or len(known) < len(fleets):
+            reply = _passed_on(*(refused or [one for one in told.values() if one[0] != 200])[0])
+        else:
+            models = {one["id"]: one for name in fleets for one in known[name]["data"]}
+            reply = JSONResponse({"object": "list", "data": list(models.values())})
+        await reply(scope, receive, send)
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
         body = await whole_body(receive, MAX_BODY_BYTES)
@@ -263,26 +275,6 @@ def _renaming(send: Send, message: str) -> Send:
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _listed(
-    fleets: Fleets,
-    known: MutableMapping[str, dict[str, Any]],
-    http: aiohttp.ClientSession,
-    scope: Scope,
-    receive: Receive,
-    send: Send,
-) -> None:
-    """`/v1/models` of all fleets as one. A fleet whose core is being replaced is listed as it was `known`."""
-    told = await ask_all(http, fleets, "/v1/models", scope)
-    known.update({name: json.loads(text) for name, (status, text) in told.items() if status == 200})
-    refused = [(status, text) for status, text in told.values() if status not in (200, 503)]
-    if refused or len(known) < len(fleets):
-        reply = _passed_on(*(refused or [one for one in told.values() if one[0] != 200])[0])
-    else:
-        models = {one["id"]: one for name in fleets for one in known[name]["data"]}
-        reply = JSONResponse({"object": "list", "data": list(models.values())})
-    await reply(scope, receive, send)
 
 
 def _passed(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -23,9 +23,11 @@ from typing import Any, Literal
 
 from controlplane.errors import BadInput, no_offload
 from dataplane.live.engine_api import RAY_VERSION, VLLM_VERSION
+from dataplane.live.engine_api.processes import free_memory_bytes
 from dataplane.live.kv.nixl import installed as nixl_package
 
 State = Literal["fine", "warns", "stops"]
+SHARED = "/dev/shm"
 LEAST_SHARED_BYTES = 1 << 30  # ranks of a worker talk through shared memory
 LEAST_MEMORY_BYTES = 2 << 30  # of the smallest engine and its gateway
 # The oldest driver that runs wheels of a CUDA release (NVIDIA's release notes), and those wheels' packages.
@@ -249,32 +251,31 @@ def _free_gpus(count: int, run: Callable[..., Any] = subprocess.run) -> HostFind
     return HostFinding("GPUs", "fine", what)
 
 
-def _shared_memory(folder: str = "/dev/shm") -> HostFinding:
+def _shared_memory() -> HostFinding:
     try:
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(SHARED).free
     except OSError as error:
-        return HostFinding("shared memory", "stops", f"{folder}: {error.strerror}")
+        return HostFinding("shared memory", "stops", f"{SHARED}: {error.strerror}")
     enough = free >= LEAST_SHARED_BYTES
     says = f"{free / 1e9:.1f} GB free" + ("" if enough else "; ranks of a worker may not find room for it")
     return HostFinding("shared memory", "fine" if enough else "warns", says)
 
 
-def check_shared_room(host_bytes: int, folder: str = "/dev/shm") -> None:
+def check_shared_room(host_bytes: int) -> None:
     """Raise BadInput where a GPU engine's KV offload has no room in CPU memory; vLLM says so minutes later.
 
     On a GPU vLLM keeps all of it in shared memory, and takes its pages as it starts.
     """
-    free = shutil.disk_usage(folder).free if host_bytes else 0
+    free = shutil.disk_usage(SHARED).free if host_bytes else 0
     if host_bytes > free:
         has = (
-            f"a worker keeps {host_bytes / 2**30:.1f} GiB in {folder}, {free / 2**30:.1f} GiB are free there"
+            f"a worker keeps {host_bytes / 2**30:.1f} GiB in {SHARED}, {free / 2**30:.1f} GiB are free there"
         )
         raise no_offload(f"{has}; enlarge it (mount -o remount,size=..., or a pod's emptyDir)")
 
 
 def _memory() -> HostFinding:
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) << 10
+    free = free_memory_bytes()
     enough = free >= LEAST_MEMORY_BYTES
     says = f"{free / 1e9:.1f} GB available" + ("" if enough else "; an engine may not find room")
     return HostFinding("memory", "fine" if enough else "warns", says)
