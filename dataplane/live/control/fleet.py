@@ -43,7 +43,7 @@ from dataplane.live.control.fleet_state import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
 from dataplane.live.control.replanned import Replanned, TypeParts, taken_up
 from dataplane.live.control.step_times import StepTimes
-from dataplane.live.engine_api.processes import Estate
+from dataplane.live.engine_api.processes import OWN_RAY, Estate
 from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
 from dataplane.live.gateway.events import EventLog, tell_losses
 from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
@@ -307,7 +307,7 @@ class _Fleet:
             return EmulatedHost(self.profiles, model.max_model_len, noise, settings.emulated_start_s)
         from dataplane.live.pool.ray_host import RayHost
 
-        number, own_ray, wait_s = self.estate.number, self.estate.own_ray, settings.nodes_wait_s
+        number, own_ray, wait_s = self.estate.number, self.estate.folder / OWN_RAY, settings.nodes_wait_s
         host: Host = await RayHost.start(
             settings.types, settings.site, wait_s, number, own_ray, settings.kv_transport
         )

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from dataplane.live.engine_api.processes import FORKS, OWN_RAY, Pulse, cancel_all, descendants
+from dataplane.live.engine_api.processes import FORKS, OWN_RAY, Pulse, descendants, race
 from dataplane.processes import fork_server
 from dataplane.processes.keeper import End, Inherited, Keeper, Pauses, Process, Spec, tell
 from dataplane.startup import child_environment, log_to_stderr
@@ -135,17 +135,14 @@ class Supervisor:
             (self._folder / name).symlink_to(self._shared / name)
         pauses = Pauses(longest_s=self._times.longest_pause_s)
         keeper = Keeper(Spec(self._begin, self._ended, pauses=pauses))
-        keeping = asyncio.ensure_future(keeper.run())
-        watching = asyncio.ensure_future(self._watch(keeper))
         try:
-            await asyncio.wait((keeping, watching), return_when=asyncio.FIRST_COMPLETED)
+            await race(keeper.run(), self._watch(keeper))
             if self._code and self._sweeps:
                 with suppress(OSError, TimeoutError):
                     own_ray = str(self._folder / OWN_RAY).encode()
                     sweeping = await fork_server.Forked.start(self._shared / FORKS, SWEEP, own_ray)
                     await asyncio.wait_for(sweeping.wait(), self._times.end_s)
         finally:
-            await cancel_all((keeping, watching))
             shutil.rmtree(self._folder, ignore_errors=True)
         return self._code
 

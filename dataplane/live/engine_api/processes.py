@@ -10,7 +10,6 @@ import asyncio
 import errno
 import hashlib
 import logging
-import multiprocessing
 import os
 import select
 import signal
@@ -66,17 +65,23 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*under_way, return_exceptions=True)
 
 
-def exit_with_parent(pid: int | None = None) -> None:
-    """End this process when its parent does, even if that was killed and could not say so.
+async def race(*works: Awaitable[Any]) -> None:
+    """Return once one of these has ended, or raise what it raised; the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        await cancel_all(tasks)
+
+
+def exit_with_parent(pid: int) -> None:
+    """End this process when its parent, of that id, does, even if that was killed and could not say so.
 
     vLLM's engine and rank processes are children of the worker's; without this a `kill -9` of the worker
-    would leave them running, with their memory and their ports. `pid` is the parent's, by default of the
-    Python process that started this one; does nothing where none did.
+    would leave them running, with their memory and their ports.
     """
-    process = multiprocessing.parent_process()
-    pid = pid or (process.pid if process else None)
-    if pid is None:
-        return
     try:
         parent = os.pidfd_open(pid) if os.getppid() == pid else None
     except OSError as error:
@@ -112,6 +117,7 @@ def _received(settings: dict[str, Any], sender: int) -> EndsWithParent:
     return EndsWithParent(settings)
 
 
+# In a core's folder: the file in which the fleet's own Ray says where it is, and the fork server's socket.
 OWN_RAY, FORKS = "own-ray", "forks"
 
 
@@ -199,16 +205,6 @@ class Estate:
     loads: int
     record: Record
     pulse: Pulse
-
-    @property
-    def own_ray(self) -> Path:
-        """The file in which the fleet's own Ray says where it is."""
-        return self.folder / OWN_RAY
-
-    @property
-    def forks(self) -> Path:
-        """The socket of the fork server that this core, too, was forked from."""
-        return self.folder / FORKS
 
 
 def descendants(of: int | None = None) -> list[int]:

@@ -71,12 +71,10 @@ class DoorPolicy:
 class Refusal(Exception):
     """The door's own answer to a request: an HTTP status and an error in OpenAI's shape."""
 
-    def __init__(
-        self, status: int, kind: str, code: str, message: str, retry_after_s: int | None = None
-    ) -> None:
+    def __init__(self, status: int, kind: str, code: str, message: str, **headers: str) -> None:
+        """`headers` have _ where HTTP has -."""
         super().__init__(message)
-        self.status, self.kind, self.code, self.message = status, kind, code, message
-        self.retry_after_s = retry_after_s
+        self.reply = error_reply(status, message, kind, code, **headers)
 
 
 def slo_from_headers(headers: dict[str, str], default: Slo) -> Slo:
@@ -106,13 +104,13 @@ def _bad_header(name: str, expected: str, value: str) -> Refusal:
 
 
 def _too_busy(kind: str, message: str, wait_s: float) -> Refusal:
-    return Refusal(429, kind, "rate_limit_exceeded", message, max(1, int(wait_s + 0.999)))
+    return Refusal(429, kind, "rate_limit_exceeded", message, retry_after=str(max(1, int(wait_s + 0.999))))
 
 
 def _unfinished(why: str, policy: DoorPolicy) -> Refusal:
     """The answer to a request that failed before anything of it was sent."""
     if policy.closing:
-        return Refusal(503, "service_unavailable", "shutting_down", why, 5)
+        return Refusal(503, "service_unavailable", "shutting_down", why, retry_after="5")
     return Refusal(500, "server_error", "unfinished", why)
 
 
@@ -199,12 +197,13 @@ async def _admit(
     path, method = scope["path"], scope["method"]
     key: ApiKey | None = policy.keys.find(headers.get("authorization", ""))
     if key is None and path not in OPEN_PATHS and method != "OPTIONS":
-        raise Refusal(401, "invalid_request_error", "invalid_api_key", "the API key is missing or wrong")
+        why = "the API key is missing or wrong"
+        raise Refusal(401, "invalid_request_error", "invalid_api_key", why, www_authenticate="Bearer")
     caller = key.name if key else "anyone"
     if method != "POST" or key is None:
         return Ticket(request_id, caller, policy.default_slo, PRIORITIES["normal"])
     if policy.closing:
-        raise Refusal(503, "service_unavailable", "shutting_down", policy.closing, 5)
+        raise Refusal(503, "service_unavailable", "shutting_down", policy.closing, retry_after="5")
     if (
         headers.get("content-length", "0").isdigit()
         and int(headers.get("content-length", 0)) > MAX_BODY_BYTES
@@ -348,10 +347,5 @@ class _Reply:
 
 
 async def _answer(refusal: Refusal, request_id: str, send: Send) -> None:
-    headers = {"x_request_id": request_id}
-    if refusal.retry_after_s is not None:
-        headers["retry_after"] = str(refusal.retry_after_s)
-    if refusal.status == 401:
-        headers["www_authenticate"] = "Bearer"
-    reply = error_reply(refusal.status, refusal.message, refusal.kind, refusal.code, **headers)
-    await send_reply(reply, send)
+    refusal.reply.headers["x-request-id"] = request_id
+    await send_reply(refusal.reply, send)

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from controlplane.errors import BadInput
-from dataplane.live.engine_api.processes import Estate, Tasks, cancel_all
+from dataplane.live.engine_api.processes import FORKS, Estate, Tasks, cancel_all
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateways import wire
@@ -32,6 +32,8 @@ from dataplane.processes.keeper import End, Inherited, Keeper, Process, Spec, en
 
 GATEWAY = "gateway"  # the fork server's job
 LOOK_S = 0.05
+START_LIMIT_S = 300.0  # for a gateway to accept
+END_S = 15.0  # for one with nothing open to end by itself
 State = Literal["starting", "serving", "leaving"]
 
 
@@ -79,8 +81,7 @@ class Kept:
 class Gateways:
     """Keeps `count` gateways in front of a core. `start`, `serve`, then `close`, once each.
 
-    The estate's folder has the core's socket and vLLM's metrics. `start_limit_s`: for a gateway to accept;
-    `end_s`: for one with nothing open to end by itself.
+    The estate's folder has the core's socket and vLLM's metrics.
     """
 
     def __init__(
@@ -90,11 +91,8 @@ class Gateways:
         server: CoreServer,
         events: EventLog,
         estate: Estate,
-        start_limit_s: float = 300.0,
-        end_s: float = 15.0,
     ) -> None:
         self.count, self.events, self._server, self._estate = count, events, server, estate
-        self._start_limit_s, self._end_s = start_limit_s, end_s
         self._metrics = estate.folder / "metrics"
         self._metrics.mkdir(exist_ok=True)
         os.truncate(estate.loads, 4 * wire.MOST_GATEWAYS)
@@ -123,14 +121,13 @@ class Gateways:
         views = []
         for kept in self:
             connected = self._server.connected(kept.name)
-            load = self._loads[kept.index]
             views.append(
                 {
                     "gateway": kept.name,
                     "pid": kept.pid,
                     "state": kept.state,
                     "for_s": round(time.monotonic() - kept.began_s, 3),
-                    "connections": None if load == wire.NOT_ACCEPTING else load,
+                    "connections": None if (load := self._loads[kept.index]) == wire.NOT_ACCEPTING else load,
                     "requests": 0 if connected is None else len(connected.requests),
                     "served": 0 if connected is None else connected.served,
                 }
@@ -185,7 +182,7 @@ class Gateways:
     async def close(self) -> None:
         """End every gateway; what is still open there is cut."""
         await cancel_all(self._tasks)
-        await asyncio.gather(*(end(kept, self._end_s) for kept in self))
+        await asyncio.gather(*(end(kept, END_S) for kept in self))
         await self._server.close()
 
     # Lives.
@@ -212,7 +209,7 @@ class Gateways:
         name, self._next = f"g{self._next}", self._next + 1
         self._note()  # first: should this core die here, no other gateway gets the name
         settings = wire.PROCESS_SETTINGS.dump_json(replace(self._told, name=name, index=index))
-        process = await Forked.start(self._estate.forks, GATEWAY, settings)
+        process = await Forked.start(self._estate.folder / FORKS, GATEWAY, settings)
         kept = Kept(KeptRecord(name, index, process.pid), process)
         self._kept.append(kept)
         self._note()
@@ -220,7 +217,7 @@ class Gateways:
 
     async def _accepts(self, kept: Kept) -> bool:
         """Whether a gateway accepts connections; waits until it does, ends, or has taken too long."""
-        until_s = kept.began_s + self._start_limit_s
+        until_s = kept.began_s + START_LIMIT_S
         while kept.returncode is None and time.monotonic() < until_s:
             if self._loads[kept.index] != wire.NOT_ACCEPTING:
                 return True
@@ -287,7 +284,7 @@ class Gateways:
 
     async def _end(self, kept: Kept) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(kept.wait(), self._end_s)
+            await asyncio.wait_for(kept.wait(), END_S)
         tell(kept, signal.SIGKILL)
 
     async def _kill(self, kept: Kept) -> None:

@@ -42,7 +42,7 @@ class CoreGone(Refusal):
     """The core did not answer, and will not: 503."""
 
     def __init__(self) -> None:
-        super().__init__(503, "service_unavailable", "shutting_down", GONE, 5)
+        super().__init__(503, "service_unavailable", "shutting_down", GONE, retry_after="5")
 
 
 @dataclass(slots=True, eq=False)

@@ -304,7 +304,7 @@ def compare() -> list[str]:
     told, tells = os.pipe()
     holder = os.fork()
     if not holder:
-        exit_with_parent()
+        exit_with_parent(os.getppid())
         tables = BlockTables()
         tables.update({"trial": list(range(blocks))[::-1]}, ())
         SocketTransport("", [NixlTransport(False)]).serve(address, tables, memory(0))

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import socket
@@ -23,7 +23,7 @@ import aiohttp
 from controlplane.scaler.shares import Claims, Limits, Patience, Tenant, share_out
 from dataplane.http.server import QuietServer, address, follow, until_answering
 from dataplane.http.tls import ServerCertificate
-from dataplane.live.engine_api.processes import Pulse
+from dataplane.live.engine_api.processes import Pulse, race
 from dataplane.live.portfolio.front import control, endpoint, session
 
 log = logging.getLogger("tokenfleet.portfolio")
@@ -185,8 +185,9 @@ async def run_front(
         apps = endpoint(settings.gateways, http), control(settings.controls, http, broker.view)
         last, usual = settings.shutdown_s, {"lifespan": "off", "timeout_keep_alive": IDLE_S}
         servers = [QuietServer(app, certificate, last, **usual) for app in apps]
-        is_first = not pulse.has_served
-        if is_first and not await _unless_told(_until_ready(http, settings.controls), stop):
+        if not pulse.has_served:
+            await race(_until_ready(http, settings.controls), stop.wait())
+        if stop.is_set():
             return
         serving = [
             asyncio.create_task(server.serve(sockets=[door]))
@@ -206,19 +207,6 @@ async def run_front(
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
-
-
-async def _unless_told(what: Coroutine[None, None, None], stop: asyncio.Event) -> bool:
-    """Wait for `what` to end; False where `stop` is set first."""
-    doing = asyncio.ensure_future(what)
-    told = asyncio.ensure_future(stop.wait())
-    await asyncio.wait((doing, told), return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
-    if not doing.done():
-        doing.cancel()
-        return False
-    doing.result()
-    return True
 
 
 async def _until_ready(http: aiohttp.ClientSession, controls: Mapping[str, str]) -> None:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
 from dataplane.http.rules import error_reply, send_reply, whole_body
-from dataplane.live.engine_api.processes import cancel_all
+from dataplane.live.engine_api.processes import race
 
 MAX_BODY_BYTES = 64 << 20
 CONNECT_S = 5.0
@@ -207,14 +207,7 @@ async def relay(
     http: aiohttp.ClientSession, to: str, scope: Scope, receive: Receive, send: Send, body: bytes
 ) -> None:
     """Let the server at `to` answer. A client that leaves takes its request with it."""
-    answering = asyncio.ensure_future(_answered(http, to, scope, send, body))
-    leaving = asyncio.ensure_future(_until_gone(receive))
-    try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            answering.result()
-    finally:
-        await cancel_all((answering, leaving))
+    await race(_answered(http, to, scope, send, body), _until_gone(receive))
 
 
 async def _answered(http: aiohttp.ClientSession, to: str, scope: Scope, send: Send, body: bytes) -> None:
