@@ -103,15 +103,20 @@ def _bad_header(name: str, expected: str, value: str) -> Refusal:
     return Refusal(400, "invalid_request_error", code, f"{name}: {expected}, got {value[:40]!r}")
 
 
-def _too_busy(kind: str, message: str, wait_s: float) -> Refusal:
-    return Refusal(429, kind, "rate_limit_exceeded", message, retry_after=str(max(1, int(wait_s + 0.999))))
+def _too_busy(message: str, wait_s: float) -> Refusal:
+    retry_after = str(max(1, int(wait_s + 0.999)))
+    return Refusal(429, "requests", "rate_limit_exceeded", message, retry_after=retry_after)
 
 
-def _unfinished(why: str, policy: DoorPolicy) -> Refusal:
-    """The answer to a request that failed before anything of it was sent."""
+def _refused(ticket: Ticket, policy: DoorPolicy) -> Refusal | None:
+    """The answer to a request that was turned away, or failed, before anything of it was sent."""
+    if ticket.rejection is not None:
+        return _too_busy(ticket.rejection.reason, ticket.rejection.retry_after_s)
+    if ticket.failure is None:
+        return None
     if policy.closing:
-        return Refusal(503, "service_unavailable", "shutting_down", why, retry_after="5")
-    return Refusal(500, "server_error", "unfinished", why)
+        return Refusal(503, "service_unavailable", "shutting_down", ticket.failure, retry_after="5")
+    return Refusal(500, "server_error", "unfinished", ticket.failure)
 
 
 class FrontDoor:
@@ -220,7 +225,7 @@ async def _admit(
         raise _bad_header(PRIORITY_HEADER, "must be high or normal", asked)
     wait_s = await policy.allow(key)
     if wait_s > 0:
-        raise _too_busy("requests", f"key {key.name} is over its limit of {key.limits_text}", wait_s)
+        raise _too_busy(f"key {key.name} is over its limit of {key.limits_text}", wait_s)
     session = headers.get(SESSION_HEADER, "")[:LONGEST_SESSION]
     priority = min(PRIORITIES[asked], key.max_priority)
     parent = headers.get("traceparent", "")[:LONGEST_SESSION]
@@ -311,17 +316,9 @@ class _Reply:
             return
         if not self._begun and self._start is not None:
             self._begun = True
-            if self._ticket.rejection is not None:
+            if (refusal := _refused(self._ticket, self._policy)) is not None:
                 self._replaced = True
-                rejection = self._ticket.rejection
-                await _answer(
-                    _too_busy("requests", rejection.reason, rejection.retry_after_s),
-                    self._ticket.id,
-                    self._send,
-                )
-            elif self._ticket.failure is not None:
-                self._replaced = True
-                await _answer(_unfinished(self._ticket.failure, self._policy), self._ticket.id, self._send)
+                await _answer(refusal, self._ticket.id, self._send)
             else:
                 self._start["headers"] = [*self._start.get("headers", ()), *self._own_headers()]
                 await self._send(self._start)
