@@ -261,8 +261,7 @@ class _Fleet:
         core.on_end += [history.add, self.arrived.end]
         core.on_step += [history.add_step, step_times.add]
         if settings.otlp is not None:
-            spans = Spans(settings.otlp, settings.gateway.model, self.events)
-            spans.attach(core)
+            spans = Spans(settings.otlp, settings.gateway.model, core)
             self._cleanup.callback(spans.close)
         step_times.attached = lambda: {at.worker for at in core.attached()}
         step_times.kind_of = history.kind_of = core.kind_of

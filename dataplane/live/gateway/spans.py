@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput
 from controlplane.types import RequestId, WorkerId
-from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.metrics import PRIORITY_NAMES
 from dataplane.live.ledger.request import Tracked
 
@@ -67,12 +66,12 @@ class _Open:
 
 
 class Spans:
-    """The spans of a fleet's requests; `attach` makes it follow a core.
+    """The spans of the requests of a core.
 
     Raises BadInput for an address that is none, or where OpenTelemetry's packages are missing.
     """
 
-    def __init__(self, url: str, model: str, events: EventLog) -> None:
+    def __init__(self, url: str, model: str, core: FleetCore) -> None:
         endpoint = endpoint_of(url)
         try:
             from opentelemetry import trace
@@ -89,14 +88,9 @@ class Spans:
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=TIMEOUT_S)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("tokenfleet.gateway")
-        self._model, self._events = model, events
+        self._model, self._core = model, core
         self._shift_ns = time.time_ns() - time.monotonic_ns()
         self._open: dict[RequestId, _Open] = {}
-        self._predict: Callable[[Tracked, WorkerId], float | None] = lambda tracked, worker: None
-
-    def attach(self, core: FleetCore) -> None:
-        """Follow the requests of a core."""
-        self._predict = lambda tracked, worker: predicted_ttft_s(core, tracked, worker)
         core.on_arrival.append(self.arrive)
         core.segments.on_begin.append(self.place)
         core.on_end.append(self.end)
@@ -114,7 +108,7 @@ class Spans:
     def place(self, tracked: Tracked, worker: WorkerId) -> None:
         """Note that a request begins a stay on a worker."""
         if (at := self._open.get(tracked.id)) is not None:
-            predicted_s = self._predict(tracked, worker)
+            predicted_s = predicted_ttft_s(self._core, tracked, worker)
             at.stays.append(_Stay(worker, time.monotonic(), predicted_s, len(tracked.output_token_ids)))
 
     def end(self, tracked: Tracked, outcome: str) -> None:
@@ -151,7 +145,7 @@ class Spans:
     def _elsewhere(self, tracked: Tracked, made: Callable[[str, float, float, Facts], None]) -> None:
         """The spans of what took a request to another worker; of a move its pause."""
         shift_s = time.time() - time.monotonic()
-        for event in self._events.about(tracked.id):
+        for event in self._core.events.about(tracked.id):
             if event.kind not in ("migrate", "replay"):
                 continue
             pause_s = event.facts.get("cost", {}).get("downtime_s") or 0.0

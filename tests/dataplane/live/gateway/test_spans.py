@@ -33,8 +33,7 @@ def traced(story, url):
         rng = np.random.default_rng(0)
         placement = Placement({"": profile()}, 8, LengthTable.constant(200), rng, Policy.SPREAD)
         front = Front((A, B), profile(), QueueSettings(), placement)
-        spans = Spans(url, "a-model", front.events)
-        spans.attach(front.core)
+        spans = Spans(url, "a-model", front.core)
         try:
             await asyncio.wait_for(story(front), 60)
         finally:
