@@ -16,6 +16,7 @@ def test_a_running_fleet_is_seen_as_it_is(live_extra):
     from controlplane.placement.queue import QueueSettings
     from dataplane.live.control.fleet_state import DemandCount
     from dataplane.live.control.operations import FleetFacts, Operations
+    from dataplane.live.control.step_times import StepTimes
 
     async def story():
         front = Front((A, B, C), profile(), QueueSettings())
@@ -26,7 +27,7 @@ def test_a_running_fleet_is_seen_as_it_is(live_extra):
         facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
         arrived = DemandCount()
         front.core.on_arrival.append(arrived.add)
-        operations = Operations(facts, front.core, pool, arrived)
+        operations = Operations(facts, front.core, pool, arrived, StepTimes({}, front.events))
         observer, states = Observer({}), set()
 
         def look():

@@ -116,7 +116,7 @@ class Operations:
         core: FleetCore,
         cluster: WorkerPool,
         arrived: DemandCount,
-        step_times: StepTimes | None = None,
+        step_times: StepTimes,
         revised: Callable[[str, Sequence[str]], Mapping[str, Any]] = lambda model, flags: {},
         unmeasured: Mapping[str, str] | None = None,
         gateways: Gateways | None = None,
@@ -194,7 +194,7 @@ class Operations:
             # Those in processes of their own.
             "gateways": [] if self._gateways is None else self._gateways.views(),
             "arrivals": [asdict(one) for one in self.arrived.arrivals()],
-            "step_times": [] if self.step_times is None else self.step_times.as_json(),
+            "step_times": self.step_times.as_json(),
             "cold_start_s": round(self.cluster.cold_start_s, 3),
             "drain_s": round(self.cluster.drain_s, 3),
             # Why requests that run cannot be moved, and how many.
@@ -246,8 +246,8 @@ class Operations:
             held,
             moves.paces.usual,
             [(*pair, pace) for pair, pace in moves.paces.pairs.items()],
-            {} if self.step_times is None else self.step_times.profiles(),
-            {} if self.step_times is None else self.step_times.believed(),
+            self.step_times.profiles(),
+            self.step_times.believed(),
         )
 
     def _ties(self, tracked: Tracked) -> tuple[bool, dict[WorkerId, int]]:

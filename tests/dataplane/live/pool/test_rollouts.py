@@ -330,11 +330,13 @@ class Reign:
         from controlplane.placement.policies import Policy
         from dataplane.live.control.fleet_state import DemandCount
         from dataplane.live.control.operations import FleetFacts, Operations
+        from dataplane.live.control.step_times import StepTimes
 
         facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
         arrived = DemandCount()
         self.pool, self.events = pool, front.events
-        self.operations = Operations(facts, front.core, pool, arrived, revised=revised)
+        step_times = StepTimes({}, front.events)
+        self.operations = Operations(facts, front.core, pool, arrived, step_times, revised)
 
     def die_at(self, note):
         """Return an event: the core has come to its note of that number, and writes no more."""
