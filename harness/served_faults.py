@@ -165,6 +165,13 @@ async def undisturbed(fleet: Fleet, schedule: Schedule) -> list[list[int]]:
         return [s.token_ids for s in await asyncio.gather(*(stream(http, fleet.gateway, b) for b in bodies))]
 
 
+def await_status(process: psutil.Process, status: str) -> None:
+    """Wait until a process is in a state or has ended. Meanwhile no client of ours connects."""
+    with suppress(psutil.NoSuchProcess):
+        while process.status() not in (status, psutil.STATUS_ZOMBIE):
+            pass
+
+
 def _body(prompt: tuple[int, ...], tokens: int) -> dict[str, Any]:
     return {"prompt": list(prompt), "max_tokens": tokens, "return_token_ids": True}
 
@@ -331,6 +338,8 @@ class _Play:
             if whom == "gateway":
                 self._part_from(process)
             process.kill()
+            if whom == "gateway":
+                await_status(process, psutil.STATUS_ZOMBIE)  # until then it takes connections
         else:
             process.suspend()
             if verb == "stop":
@@ -344,8 +353,7 @@ class _Play:
     def _part_from(self, gateway: psutil.Process) -> None:
         """Stop a gateway, so that it accepts no more; those connected to it may lose their streams."""
         gateway.suspend()
-        while gateway.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
-            pass
+        await_status(gateway, psutil.STATUS_STOPPED)
         accepted = gateway.net_connections("tcp")
         listens = {c.laddr.port for c in accepted if c.status == psutil.CONN_LISTEN}
         # A connection in the backlog of a port has no process yet.

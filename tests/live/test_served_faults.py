@@ -2,13 +2,15 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
 from served_fleet import serve
 
 from harness.fault_schedules import schedule_of, violations
-from harness.served_faults import SERVED, TOGETHER, Link, _Play, played_served
+from harness.served_faults import SERVED, TOGETHER, Link, _Play, await_status, played_served
 
 WORKERS = 3
 
@@ -50,6 +52,19 @@ def test_the_port_of_a_link_is_known_once_the_gateway_has_its_connection():
 
     seen, known = asyncio.run(scene())
     assert seen == [(known, None)]
+
+
+def test_a_killed_process_takes_no_connection_once_its_end_was_awaited():
+    """It does until then, and loses them; the judge would not know why."""
+    program = "import socket; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True)"
+    for _ in range(20):
+        command = [sys.executable, "-c", f"{program}; s.accept()"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            port, known = int(process.stdout.readline()), psutil.Process(process.pid)
+            process.kill()
+            await_status(known, psutil.STATUS_ZOMBIE)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
 
 
 def test_the_judge_finds_a_stream_that_breaks_without_a_cause(fleet, monkeypatch):
