@@ -76,18 +76,22 @@ class RequestTrace:
         requests_per_day: float | None = None,
         growth: float = 0.0,
         peak: float = BUSIEST,
+        prompt_tokens: float | None = None,
+        output_tokens: float | None = None,
         seed: int = 0,
     ) -> RequestTrace:
         """The busiest hour of a service, drawn from its users and a published shape of use.
 
         `shape`: `chat`, `long-chat`, `code`, `rag`, `agents`. `requests_per_day` replaces `users`. `growth`:
-        0.3 adds 30 %. `peak`: requests of the busiest hour over the day's mean. Raises BadInput.
+        0.3 adds 30 %. `peak`: requests of the busiest hour over the day's mean. `prompt_tokens`,
+        `output_tokens`: means over requests, as a bill has them; None: the shape's. Raises BadInput.
 
         >>> import tokenfleet as tf
         >>> tf.Trace.from_users(2_000).name
         'chat, 2,000 users'
         """
-        return cls(trace_of_usage(Usage(users, requests_per_day, shape, growth, peak), seed))
+        usage = Usage(users, requests_per_day, shape, growth, peak, prompt_tokens, output_tokens)
+        return cls(trace_of_usage(usage, seed))
 
     @classmethod
     def from_prometheus(

@@ -10,7 +10,7 @@ GROUPS = {
     "Targets": ("--slo", "--attainment", "--confidence", "--class", "--session-time", "--agents"),
     "Traffic": (
         *("--trace", "--since", "--prometheus", "--selector", "--users", "--requests-per-day"),
-        *("--shape", "--growth", "--peak"),
+        *("--shape", "--growth", "--peak", "--prompt-tokens", "--output-tokens"),
         *("--data", "--window", "--rate-scale", "--prompt-scale", "--output-scale"),
         *("--drop-too-long", "--bias-from", "--most-agents", "--open-loop"),
     ),

@@ -6,10 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,9 +44,7 @@ class UsageFlags:
     users: Annotated[
         int | None, typer.Option(help="plan without a trace: for this many users, of a published shape")
     ] = None
-    requests_per_day: Annotated[float | None, typer.Option(help="the same for this many requests a day")] = (
-        None
-    )
+    requests_per_day: Annotated[float | None, typer.Option(help="the same, by requests a day")] = None
     shape: Annotated[
         str | None, typer.Option(help="shape of use: chat, long-chat, code, rag or agents (default: chat)")
     ] = None
@@ -53,6 +52,8 @@ class UsageFlags:
     peak: Annotated[
         float | None, typer.Option(help="requests of the busiest hour over the day's mean (default: 1.8)")
     ] = None
+    prompt_tokens: Annotated[float | None, typer.Option(help="mean tokens of a prompt, as billed")] = None
+    output_tokens: Annotated[float | None, typer.Option(help="mean tokens of an answer, as billed")] = None
     prometheus: Annotated[
         str | None,
         typer.Option(help="plan from vLLM's metrics at this Prometheus server, of --since (default: 24h)"),
@@ -165,57 +166,56 @@ def asked_range(flags: UsageFlags, source: TraceSource) -> MetricsRange | None:
         if flags.selector is not None:
             raise BadInput("--selector: needs --prometheus too")
         return None
-    usage = {"--users": flags.users, "--requests-per-day": flags.requests_per_day, "--shape": flags.shape}
-    given = {"--trace": source.trace, **usage, "--growth": flags.growth, "--peak": flags.peak}
-    if other := next((name for name, value in given.items() if value), None):
-        raise BadInput(f"--prometheus: contradicts {other}; give one of them")
+    given, first = given_usage(flags)
+    if given or source.trace:
+        raise BadInput(f"--prometheus: contradicts {'--trace' if source.trace else first}; give one of them")
     return MetricsRange(flags.prometheus, flags.selector or "{}", source.since or SINCE)
+
+
+def given_usage(flags: UsageFlags) -> tuple[dict[str, Any], str]:
+    """The answers that flags give, by field of Usage, and the first one's flag."""
+    metrics = ("prometheus", "selector")
+    given = {
+        name: value for name, value in asdict(flags).items() if value is not None and name not in metrics
+    }
+    return given, "--" + next(iter(given), "").replace("_", "-")
 
 
 def asked_usage(flags: UsageFlags, source: TraceSource) -> Usage | None:
     """The usage to plan for; None where a trace or history is named. Asks in a terminal. Raises BadInput."""
     from tokenfleet.traces.usage import Usage
 
-    given = {
-        name: value
-        for name in ("users", "requests_per_day", "shape", "growth", "peak")
-        if (value := getattr(flags, name)) is not None
-    }
+    given, first = given_usage(flags)
     other = "--trace" if source.trace else "--since" if source.since is not None else None
-    if other is not None:
-        if given:
-            raise BadInput(f"--{next(iter(given)).replace('_', '-')}: contradicts {other}; give one of them")
-        return None
-    if "users" not in given and "requests_per_day" not in given:
-        if given:
-            raise BadInput(f"--{next(iter(given))}: needs --users or --requests-per-day too")
-        if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise BadInput(MISSING)
-        return answered_usage()
-    return Usage(**given)
+    if given and other is not None:
+        raise BadInput(f"{first}: contradicts {other}; give one of them")
+    if given and "users" not in given and "requests_per_day" not in given:
+        raise BadInput(f"{first}: needs --users or --requests-per-day too")
+    if given or other is not None:
+        return Usage(**given) if given else None
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise BadInput(MISSING)
+    return answered_usage()
 
 
 def answered_usage() -> Usage:
     """The usage that a person in a terminal gives answer by answer."""
     from tokenfleet.traces.usage import BUSIEST, SHAPES, Usage
 
-    def ask(text: str, default: float | str | None = None, kind: type = float) -> float | str:
-        answer: float | str = typer.prompt(text, default=default, type=kind, err=True)
-        return answer
-
-    typer.echo("No --trace given. Five answers make one; Ctrl-C ends.", err=True)
+    ask = partial(typer.prompt, err=True)
+    typer.echo("No --trace given. Seven answers make one; Ctrl-C ends.", err=True)
     for name, shape in SHAPES.items():
         typer.echo(f"  {name:10} {shape.about}", err=True)
-    shape_name = str(ask("Shape of use", "chat", str))
-    a_user = SHAPES[shape_name].a_day if shape_name in SHAPES else 0.0
-    users = int(ask("Users a day", None, int))
-    Usage(users, shape=shape_name)  # refused before the next question
-    a_day = float(ask("Requests a day", users * a_user))
-    peak = float(ask("Busiest hour over the day's mean", BUSIEST))
-    growth = float(ask("Growth to plan for (0.3: 30 % more)", 0.0))
-    if a_day == users * a_user:
-        return Usage(users, shape=shape_name, growth=growth, peak=peak)
-    return Usage(requests_per_day=a_day, shape=shape_name, growth=growth, peak=peak)
+    shape_name = ask("Shape of use", default="chat")
+    users = ask("Users a day", type=int)
+    assumed = Usage(users, shape=shape_name).a_day  # refused before the next question
+    a_day = ask("Requests a day", default=assumed)
+    peak = ask("Busiest hour over the day's mean", default=BUSIEST)
+    growth = ask("Growth to plan for (0.3: 30 % more)", default=0.0)
+    prompt = ask("Mean tokens of a prompt (0: the shape's)", default=0.0)
+    output = ask("Mean tokens of an answer (0: the shape's)", default=0.0)
+    of_day = (users, None) if a_day == assumed else (None, a_day)
+    return Usage(*of_day, shape_name, growth, peak, prompt or None, output or None)
 
 
 def plan_answer(plan: PlanFile, written: Path | None, show_all: bool) -> Iterator[RenderableType]:

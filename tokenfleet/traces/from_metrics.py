@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,9 +46,7 @@ class LengthHistogram:
         total = sum(self.requests)
         if len(self.edges) != len(self.requests) or not math.isfinite(total) or total <= 0:
             raise BadInput(f"{self.name}: the histogram counts no request")
-        if min(self.requests) < 0 or any(
-            b <= a for a, b in zip((0.0, *self.edges), self.edges, strict=False)
-        ):
+        if min(self.requests) < 0 or [0.0, *self.edges] != sorted({0.0, *self.edges}):
             raise BadInput(f"{self.name}: not a histogram: expected rising edges and counts of 0 or more")
 
     @classmethod
@@ -60,13 +58,10 @@ class LengthHistogram:
         counts = np.maximum.accumulate([up_to[edge] for edge in edges]) if edges else np.zeros(0)
         return cls(edges, tuple(np.diff(counts, prepend=0.0).tolist()), mean_tokens, name)
 
-    def draw(
-        self, requests: int, rng: np.random.RandomState, most_tokens: int | None = None
-    ) -> NDArray[np.int64]:
+    def draw(self, requests: int, rng: np.random.RandomState) -> NDArray[np.int64]:
         """Lengths [requests] in tokens, each at least 1."""
         low = np.array([0.0, *self.edges[:-1]])
-        beyond = max(low[-1] * BEYOND, 1.0) if most_tokens is None else max(float(most_tokens), low[-1] + 1.0)
-        high = np.array([*self.edges[:-1], min(self.edges[-1], beyond)])
+        high = np.array([*self.edges[:-1], min(self.edges[-1], max(low[-1] * BEYOND, 1.0))])
         share = np.array(self.requests) / sum(self.requests)
         bucket = np.minimum(
             np.searchsorted(np.cumsum(share), rng.uniform(0.0, 1.0, requests)), len(share) - 1
@@ -82,7 +77,7 @@ class LengthHistogram:
 class CountedTraffic:
     """What metrics say about a fleet's traffic.
 
-    `times_s` [n + 1]: the edges of the steps, rising; Unix time where `has_dates`. `rates_rps` [n]: requests
+    `times_s` [n + 1]: the edges of the steps, rising; Unix time. `rates_rps` [n]: requests
     per second in each step, NaN where nothing was counted. `source`: for a person, where the counts are from.
     """
 
@@ -91,8 +86,6 @@ class CountedTraffic:
     prompts: LengthHistogram
     outputs: LengthHistogram
     source: str = "vLLM's metrics"
-    has_dates: bool = True
-    most_tokens: int | None = field(default=None)
 
     def __post_init__(self) -> None:
         times, rates = np.asarray(self.times_s, np.float64), np.asarray(self.rates_rps, np.float64)
@@ -118,21 +111,17 @@ def trace_of_metrics(traffic: CountedTraffic, seed: int = 0, name: str = "metric
     rates_rps, missing = _whole(np.asarray(traffic.rates_rps, np.float64), times_s)
     rng = np.random.RandomState(seed)
     arrival_s = _arrivals(times_s - times_s[0], rates_rps, rng)
-    prompts = traffic.prompts.draw(len(arrival_s), rng, traffic.most_tokens)
-    outputs = traffic.outputs.draw(len(arrival_s), rng, traffic.most_tokens)
+    prompts = traffic.prompts.draw(len(arrival_s), rng)
+    outputs = traffic.outputs.draw(len(arrival_s), rng)
     first_s = float(arrival_s[0])
     load = Workload(arrival_s - first_s, prompts, outputs)
-    warnings = []
-    if missing:
-        warnings.append(
-            f"{name}: {missing} of {len(rates_rps)} steps have no counts; filled from those around"
-        )
+    told = f"{name}: {missing} of {len(rates_rps)} steps have no counts; filled from those around"
     return Trace(
         name,
         "metrics",
         load,
-        warnings,
-        float(times_s[0]) + first_s if traffic.has_dates else None,
+        [told] if missing else [],
+        float(times_s[0]) + first_s,
         assumed=Assumed((OF_RATE, OF_LENGTHS, OF_LENGTHS), tuple(_rows(traffic, load, times_s, rates_rps))),
     )
 

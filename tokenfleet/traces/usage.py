@@ -1,7 +1,8 @@
 """A trace without a recording: the busiest hour of a service, drawn from its users and a published shape.
 
-What is asked: users or requests a day, the shape of use, the busiest hour over the mean, and growth. What
-is drawn: requests at the rate of the busiest hour, with lengths of the shape.
+What is asked: users or requests a day, the shape of use, the busiest hour over the mean, growth, and the mean
+tokens of a request, as a bill has them. What is drawn: requests at the rate of the busiest hour, with lengths
+of the shape, scaled to the means given.
 
 Arrivals are Poisson at a rate that swings from minute to minute: its logarithm is an AR(1) with the standard
 deviation `SWING` and the correlation `KEPT` of Azure's conversation hour. Sessions arrive as a Poisson
@@ -21,8 +22,7 @@ from controlplane.errors import BadInput
 from controlplane.figures import duration_text
 from controlplane.workload import Workload
 from tokenfleet.field_errors import nearest
-from tokenfleet.traces.distributions import AZURE_CONV, SHAREGPT, LengthMix, Lognormal
-from tokenfleet.traces.synth import SessionLaws, synthesise_sessions
+from tokenfleet.traces.synth import SessionLaws, length_mix_of, synthesise_sessions
 from tokenfleet.traces.trace import Assumed, Trace
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
@@ -30,36 +30,37 @@ BUSIEST = 1.8  # hour over the day's mean: ServeGen's 29 days have 1.2 to 2.2, n
 SWING, KEPT, MINUTE_S = 0.21, 0.82, 60.0
 FEWEST, ENOUGH = 2_000, 36_000  # requests of a drawn trace
 SHORTEST_S = 600.0
-MOST_PER_DAY = 1e10
+MOST = {"users": 1e10, "requests-per-day": 1e10, "prompt-tokens": 1e7, "output-tokens": 1e7}
 OF_RATE, OF_LENGTHS = 0.2, 0.1  # standard deviations of logarithms
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedShape:
-    """A published shape of use: lengths of requests, or of a session's turns; `source` names where from.
+    """A published shape of use; `source` names where from.
 
+    `lengths`: of requests, or of a session's turns, as `--lengths` of `trace synth` has them.
     `a_day`: requests of one user, which no source has and is assumed.
     """
 
     about: str
     source: str
     a_day: float
-    lengths: LengthMix | str
+    lengths: str
     sessions: SessionLaws | None = None
 
 
 SHAPES = {
     "chat": PublishedShape(
-        "questions with little history", "Azure's conversation hour, 2023 (CC-BY-4.0)", 10.0, AZURE_CONV
+        "questions with little history", "Azure's conversation hour, 2023 (CC-BY-4.0)", 10.0, "azure-conv"
     ),
     "long-chat": PublishedShape(
-        "chats with all earlier turns in the prompt", "ShareGPT, by etalon (Apache-2.0)", 10.0, SHAREGPT
+        "chats with all earlier turns in the prompt", "ShareGPT, by etalon (Apache-2.0)", 10.0, "sharegpt"
     ),
     "code": PublishedShape(
         "code completions",
         "means and medians of Azure's code hour, 2023 (CC-BY-4.0)",
         100.0,
-        LengthMix(Lognormal(2048.0, 0.93), Lognormal(28.0, 1.9)),
+        "lognormal:2048:0.93-lognormal:28:1.9",
     ),
     "rag": PublishedShape(
         "questions about long documents",
@@ -83,6 +84,7 @@ class Usage:
     """The answers to the questionnaire. Raises BadInput, one line, for one that cannot be.
 
     `growth`: the traffic to add, as a share (0.3: 30 % more). `peak`: the busiest hour over the day's mean.
+    `prompt_tokens`, `output_tokens`: means over requests; None: the shape's.
     """
 
     users: int | None = None
@@ -90,6 +92,8 @@ class Usage:
     shape: str = "chat"
     growth: float = 0.0
     peak: float = BUSIEST
+    prompt_tokens: float | None = None
+    output_tokens: float | None = None
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
@@ -98,9 +102,10 @@ class Usage:
         if (self.users is None) == (self.requests_per_day is None):
             got = "neither" if self.users is None else "both"
             raise BadInput(f"--users: expected --users or --requests-per-day, got {got}")
-        for flag, value in (("users", self.users), ("requests-per-day", self.requests_per_day)):
-            if value is not None and not 0 < value <= MOST_PER_DAY:
-                raise BadInput(f"--{flag}: {value:g}, expected more than 0, at most {MOST_PER_DAY:g}")
+        for flag, most in MOST.items():
+            value = getattr(self, flag.replace("-", "_"))
+            if value is not None and not 0 < value <= most:
+                raise BadInput(f"--{flag}: {value:g}, expected more than 0, at most {most:g}")
         if not 0 <= self.growth <= 100:
             raise BadInput(f"--growth: {self.growth:g}, expected 0 to 100 (0.3: 30 % more traffic)")
         if not 1 <= self.peak <= 100:
@@ -130,18 +135,17 @@ def trace_of_usage(usage: Usage, seed: int = 0) -> Trace:
     """The busiest hour of a service as a trace; the same seed draws the same. Raises BadInput."""
     rate_rps, shape = usage.rate_rps, SHAPES[usage.shape]
     duration_s = max(min(HOUR_S, ENOUGH / rate_rps), SHORTEST_S, FEWEST / rate_rps)
-    systems = None
     if shape.sessions is None:
-        assert isinstance(shape.lengths, LengthMix)
         rng = np.random.RandomState(seed)
         arrival_s = arrivals(rate_rps, duration_s, rng)
-        workload = Workload(arrival_s, *shape.lengths.draw(len(arrival_s), rng))
+        workload = Workload(arrival_s, *length_mix_of(shape.lengths).draw(len(arrival_s), rng))
     else:
-        assert isinstance(shape.lengths, str)
         workload = _in_sessions(shape.lengths, shape.sessions, rate_rps, duration_s, seed)
-    levels = (OF_RATE, OF_LENGTHS, OF_LENGTHS)
-    assumed = Assumed(levels, tuple(_rows(usage, workload)))
-    return Trace(usage.name, "usage", workload, assumed=assumed, systems=systems)
+    prompts, outputs = float(workload.prompt_tokens.mean()), float(workload.output_tokens.mean())
+    means = usage.prompt_tokens or prompts, usage.output_tokens or outputs
+    workload = workload.longer(means[0] / prompts, means[1] / outputs)
+    assumed = Assumed((OF_RATE, OF_LENGTHS, OF_LENGTHS), tuple(_rows(usage, workload)))
+    return Trace(usage.name, "usage", workload, assumed=assumed)
 
 
 def arrivals(rate_rps: float, duration_s: float, rng: np.random.RandomState) -> NDArray[np.float64]:
@@ -185,7 +189,9 @@ def _rows(usage: Usage, load: Workload) -> Iterator[tuple[str, str, str]]:
         yield "Growth", f"{100 * usage.growth:.3g} % more traffic", "given"
     yield "Rate planned for", f"{load.rate_rps:.3g} req/s for {duration_text(load.duration_s)}", "drawn"
     value = f"{load.prompt_tokens.mean():,.0f} prompt, {load.output_tokens.mean():,.0f} output on average"
-    yield "Tokens", value, shape.source
+    means = {"prompt": usage.prompt_tokens, "output": usage.output_tokens}
+    given = " and ".join(name for name, mean in means.items() if mean)
+    yield "Tokens", value, f"mean {given} given; {shape.source}" if given else shape.source
     if shape.sessions is not None and load.sessions is not None:
         sessions = len(np.unique(load.sessions.session))
         yield "Sessions", f"{sessions:,}, {len(load) / sessions:.3g} requests each in that time", "as above"

@@ -55,6 +55,8 @@ def test_without_a_terminal_the_refusal_names_users(words, capsys):
     [
         (("--users", "5", "--trace", "t.csv"), "--users: contradicts --trace; give one of them"),
         (("--growth", "0.1", "--since", "1h"), "--growth: contradicts --since; give one of them"),
+        (("--prompt-tokens", "9"), "--prompt-tokens: needs --users or --requests-per-day too"),
+        (("--users", "1", "--output-tokens", "0"), "--output-tokens: 0, expected more than 0, at most 1e+07"),
         (("--shape", "rag"), "--shape: needs --users or --requests-per-day too"),
         (("--users", "0"), "--users: 0, expected more than 0, at most 1e+10"),
     ],
@@ -78,9 +80,10 @@ def test_a_terminal_asks_for_the_answers(words, monkeypatch):
         asked.append(asked_usage(*given))
         return asked[0]
 
-    monkeypatch.setattr(sys, "stdin", Terminal("rag\n300\n900\n2\n0.5\n"))
+    monkeypatch.setattr(sys, "stdin", Terminal("rag\n300\n900\n2\n0.5\n700\n0\n"))
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(verb, "asked_usage", noted)
     assert main([*words, "--window", "0..0.001"]) == 1, "one request shows no target"
     (usage,) = asked
     assert (usage.shape, usage.a_day, usage.peak, usage.growth) == ("rag", 900, 2.0, 0.5)
+    assert (usage.prompt_tokens, usage.output_tokens) == (700, None)

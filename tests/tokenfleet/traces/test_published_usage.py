@@ -27,6 +27,20 @@ def test_a_shape_has_the_lengths_of_its_source_and_the_rate_of_the_busiest_hour(
     assert (load.sessions is not None) == (shape in ("rag", "agents"))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_given_means_scale_the_lengths_of_a_shape_and_leave_the_rest(shape):
+    plain = trace_of_usage(Usage(requests_per_day=60_000, shape=shape)).workload
+    trace = trace_of_usage(Usage(requests_per_day=60_000, shape=shape, prompt_tokens=3000))
+    load = trace.workload
+    assert float(load.prompt_tokens.mean()) == pytest.approx(3000, rel=0.001)
+    assert (load.output_tokens == plain.output_tokens).all()
+    assert (load.arrival_s == plain.arrival_s).all()
+    hits, plain_hits = (of.ideal_hits.sum() / of.prompt_tokens.sum() for of in (load, plain))
+    assert hits == pytest.approx(plain_hits, abs=0.03)
+    (source,) = (row[2] for row in trace.assumed.rows if row[0] == "Tokens")
+    assert source == f"mean prompt given; {SHAPES[shape].source}"
+
+
 def test_cache_hits_of_sessions_are_near_those_of_their_sources():
     for shape, hits in (("rag", 0.65), ("agents", 0.96)):
         load = trace_of_usage(Usage(requests_per_day=40_000, shape=shape)).workload
