@@ -1,9 +1,9 @@
 """Does a plan from users and a published shape come near the plan from the trace that they stand for?
 
-    python experiments/planning/questionnaire.py [--quick] [--seed 0]
+    python experiments/planning/questionnaire.py [--mean-tokens] [--quick] [--seed 0]
 
-Each public trace is planned with one kind of worker: from its requests, and from the questionnaire. That is
-given the shape and the trace's requests a day, and then also its mean tokens, as a bill has them. The busiest
+Each public trace is planned twice with one kind of worker: from its requests, and from the questionnaire,
+which is given the shape and the trace's requests a day, and `--mean-tokens` also what a bill has. The busiest
 hour is given as 1x where a trace is one busy hour. Of `servegen` it is the default.
 `held out` marks traces from which the shape was not made: LMBench's runs with ShareGPT texts (chat), and
 ServeGen's first day of m-mid, thinned, with Azure's lengths (it judges the busiest hour alone). ShareGPT and
@@ -36,7 +36,6 @@ from tokenfleet.traces.usage import BUSIEST, DAY_S, Usage, trace_of_usage
 
 LMBENCH = "lmbench/l70-k8s-vllm-sharegpt.parquet"
 NEAR, ENOUGH = 0.3, 5
-WAYS = "shape", "mean tokens too"
 
 
 def at_azure(data: Path, table: pl.DataFrame, prompt: str, output: str) -> Workload:
@@ -75,58 +74,51 @@ class Case(NamedTuple):
     peak: float = 1.0
 
 
-def recorded(file: str) -> Callable[[Path], Workload]:
-    return lambda data: read_trace(data / file).workload
-
-
 CASES = {
     "azure": Case(azure_hour, "chat", "a100", "ttft=1s,tpot=50ms", 4),
     "lmbench": Case(lmbench, "chat", "a100", "ttft=1s,tpot=50ms", 4, True),
     "servegen": Case(servegen, "chat", "a100", "ttft=1s,tpot=50ms", 8, True, BUSIEST),
     "sharegpt": Case(sharegpt, "long-chat", "a100", "ttft=1s,tpot=50ms", 2),
-    "mooncake": Case(recorded(MOONCAKE), "rag", "h100", "ttft=10s,tpot=60ms", 1),
+    "mooncake": Case(lambda at: read_trace(at / MOONCAKE).workload, "rag", "h100", "ttft=10s,tpot=60ms", 1),
     "weka": Case(
-        lambda data: weka_at(recorded(WEKA)(data), 0.02, 1).window(3600, 5000),
+        lambda at: weka_at(read_trace(at / WEKA).workload, 0.02, 1).window(3600, 5000),
         *("agents", "h100", "ttft=10s,tpot=60ms", 1),
     ),
 }  # fmt: skip
 
 
 def main() -> int:
-    asked = flags(__doc__, AZURE_HOUR, MOONCAKE, WEKA, SHAREGPT, LMBENCH, SERVEGEN["m-mid"]).parse_args()
+    parser = flags(__doc__, AZURE_HOUR, MOONCAKE, WEKA, SHAREGPT, LMBENCH, SERVEGEN["m-mid"])
+    parser.add_argument("--mean-tokens", action="store_true", help="give the mean tokens of a request too")
+    asked = parser.parse_args()
     rows = []
     for name, case in list(CASES.items())[: 2 if asked.quick else None]:
-        share = {} if case.shape in ("chat", "long-chat") else {"attainment": 0.95, "confidence": 0.9}
+        share = {"attainment": 0.95, "confidence": 0.9} if case.shape in ("rag", "agents") else {}
         request = request_of(
             case.slo, model="llama-3.1-8b", gpu=case.gpu, tp=1, drop_too_long=True, seed=asked.seed, **share
         )
         load = case.read(asked.data)
         told = Usage(requests_per_day=load.rate_rps * case.rate * DAY_S, shape=case.shape, peak=case.peak)
-        prompt, output = float(load.prompt_tokens.mean()), float(load.output_tokens.mean())
-        billed = replace(told, prompt_tokens=prompt, output_tokens=output)
-        asks = [(Trace(name, "plain", load), replace(request, rate_scale=float(case.rate)))]
-        asks += [(trace_of_usage(usage, asked.seed), request) for usage in (told, billed)]
+        if asked.mean_tokens:
+            prompt, output = float(load.prompt_tokens.mean()), float(load.output_tokens.mean())
+            told = replace(told, prompt_tokens=prompt, output_tokens=output)
+        own = Trace(name, "plain", load), replace(request, rate_scale=float(case.rate))
         plans = []
-        for trace, of_trace in asks:
+        for trace, of_trace in (own, (trace_of_usage(told, asked.seed), request)):
             gathered = gather(trace, of_trace)
             with open_threads(2) as threads:
                 plan = make_plan(gathered.workload, gathered.worker_types, of_trace, gathered.inputs, threads)
             plans.append(plan_file(plan))
-        for way, drawn in zip(WAYS, plans[1:], strict=True):
-            low, high = drawn.workers_range or (0, 0)
-            rows.append({
-                "trace": name, "shape": case.shape, "held out": case.held_out, "told": way,
-                "workers": plans[0].workers, "questionnaire": drawn.workers,
-                "ratio": round(drawn.workers / max(plans[0].workers, 1), 3), "low": low, "high": high,
-            })  # fmt: skip
-            print(rows[-1], file=sys.stderr, flush=True)
-    bars = {}
-    for way in WAYS:
-        these = [row for row in rows if row["told"] == way]
-        near = [row for row in these if abs(row["ratio"] - 1) <= NEAR]
-        covered = [row for row in these if row["low"] <= row["workers"] <= row["high"]]
-        bars[f"near, {way}"] = bar(len(near), ENOUGH, at_least=True)
-        bars[f"covered, {way}"] = bar(len(covered), len(these), at_least=True)
+        workers, guessed = (plan.workers for plan in plans)
+        low, high = plans[1].workers_range or (0, 0)
+        rows.append({
+            "trace": name, "shape": case.shape, "held out": case.held_out, "workers": workers,
+            "questionnaire": guessed, "ratio": round(guessed / max(workers, 1), 3), "low": low, "high": high,
+        })  # fmt: skip
+        print(rows[-1], file=sys.stderr, flush=True)
+    near = sum(abs(row["ratio"] - 1) <= NEAR for row in rows)
+    covered = sum(row["low"] <= row["workers"] <= row["high"] for row in rows)
+    bars = {"near": bar(near, ENOUGH, at_least=True), "covered": bar(covered, len(rows), at_least=True)}
     return show("plans without a trace", rows, bars, asked)
 
 

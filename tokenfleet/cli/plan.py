@@ -214,8 +214,8 @@ def answered_usage() -> Usage:
     growth = ask("Growth to plan for (0.3: 30 % more)", default=0.0)
     prompt = ask("Mean tokens of a prompt (0: the shape's)", default=0.0)
     output = ask("Mean tokens of an answer (0: the shape's)", default=0.0)
-    of_day = (users, None) if a_day == assumed else (None, a_day)
-    return Usage(*of_day, shape_name, growth, peak, prompt or None, output or None)
+    users, a_day = (users, None) if a_day == assumed else (None, a_day)
+    return Usage(users, a_day, shape_name, growth, peak, prompt or None, output or None)
 
 
 def plan_answer(plan: PlanFile, written: Path | None, show_all: bool) -> Iterator[RenderableType]:

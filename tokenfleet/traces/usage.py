@@ -1,8 +1,8 @@
 """A trace without a recording: the busiest hour of a service, drawn from its users and a published shape.
 
-What is asked: users or requests a day, the shape of use, the busiest hour over the mean, growth, and the mean
-tokens of a request, as a bill has them. What is drawn: requests at the rate of the busiest hour, with lengths
-of the shape, scaled to the means given.
+What is asked: users or requests a day, the shape of use, the busiest hour over the mean, and growth. A bill
+has mean tokens, too. What is drawn: requests at the rate of the busiest hour, with lengths of the shape,
+scaled to means that are given.
 
 Arrivals are Poisson at a rate that swings from minute to minute: its logarithm is an AR(1) with the standard
 deviation `SWING` and the correlation `KEPT` of Azure's conversation hour. Sessions arrive as a Poisson
