@@ -47,7 +47,7 @@ kernels: .venv/base
 	  --workers 2 --slo ttft=1s,tpot=50ms --window 0s..10s > /dev/null
 
 # Where sources of kernels have changed, this compiles them for every CPU. Commit the archive.
-pack-kernels: .venv/base  ## deploy/kernels-*.tar.xz: the compiled simulator, for this Python and architecture
+pack-kernels: .venv/base  ## deploy/kernels-*.tar.xz: the compiled simulator, for the Pythons found and this architecture
 	$(BIN)/python deploy/ship_kernels.py
 
 pure: .venv/dev kernels

@@ -1,9 +1,10 @@
-"""Packs compiled kernels for every CPU: those of plans, simulations and gateways.
+"""Packs compiled kernels for every CPU, a Python at a time: those of plans, simulations and gateways.
 
 A checkout unpacks the archive before its first plan, and a wheel brings it unpacked. An archive that fits
 the sources stays. Else a process with a home of its own runs what the kernels are to serve. Of its kernels
-those are kept that Python calls; each of them contains all that it calls. Commit the archive together with
-the change of kernels that asks for it.
+those are kept that Python calls; each of them contains all that it calls. Another Python that is found does
+the same in an environment of its own. Commit the archives together with the change of kernels that asks for
+them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ((3, 11), (3, 12))  # those of pyproject.toml
 SAMPLE = ROOT / "examples" / "sample_trace.csv"
 TARGETS = ["--model", "llama-3.1-8b", "--slo", "ttft=1s,tpot=50ms", "--gpu", "h100", "--tp", "1"]
 PLAN = ["plan", "--trace", str(SAMPLE), *TARGETS, "--window", "20m..25m"]
@@ -120,13 +122,50 @@ def main() -> int:
     if asked.within:
         compile_all(asked.within)
         return 0
+    pack()
+    for version in PYTHONS:
+        if version != sys.version_info[:2]:
+            pack_by(*version)
+    return 0
+
+
+def pack_by(major: int, minor: int) -> None:
+    """Have another Python pack its kernels; a line says so where it is not found."""
+    from dataplane.startup import PACKED, kernel_digest, unpacked
+
+    here = "cp{}{}".format(*sys.version_info)
+    packed = PACKED.with_name(PACKED.name.replace(here, f"cp{major}{minor}"))
+    python = f"python{major}.{minor}"
+    with tempfile.TemporaryDirectory() as scratch:
+        # The digest has no Python in it.
+        if unpacked(packed, f"kernels-{kernel_digest()}", Path(scratch)):
+            print(f"{packed}: fits the sources")
+        elif subprocess.run(["sh", "-c", f"{python} -c ''"], capture_output=True).returncode:
+            # Also pyenv's command of that name, where no such Python is chosen.
+            print(f"{packed}: not packed, as there is no {python}")
+        else:
+            subprocess.run([python, "-m", "venv", f"{scratch}/venv"], check=True)
+            own = f"{scratch}/venv/bin/python"
+            pins = [
+                word for name in ("live-cpu", "dev") for word in ("-c", f"{ROOT}/requirements/{name}.txt")
+            ]
+            subprocess.run(
+                [own, "-m", "pip", "install", "--quiet", *pins, "--editable", str(ROOT)], check=True
+            )
+            subprocess.run(
+                [own, "-c", "from ship_kernels import pack; pack()"], cwd=ROOT / "deploy", check=True
+            )
+
+
+def pack() -> None:
+    """Pack the kernels of this Python, unless the archive fits the sources."""
     from dataplane.startup import PACKED, kernel_digest, unpacked
 
     with tempfile.TemporaryDirectory() as scratch:
         name = f"kernels-{kernel_digest()}"
         if unpacked(PACKED, name, Path(scratch)):
             print(f"{PACKED}: fits the sources")
-            return 0
+            return
         alone = {"HOME": scratch, "NUMBA_CPU_NAME": "generic", "PYTHONPATH": str(ROOT)}
         own = os.environ | alone
         subprocess.run([sys.executable, __file__, "--within", scratch], env=own, check=True)
@@ -139,7 +178,6 @@ def main() -> int:
         part.replace(PACKED)
         size = sum(path.stat().st_size for path in files)
     print(f"{PACKED}: {len(files)} files, {size / 1e6:.1f} MB, packed {PACKED.stat().st_size / 1e6:.2f}")
-    return 0
 
 
 if __name__ == "__main__":
