@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.profile import Profile, with_times
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode, Role
 
@@ -112,12 +112,9 @@ class WorkerType:
 
     def slowed(self, factor: float) -> WorkerType:
         """The type if its steps took `factor` times as long."""
-        profile = self.known_profile
-        if profile is None:
+        if self.known_profile is None:
             return self
-        prefill = None if profile.prefill is None else profile.prefill.scaled(factor)
-        slow = replace(profile, step=profile.step.scaled(factor, factor), prefill=prefill)
-        return replace(self, known_profile=slow)
+        return replace(self, known_profile=with_times(self.known_profile, factor, factor))
 
     def shared(self, workers: int) -> WorkerType:
         """The type with `workers` workers on each GPU, each at its part of the price. Raises BadInput."""

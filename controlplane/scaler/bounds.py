@@ -27,8 +27,8 @@ _MONDAY_S = 3 * DAY_S  # 1970 began on a Thursday, three days after a Monday
 
 
 @dataclass(frozen=True, slots=True)
-class FloorInterval:
-    """The fewest workers from `start_s` to `end_s`, seconds since midnight or since Monday's (UTC)."""
+class ScheduleInterval:
+    """A time with a constant number of workers."""
 
     start_s: float
     end_s: float
@@ -37,10 +37,13 @@ class FloorInterval:
 
 @dataclass(frozen=True, slots=True)
 class ClockFloor:
-    """Intervals that repeat every `period_s`: DAY_S or WEEK_S. They may overlap."""
+    """The fewest workers in intervals that repeat every `period_s`: DAY_S or WEEK_S. They may overlap.
+
+    Their times are seconds since midnight, or since Monday's (UTC).
+    """
 
     period_s: float
-    intervals: tuple[FloorInterval, ...]
+    intervals: tuple[ScheduleInterval, ...]
 
     def at(self, unix_s: float, ahead_s: float = 0.0) -> int:
         """The fewest workers at a Unix time; those wanted within `ahead_s`, a cold start, count already."""
@@ -85,13 +88,13 @@ def since_begin_s(unix_s: float, period_s: float) -> float:
 
 def by_the_day(spans: Iterable[tuple[float, float, int]]) -> ClockFloor:
     """The floor of intervals in Unix time, each at its time of day; one across midnight becomes two."""
-    found: list[FloorInterval] = []
+    found: list[ScheduleInterval] = []
     for start_s, end_s, workers in spans:
         begin_s = since_begin_s(start_s, DAY_S)
         last_s = begin_s + min(end_s - start_s, DAY_S)
-        found.append(FloorInterval(begin_s, min(last_s, DAY_S), workers))
+        found.append(ScheduleInterval(begin_s, min(last_s, DAY_S), workers))
         if last_s > DAY_S:
-            found.append(FloorInterval(0.0, last_s - DAY_S, workers))
+            found.append(ScheduleInterval(0.0, last_s - DAY_S, workers))
     return ClockFloor(DAY_S, tuple(found))
 
 

@@ -176,8 +176,7 @@ class Weights:
 
     def scaled(self, line: Line, name: str) -> Line:
         """A line in workers of one type, in reference workers."""
-        weight = self.of[name]
-        return line.times(weight)
+        return line.times(self.of[name])
 
 
 def weigh(

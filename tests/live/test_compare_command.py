@@ -72,7 +72,7 @@ def test_a_minute_of_requests_calibrates_a_profile_twice_too_slow(
     slow, made = tmp_path / "slow.yaml", tmp_path / "made.yaml"
     write_profile(with_times(read_profile(PROFILE), 2.0, 2.0), slow)
     flags = ["--endpoint", emulated_fleet.gateway, "--profile", str(slow), "--workers", "3"]
-    serving = Serving("", time.time(), None)
+    serving = Serving(time.time(), None)
     code = main(["calibrate", *flags, "--output", str(made), "--format", "json"])
     said, refused = capsys.readouterr()
     if code == 2:  # other tests on this host held the engines up

@@ -144,7 +144,8 @@ def compare_command(flags: CompareFlags) -> int:
     sizes = run["sizes"] or [{}]
     fleet = run["simulated"] = [as_served(worker, sizes[i % len(sizes)]) for i in range(count)]
     specs = [WorkerSpec(one) for one in fleet]
-    outcome = simulate(replayed.workload, specs, targets, flags.policy, seed=flags.seed)
+    log = replayed.log
+    outcome = simulate(log.workload, specs, targets, flags.policy, seed=flags.seed)
     lots = np.random.default_rng(flags.seed)
     simulated = {
         "ttft_s": first_tokens_s(outcome.ttft_s, worker, overheads_s, lots),
@@ -152,7 +153,7 @@ def compare_command(flags: CompareFlags) -> int:
         "preemptions": int(outcome.preemptions.sum()),
         "migrations": int(outcome.migrations.sum()),
     }
-    figures = compared(replayed.ttft_s, replayed.tpot_s, simulated, targets, run["counters"])
+    figures = compared(log.ttft_s, log.tpot_s, simulated, targets, run["counters"])
     if flags.per_request is not None:
         _write_requests(flags.per_request, replayed, simulated)
     run["overheads_s"] = overheads_s
@@ -233,8 +234,9 @@ def _learned_s(replayed: Replay, steps: Path, lone_s: NDArray[np.float64]) -> ND
     """The way there and back as this replay took it, or as lone requests did where too little shows it."""
     from tokenfleet.compare.replay import learned_overheads_s, read_steps
 
+    log = replayed.log
     overheads_s = learned_overheads_s(
-        replayed.sent_unix_s, replayed.workload.prompt_tokens, replayed.ttft_s, read_steps(steps)
+        replayed.sent_unix_s, log.workload.prompt_tokens, log.ttft_s, read_steps(steps)
     )
     if len(overheads_s) >= FEWEST_OVERHEADS:
         return overheads_s
@@ -253,13 +255,13 @@ def _write_requests(path: Path, replayed: Replay, simulated: dict[str, Any]) -> 
 
     from tokenfleet.files import write_files
 
-    workload = replayed.workload
+    log = replayed.log
     columns = {
         "sent_unix_s": replayed.sent_unix_s,
-        "prompt_tokens": workload.prompt_tokens,
-        "output_tokens": workload.output_tokens,
-        "ttft_s": replayed.ttft_s,
-        "tpot_s": replayed.tpot_s,
+        "prompt_tokens": log.workload.prompt_tokens,
+        "output_tokens": log.workload.output_tokens,
+        "ttft_s": log.ttft_s,
+        "tpot_s": log.tpot_s,
         "simulated_ttft_s": simulated["ttft_s"],
         "simulated_tpot_s": simulated["tpot_s"],
     }

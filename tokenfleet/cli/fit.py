@@ -421,7 +421,7 @@ def _by_probes(
         raise BadInput(
             f"--endpoint: {url}: {len(sent.errors)} of {len(workload)} requests failed: {sent.errors[0]}"
         )
-    log = RequestLog(sent.workload, *sent.tokens_s)
+    log = sent.log
     made, corrections, fit = calibrated(log, around, judged_rows, flags.workers)
     fit.refuse(f"--endpoint: {url}")
     said.append(fit.text)

@@ -198,9 +198,9 @@ def _show(reply: Any, format: OutputFormat, tables: Callable[[Any], Iterable[Ren
     answer(format, json.dumps(reply, indent=2), lambda: tables(reply))
 
 
-def _bare_table(named: Sequence[str], counted: Sequence[str], title: str | None = None) -> Table:
+def _bare_table(named: Sequence[str], counted: Sequence[str]) -> Table:
     """A table without a box, which would not fit into 80 columns; counts are flush right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in (*named, *counted):
         table.add_column(name, no_wrap=True, justify="right" if name in counted else "left")
     return table

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.workload import Workload
 from dataplane.http.tls import distrust
-from tokenfleet.profiles.measurements import numbers, read_table
+from tokenfleet.profiles.measurements import RequestLog, numbers, read_table
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 3, 1000  # ids that any vocabulary has
 REQUEST_S = 600.0
@@ -59,39 +59,23 @@ class Replay:
         return ~np.isnan(self.last_token_s)
 
     @property
-    def workload(self) -> Workload:
-        """The finished requests as they were: sent then, with outputs of these lengths."""
-        rows = np.flatnonzero(self.finished)
-        rows = rows[np.argsort(self.sent_s[rows], kind="stable")]
-        sent = self.sent_s[rows]
-        return Workload(sent - sent[0], self.prompt_tokens[rows], np.maximum(self.output_tokens[rows], 1))
+    def log(self) -> RequestLog:
+        """The finished requests as they were, in the order in which they were sent."""
+        rows = self._rows
+        sent_s, first_s, last_s = (c[rows] for c in (self.sent_s, self.first_token_s, self.last_token_s))
+        outputs = np.maximum(self.output_tokens[rows], 1)
+        work = Workload(sent_s - sent_s[0], self.prompt_tokens[rows], outputs)
+        return RequestLog(work, first_s - sent_s[0], last_s - sent_s[0])
 
     @property
     def sent_unix_s(self) -> NDArray[np.float64]:
-        """In order of `workload`."""
-        return self._ordered(self.sent_s) + self.began_unix_s
+        """In order of `log`."""
+        return self.sent_s[self._rows] + self.began_unix_s
 
     @property
-    def tokens_s(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Times of first and last tokens since the first request was sent, in order of `workload`."""
-        sent_s = self._ordered(self.sent_s)
-        return self._ordered(self.first_token_s) - sent_s[0], self._ordered(self.last_token_s) - sent_s[0]
-
-    @property
-    def ttft_s(self) -> NDArray[np.float64]:
-        """In order of `workload`."""
-        return self._ordered(self.first_token_s - self.sent_s)
-
-    @property
-    def tpot_s(self) -> NDArray[np.float64]:
-        """In order of `workload`; NaN for an output of one token."""
-        gaps = self.output_tokens - 1
-        tpot = np.where(gaps > 0, (self.last_token_s - self.first_token_s) / np.maximum(gaps, 1), np.nan)
-        return self._ordered(tpot)
-
-    def _ordered(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _rows(self) -> NDArray[np.int64]:
         rows = np.flatnonzero(self.finished)
-        return values[rows[np.argsort(self.sent_s[rows], kind="stable")]]
+        return rows[np.argsort(self.sent_s[rows], kind="stable")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +125,8 @@ async def overheads_s(endpoint: Endpoint, alone_s: float, rng: np.random.Generat
     counted: it finds things still to be loaded. One zero where none was answered.
     """
     one = Workload(np.zeros(1), np.array([8]), np.array([1]))
-    rounds = [(await replay(one, endpoint, rng)).ttft_s for _ in range(PROBES + 1)][1:]
-    ttfts_s = np.concatenate(rounds)
+    rounds = [await replay(one, endpoint, rng) for _ in range(PROBES + 1)][1:]
+    ttfts_s = np.concatenate([(one.first_token_s - one.sent_s)[one.finished] for one in rounds])
     return np.maximum(ttfts_s - alone_s, 0.0) if len(ttfts_s) else np.zeros(1)
 
 

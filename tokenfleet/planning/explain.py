@@ -82,7 +82,7 @@ def _worst_class(search: Search, failing: Outcome) -> str | None:
     return search.terms.classes[int(used.argmax())].name
 
 
-def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, float, float]:
+def worst_window(outcome: Outcome) -> tuple[float, float, float]:
     """(start, end, attainment) of the window of arrivals that met the targets least.
 
     Windows with less than half the median number of requests are left out: one miss of two is no finding.
@@ -90,13 +90,13 @@ def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, f
     counts = slice(None) if outcome.workload.weight is None else outcome.workload.weight > 0
     arrival_s, met = outcome.arrival_s[counts], outcome.met[counts]
     # Only windows that hold something, so that long silences cost no memory.
-    windows, which, count = np.unique(arrival_s // window_s, return_inverse=True, return_counts=True)
+    windows, which, count = np.unique(arrival_s // WINDOW_S, return_inverse=True, return_counts=True)
     share = np.bincount(which, weights=met) / count
     share[count < 0.5 * np.median(count)] = np.inf
     # Of equally bad windows, the busier one.
     worst = int(np.lexsort((-count, share))[0])
-    start_s = float(windows[worst]) * window_s
-    return start_s, start_s + window_s, float(share[worst])
+    start_s = float(windows[worst]) * WINDOW_S
+    return start_s, start_s + WINDOW_S, float(share[worst])
 
 
 def plateau(search: Search, profile: Profile, on_trace: Mapping[int, float], workers: int) -> Plateau | None:

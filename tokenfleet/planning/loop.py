@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from controlplane.errors import BadInput
-from controlplane.scaler.bounds import DAY_S, WEEK_S, ClockFloor, FloorInterval, by_the_day
+from controlplane.scaler.bounds import DAY_S, WEEK_S, ClockFloor, ScheduleInterval, by_the_day
 from tokenfleet.planning.plan_file import ExpectedLoop, PlanFile
 
 WEEKDAYS = 7
@@ -67,14 +67,14 @@ def _check(plan: PlanFile) -> None:
             )
 
 
-def _week(rows: list[list[int]]) -> Iterator[FloorInterval]:
+def _week(rows: list[list[int]]) -> Iterator[ScheduleInterval]:
     if len(rows) != WEEKDAYS or len({len(row) for row in rows}) > 1 or not rows[0]:
         raise BadInput(f"--plan: schedule_detail.week: expected {WEEKDAYS} days of as many cells each")
     cell_s = DAY_S / len(rows[0])
     for day, row in enumerate(rows):
         for cell, workers in enumerate(row):
             start_s = day * DAY_S + cell * cell_s
-            yield FloorInterval(start_s, start_s + cell_s, workers)
+            yield ScheduleInterval(start_s, start_s + cell_s, workers)
 
 
 def expected_loop(plan: PlanFile) -> ExpectedLoop | None:

@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.perfmodel.profile import Profile
+from controlplane.scaler.bounds import DAY_S, WEEK_S, ScheduleInterval
 from controlplane.workload import INSTANT_S, Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.planning.fleet import Fleet, apportioned
@@ -43,7 +44,7 @@ from tokenfleet.planning.traffic.replicates import AS_IT_IS
 from tokenfleet.planning.traffic.sample import Sample
 
 WINDOW_S = 600.0
-DAY_S, WEEK_S, CELL_S = 86_400.0, 604_800.0, 10_800.0
+CELL_S = 10_800.0
 NEARLY = 0.98  # of a week is one: the last request comes before its end
 MOST_WINDOWS = 48
 LEAD_IN_S = 30.0
@@ -80,15 +81,6 @@ class TraceClock:
 
 
 NO_CLOCK = TraceClock(0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleInterval:
-    """A time with a constant number of workers."""
-
-    start_s: float
-    end_s: float
-    workers: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from controlplane.scaler.bounds import ScheduleInterval
 from controlplane.workload import Workload
 from tokenfleet.planning.fleet import StandbyWorkers, is_allowed, spares_for
 from tokenfleet.planning.plan_file import OneFewer
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan, one_fewer
-from tokenfleet.planning.schedule import Schedule, ScheduleInterval
+from tokenfleet.planning.schedule import Schedule
 
 LEFT_TO_RECLAIMS = 0.5  # of the allowed misses, where the cheapest fleet leaves too few
 

@@ -30,12 +30,13 @@ from typing import NamedTuple
 import numpy as np
 
 from controlplane.errors import BadInput, ControlPlaneError, Infeasible
+from controlplane.scaler.bounds import ScheduleInterval
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.inputs import Gathered, gather, within_kv
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.schedule import ScheduleInterval, paid
+from tokenfleet.planning.schedule import paid
 from tokenfleet.portfolios.request import AdapterTraffic, Model, Portfolio
 from tokenfleet.report.tables import gpu_text
 from tokenfleet.traces import Trace, merged, read_traces

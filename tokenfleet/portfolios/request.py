@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -38,6 +38,9 @@ from tokenfleet.planning.plan_file import SCHEMA as PLAN_SCHEMA
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
 from tokenfleet.profiles.library import canonical_gpus
+
+if TYPE_CHECKING:
+    from controlplane.scaler.shares import Limits
 
 SCHEMA = "tokenfleet.portfolio/1"
 MOST_MODELS = 500
@@ -150,21 +153,16 @@ class _Planned(BaseModel):
 class PlannedPortfolio:
     """The plan of each model, by name, its zone where it has one, and the limits of all.
 
-    The limits are of GPUs by type, of GPUs (max-gpus), of dollars an hour (budget-usd-per-h), and of GPUs by
-    zone and type. `adapters`: the names of each model's. `on_demand`: the most workers of each model that are
-    on demand; infinity for a model on demand. `on_demand_usd_per_h`: what they cost more, where others are on
-    spot.
+    `adapters`: the names of each model's. `on_demand`: the most workers of each model that are on demand;
+    infinity for a model on demand. `on_demand_usd_per_h`: what they cost more, where others are on spot.
     """
 
     plans: Mapping[str, PlanFile]
-    gpus: Mapping[str, int]
-    max_gpus: int | None
-    budget_usd_per_h: float | None
+    limits: Limits
     zone_of: Mapping[str, str]
-    zones: Mapping[tuple[str, str], int]
-    adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    on_demand: Mapping[str, float] = field(default_factory=dict)
-    on_demand_usd_per_h: Mapping[str, float] = field(default_factory=dict)
+    adapters: Mapping[str, tuple[str, ...]]
+    on_demand: Mapping[str, float]
+    on_demand_usd_per_h: Mapping[str, float]
 
 
 def read_planned_portfolio(path: Path) -> PlannedPortfolio:
@@ -180,14 +178,8 @@ def read_planned_portfolio(path: Path) -> PlannedPortfolio:
             zone_of[model.name] = model.zone
         if not plans[model.name].feasible:
             raise BadInput(f"{path}: models.{i}.plan: found no fleet, so there is none to run")
-    limits = {limit.name: limit.most for limit in planned.limits}
-    on_demand, more_usd = _on_demand(planned, plans, path)
-    return replace(
-        _within(limits, plans, zone_of, path),
-        adapters=adapters,
-        on_demand=on_demand,
-        on_demand_usd_per_h=more_usd,
-    )
+    limits = _limits({limit.name: limit.most for limit in planned.limits}, plans, zone_of, path)
+    return PlannedPortfolio(plans, limits, zone_of, adapters, *_on_demand(planned, plans, path))
 
 
 def _on_demand(
@@ -213,10 +205,12 @@ def _on_demand(
     return on_demand, more_usd
 
 
-def _within(
+def _limits(
     most: Mapping[str, float], plans: Mapping[str, PlanFile], zone_of: Mapping[str, str], path: Path
-) -> PlannedPortfolio:
-    """The plans within limits, by name. Raises BadInput for limits that are not known or cannot be held."""
+) -> Limits:
+    """The limits by their names. Raises BadInput for those that are not known or cannot be held."""
+    from controlplane.scaler.shares import Limits  # loads pulp
+
     by_zone = {name: n for name, n in most.items() if name.startswith("zones.")}
     if by_zone and (nowhere := plans.keys() - zone_of.keys()):
         raise BadInput(f"{path}: models: {min(nowhere)}: zone: missing, and limits have {min(by_zone)}")
@@ -229,7 +223,7 @@ def _within(
     taken = sorted({(zone, part.gpu) for name, zone in zone_of.items() for part in plans[name].fleet})
     zones = {at: int(by_zone[name]) for at in taken if (name := f"zones.{at[0]}.{at[1]}") in by_zone}
     max_gpus = int(most["max-gpus"]) if "max-gpus" in most else None
-    return PlannedPortfolio(plans, gpus, max_gpus, most.get("budget-usd-per-h"), zone_of, zones)
+    return Limits(gpus, max_gpus, most.get("budget-usd-per-h"), zones)
 
 
 def _planned(path: Path) -> _Planned:

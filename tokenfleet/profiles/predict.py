@@ -26,6 +26,7 @@ between them, each stage as long as the one with most layers.
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -226,8 +227,6 @@ def model_of(name: str) -> str:
 
 def _config(model: str) -> dict[str, Any]:
     """The configuration of a model's language part."""
-    import json
-
     path = Path(model) / "config.json"
     if not path.is_file():
         path = _package() / "model_configs" / f"{model.replace('/', '--')}_config.json"
@@ -292,8 +291,6 @@ def _known_form(model: str, config: Mapping[str, Any]) -> Iterator[str]:
 @contextmanager
 def _folder(name: str, form: Mapping[str, Any]) -> Iterator[str]:
     """A folder of that name with a configuration, while it is needed."""
-    import json
-
     with TemporaryDirectory() as folder:
         place = Path(folder) / name
         place.mkdir()

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import Policy, read_policy
+from controlplane.scaler.bounds import ScheduleInterval
 from controlplane.types import PLAIN_CLASS, Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.history.fleet_log import FleetSpec, LogWindows
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.advise.hindsight import fewest_alone
-from tokenfleet.planning.schedule import ScheduleInterval, paid
+from tokenfleet.planning.schedule import paid
 from tokenfleet.planning.search import LONGEST_WAIT_S
 
 LEAD_S = 30.0, 300.0  # least and most of what a window begins with, so that it does not begin idle

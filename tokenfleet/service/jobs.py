@@ -112,11 +112,7 @@ class Jobs:
     def advance(self, job: Claimed, progress: float, text: str, simulations: int) -> None:
         """Note how far a running job is."""
         with self._database.transaction() as cursor:
-            cursor.execute(
-                "UPDATE jobs SET progress = ?, says = ?, simulations = ?"
-                " WHERE id = ? AND attempts = ? AND state = 'running'",
-                (progress, text, simulations, job.id, job.attempt),
-            )
+            _change(cursor, job, progress=progress, says=text, simulations=simulations)
 
     def finish(
         self, job: Claimed, state: str, text: str, plan: str | None = None, error: str | None = None
@@ -124,16 +120,12 @@ class Jobs:
         """End an attempt, its plan with it; False if it is not the job's present one (nothing is written)."""
         now_s = time.time()
         with self._database.transaction() as cursor:
-            changed = cursor.execute(
-                "UPDATE jobs SET state = ?, says = ?, error = ?, finished_s = ?,"
-                " progress = CASE WHEN ? = 'done' THEN 1.0 ELSE progress END"
-                " WHERE id = ? AND attempts = ? AND state = 'running'",
-                (state, text, error, now_s, state, job.id, job.attempt),
-            ).rowcount
+            whole = {"progress": 1.0} if state == "done" else {}
+            changed = _change(cursor, job, state=state, says=text, error=error, finished_s=now_s, **whole)
             if changed and plan is not None:
                 keep_plan(cursor, job.id, PORTFOLIO if PORTFOLIO in job.question else "job", plan, now_s)
             _end_run(cursor, job.id, job.attempt, state if changed else "superseded", now_s)
-            return bool(changed)
+            return changed
 
     def cancel(self, job: str) -> dict[str, Any] | None:
         """Cancel a job: at once while it waits, through its runner while it runs; None if unknown."""
@@ -156,11 +148,8 @@ class Jobs:
     def release(self, job: Claimed) -> None:
         """Put an attempt back that was interrupted on purpose; it does not count."""
         with self._database.transaction() as cursor:
-            cursor.execute(
-                "UPDATE jobs SET state = 'queued', says = 'interrupted; waiting to be begun again',"
-                " progress = 0 WHERE id = ? AND attempts = ? AND state = 'running'",
-                (job.id, job.attempt),
-            )
+            text = "interrupted; waiting to be begun again"
+            _change(cursor, job, state="queued", says=text, progress=0)
             _end_run(cursor, job.id, job.attempt, "released", time.time())
 
     def requeue(self) -> int:
@@ -212,6 +201,13 @@ def keep_plan(cursor: sqlite3.Cursor, name: str, source: str, plan: str, made_s:
     )
 
 
+def _change(cursor: sqlite3.Cursor, job: Claimed, **columns: object) -> bool:
+    """Set columns of a running job; False, and nothing is set, where this is not its present attempt."""
+    sets = ", ".join(f"{name} = ?" for name in columns)
+    query = f"UPDATE jobs SET {sets} WHERE id = ? AND attempts = ? AND state = 'running'"
+    return cursor.execute(query, (*columns.values(), job.id, job.attempt)).rowcount > 0
+
+
 def _end_run(cursor: sqlite3.Cursor, job: str, attempt: int, outcome: str, now_s: float) -> None:
     cursor.execute(
         "UPDATE runs SET ended_s = ?, outcome = ? WHERE job = ? AND attempt = ? AND outcome IS NULL",
@@ -241,7 +237,6 @@ def _view(row: sqlite3.Row) -> dict[str, Any]:
 class Serving:
     """A stretch of time in which a fleet ran under a plan; `ended_s` None while it runs (Unix seconds)."""
 
-    plan: str
     started_s: float
     ended_s: float | None
 
@@ -296,10 +291,8 @@ class Plans:
 
     def servings(self, plan: str) -> list[Serving]:
         """The stretches of time in which a fleet ran under a plan, oldest first."""
-        rows = self._database.rows(
-            "SELECT plan, started_s, ended_s FROM servings WHERE plan = ? ORDER BY number", plan
-        )
-        return [Serving(row["plan"], row["started_s"], row["ended_s"]) for row in rows]
+        query = "SELECT started_s, ended_s FROM servings WHERE plan = ? ORDER BY number"
+        return [Serving(*row) for row in self._database.rows(query, plan)]
 
 
 def _brief(plan: dict[str, Any]) -> str:

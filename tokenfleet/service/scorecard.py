@@ -31,7 +31,8 @@ from dataplane.history.fleet_log import DAY_S, day_begin_s
 from dataplane.http.rules import UnknownName
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from tokenfleet.planning.inputs import Bias
-from tokenfleet.planning.plan_file import PlanFile, Quantiles
+from tokenfleet.planning.plan_file import PlanFile, Quantiles, to_figures
+from tokenfleet.planning.result import latency
 from tokenfleet.profiles.form import parse_profile
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.report.tables import asked_text, fleet_text, share_text
@@ -48,7 +49,6 @@ SCHEMA = "tokenfleet.scorecard/1"
 FEWEST_REQUESTS = 100
 CAPACITY_WINDOW_S = 60.0
 CAPACITY_REQUESTS = 20  # fewer in a window say nothing about its attainment
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +330,7 @@ def _compared(
     met = _met(finished, plan)
     span_s = float(finished["arrival_s"][-1] - finished["arrival_s"][0])
     facts: dict[str, Any] = {
-        "rate_rps": {"planned": plan.inputs.rate_rps, "observed": _figures((over - 1) / span_s)},
+        "rate_rps": {"planned": plan.inputs.rate_rps, "observed": to_figures((over - 1) / span_s)},
         "ttft_s": _latency(plan.ttft_s, replayed.ttft_s if replayed else None, finished["ttft_s"]),
         "tpot_s": _latency(plan.tpot_s, replayed.tpot_s if replayed else None, finished["tpot_s"]),
         "attainment": {
@@ -345,9 +345,9 @@ def _compared(
     }
     if isinstance(bias, StepBias):
         facts["bias"] = {
-            "decode": _figures(bias.decode),
-            "prefill": _figures(bias.prefill),
-            "left": {"tpot": _figures(bias.remaining[0]), "ttft": _figures(bias.remaining[1])},
+            "decode": to_figures(bias.decode),
+            "prefill": to_figures(bias.prefill),
+            "left": {"tpot": to_figures(bias.remaining[0]), "ttft": to_figures(bias.remaining[1])},
         }
         facts["says"] = bias.sentences
     return facts
@@ -412,28 +412,15 @@ def _latency(
     planned: Quantiles | None, predicted: NDArray[np.float64] | None, observed: pl.Series
 ) -> dict[str, Any]:
     """Quantiles and mean, three ways and the ratio."""
-    values = observed.drop_nulls().to_numpy()
-    forecast = None if predicted is None else predicted[~np.isnan(predicted)]
+    now = latency(observed.cast(pl.Float64).to_numpy()).quantiles
+    then = None if predicted is None else latency(predicted).quantiles
     table = {}
-    for name in (*QUANTILES, "mean"):
-        now = _at(values, name)
-        then = None if forecast is None else _at(forecast, name)
-        ratio = _figures(now / then) if now is not None and then else None
-        table[name] = {
-            "planned": getattr(planned, name, None),
-            "predicted": then,
-            "observed": now,
-            "ratio": ratio,
-        }
+    for name in Quantiles.model_fields:
+        of = {"planned": planned, "predicted": then, "observed": now}
+        row = {way: getattr(one, name, None) for way, one in of.items()}
+        seen, told = row["observed"], row["predicted"]
+        table[name] = row | {"ratio": to_figures(seen / told) if seen is not None and told else None}
     return table
-
-
-def _at(values_s: NDArray[np.float64], name: str) -> float | None:
-    if len(values_s) == 0:
-        return None
-    if name == "mean":
-        return _figures(float(values_s.mean()))
-    return _figures(float(np.quantile(values_s, QUANTILES[name], method="inverted_cdf")))
 
 
 def _capacity(plan: PlanFile, rows: pl.DataFrame, met: NDArray[np.bool_]) -> dict[str, Any]:
@@ -453,7 +440,7 @@ def _capacity(plan: PlanFile, rows: pl.DataFrame, met: NDArray[np.bool_]) -> dic
     )
     carried = table.filter(pl.col("share") >= plan.attainment.target)["rps"].max()
     failed = table.filter(pl.col("share") < plan.attainment.target)["rps"].min()
-    rates = [None if rps is None else _figures(float(rps)) for rps in (carried, failed)]  # type: ignore[arg-type]
+    rates = [None if rps is None else to_figures(float(rps)) for rps in (carried, failed)]  # type: ignore[arg-type]
     return {"planned_rps": plan.inputs.rate_rps, "carried_rps": rates[0], "failed_rps": rates[1]}
 
 
@@ -479,7 +466,3 @@ def _sentences(facts: Mapping[str, Any]) -> list[str]:
     ]
     sentences.append("busiest minute that met the target: {}; quietest that missed it: {}".format(*minutes))
     return sentences
-
-
-def _figures(value: float) -> float:
-    return float(f"{value:.6g}")

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.scaler.bounds import DAY_S, WEEK_S, ClockFloor, FloorInterval, by_the_day, since_begin_s
+from controlplane.scaler.bounds import DAY_S, WEEK_S, ClockFloor, ScheduleInterval, by_the_day, since_begin_s
 
 WEDNESDAY_14H = datetime(2026, 11, 25, 14, tzinfo=UTC).timestamp()
 
@@ -34,7 +34,7 @@ def test_the_busiest_day_counts_and_midnight_parts_nothing():
 
 
 def test_a_week_has_weekdays_and_sunday_is_before_monday():
-    week = ClockFloor(WEEK_S, (FloorInterval(0.0, DAY_S, 6), FloorInterval(2 * DAY_S, 3 * DAY_S, 2)))
+    week = ClockFloor(WEEK_S, (ScheduleInterval(0.0, DAY_S, 6), ScheduleInterval(2 * DAY_S, 3 * DAY_S, 2)))
     days = [WEDNESDAY_14H + n * DAY_S for n in range(7)]
     assert [week.at(at_s) for at_s in days] == [2, 0, 0, 0, 0, 6, 0]
     sunday_s = WEDNESDAY_14H + 4 * DAY_S + 10 * 3600 - 30

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from planning_builders import plan, planned, poisson, save, search_of, worker, worker_type
 
 from controlplane.errors import BadInput
+from controlplane.scaler.bounds import ScheduleInterval
 from controlplane.scaler.line import enough_stand, missing_share
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup
@@ -26,7 +27,6 @@ from tokenfleet.planning.schedule import (
     DAY_S,
     NO_CLOCK,
     WEEK_S,
-    ScheduleInterval,
     TraceClock,
     _Window,
     make_schedule,

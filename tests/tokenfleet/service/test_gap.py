@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
+from controlplane.scaler.bounds import ScheduleInterval
 from controlplane.scaler.line import Line
 from controlplane.types import Slo, SloClass
 from controlplane.worker_type import WorkerType
@@ -25,7 +26,7 @@ from dataplane.history.files import read_history
 from dataplane.history.fleet_log import DAY_S, Ruled, day_begin_s, read_fleet_log
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.cli.main import main
-from tokenfleet.planning.schedule import ScheduleInterval, paid
+from tokenfleet.planning.schedule import paid
 from tokenfleet.planning.sizing import fewest
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.service.app import fleet_extension

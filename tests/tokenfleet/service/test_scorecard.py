@@ -155,7 +155,7 @@ def test_steps_of_several_types_are_held_against_their_own_profiles(tmp_path):
         for (kind, p), number in zip(kinds.items(), (200, 800), strict=True)
     ]
     (tmp_path / "steps.csv").write_text(f"{','.join(STEP_COLUMNS)}\n{''.join(made)}")
-    steps = recorded_steps(tmp_path, [Serving("p", at_s - 1, None)])
+    steps = recorded_steps(tmp_path, [Serving(at_s - 1, None)])
     assert step_ratios(kinds, steps) == pytest.approx((1.4, 1.2), rel=0.05)
     wrong = step_ratios(dict(zip(kinds, reversed(kinds.values()), strict=True)), steps)
     assert abs(wrong[0] - 1.4) > 0.1
@@ -167,7 +167,7 @@ def test_prefill_that_steps_hardly_carry_follows_decode(tmp_path):
     (tmp_path / "steps.csv").write_text(
         f"{','.join(STEP_COLUMNS)}\n{steps_of(with_times(light, 1.3, 1.0), at_s, tokens=3)}"
     )
-    decode, prefill = step_ratios({"any": light}, recorded_steps(tmp_path, [Serving("p", at_s - 1, None)]))
+    decode, prefill = step_ratios({"any": light}, recorded_steps(tmp_path, [Serving(at_s - 1, None)]))
     assert decode == prefill == pytest.approx(1.3, rel=0.03)
 
 
@@ -178,11 +178,11 @@ def test_steps_are_those_of_the_serving_and_half_a_row_is_none(tmp_path):
     (tmp_path / "steps.1.csv").write_text(
         f"{earlier}\n0,4,400,0.01,0,w0,{at_s - 50}\n0,4,400,0.01,0,w0,{at_s}\n"
     )
-    steps = recorded_steps(tmp_path, [Serving("p", at_s - 1, at_s + 99.5)])
+    steps = recorded_steps(tmp_path, [Serving(at_s - 1, at_s + 99.5)])
     assert (len(steps), steps["kind"].null_count()) == (101, 101)
     (tmp_path / "steps.csv").write_text("a,b\n1,2\n")
     with pytest.raises(BadInput, match=r"steps\.csv: has no column prefill_tokens"):
-        recorded_steps(tmp_path, [Serving("p", at_s - 1, None)])
+        recorded_steps(tmp_path, [Serving(at_s - 1, None)])
 
 
 def test_a_fleet_that_recorded_no_steps_is_compared_by_latencies(tmp_path):

@@ -64,7 +64,7 @@ def members_of(flags: ServeFlags) -> Asked:
     _check_of_all(flags)
     low, high = (1, None) if flags.autoscale is None else bounds_of(flags.autoscale)
     planned = read_planned_portfolio(flags.portfolio)
-    limits = Limits(planned.gpus, planned.max_gpus, planned.budget_usd_per_h, planned.zones)
+    limits = planned.limits
     tenants = [p for name in planned.plans for p in _tenants(name, planned, (low, high), flags.as_is)]
     _check_parts(tenants)
     right = _rights(tenants, limits)
@@ -175,7 +175,7 @@ def _tenants(
 
 
 def _check_type(name: str, worker_type: WorkerType, planned: PlannedPortfolio, as_is: bool) -> None:
-    if planned.budget_usd_per_h is not None and worker_type.usd_per_h is None:
+    if planned.limits.usd_per_h is not None and worker_type.usd_per_h is None:
         raise BadInput(f"--portfolio: {name}: {worker_type.name} has no price to hold against the budget")
     if as_is and worker_type.reserved_gpus < 1:
         n = worker_type.workers_per_gpu

@@ -106,16 +106,14 @@ class Drift:
         )
 
 
-def drift_of(
-    workload: Workload, fewest_spans: int = SPANS, usual: float = USUAL, weight: float = WEIGHT
-) -> Drift:
-    """The trace's drift joined with the usual one, of `weight` degrees of freedom; none if it is steady."""
+def drift_of(workload: Workload) -> Drift:
+    """The trace's drift joined with the usual one, of WEIGHT degrees of freedom; none if it is steady."""
     told = shown(workload)
     if told == "steady":
-        return Drift(np.zeros((3, 3)), weight, told)
-    seen, independent = drift_seen(workload, fewest_spans)
-    freedom = independent + weight
-    root = _root((independent * seen + weight * np.diag([usual**2, 0.0, 0.0])) / freedom)
+        return Drift(np.zeros((3, 3)), WEIGHT, told)
+    seen, independent = drift_seen(workload)
+    freedom = independent + WEIGHT
+    root = _root((independent * seen + WEIGHT * np.diag([USUAL**2, 0.0, 0.0])) / freedom)
     return Drift(root, freedom, told)
 
 
@@ -169,9 +167,9 @@ def _differs(workload: Workload, spans: int) -> bool:
     return False
 
 
-def drift_seen(workload: Workload, fewest_spans: int = SPANS) -> tuple[NDArray[np.float64], float]:
+def drift_seen(workload: Workload) -> tuple[NDArray[np.float64], float]:
     """The drift of the trace alone: S, and its degrees of freedom; 0 for a trace that is too short."""
-    spans = max(fewest_spans, round(workload.duration_s / LONGEST_S))
+    spans = max(SPANS, round(workload.duration_s / LONGEST_S))
     if workload.duration_s <= INSTANT_S or len(workload) < FEWEST * PARTS * spans:
         return np.zeros((3, 3)), 0.0
     if len(workload) < FEWEST_BURSTS * PARTS * spans * burst_requests(workload, spans):
