@@ -112,9 +112,9 @@ def test_text_is_the_same_moved_or_not_and_a_stop_string_ends_it_across_moves(vl
     assert (stopped.text, stopped.finish) == (expected.text[: expected.text.index(stop)], "stop")
 
 
-# So many, of such lengths, that on a worker that goes some stream is far from its end: one that ends while it
-# is copied is not moved.
-UNEVEN = (200, 700, 300, 600, 400, 500) * 2
+# So long that on a worker that goes some stream is far from its end, also on a fast machine: one that ends
+# while it is copied is not moved.
+UNEVEN = (1000, 3000, 1500, 2500, 2000, 3500)
 MOST_ROUNDS = 200  # of streams, until something holds
 
 
