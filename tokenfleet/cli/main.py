@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -113,6 +114,7 @@ def exit_code(run: Callable[[], int]) -> int:
         message = getattr(error, "format_message", None)
         if message is not None:
             told = message().replace("Value error, ", "").rstrip(".")
+            told = re.sub("Input should be a valid .+, unable to parse string as", "expected", told)
             return _fail(BAD_INPUT, f"{told}{_value_refused(error, told)}{_misplaced(error)}")
         traceback.print_exc()
         return _fail(

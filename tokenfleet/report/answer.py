@@ -206,11 +206,9 @@ def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
     if plan.binding is not None:
         yield "Bottleneck", bottleneck_text(plan)
     if (room := plan.headroom) is not None:
-        misses = f", misses it at {room.misses:g}x" if room.misses else ""
-        yield (
-            "Headroom",
-            f"meets {target} up to {room.meets:g}x this traffic{misses} (in the hardest resampled traces)",
-        )
+        end = f"misses it at {room.misses:g}x" if room.misses else "the most that was tried"
+        text = f"meets {target} up to {room.meets:g}x this traffic, {end} (in the hardest resampled traces)"
+        yield "Headroom", text
     if plan.demand_line is not None or plan.agents_line is not None:
         yield "Scaling rule", scaling_text(plan)
     if (doubt := plan.doubt) is not None:

@@ -119,6 +119,15 @@ def test_a_choice_that_is_none_is_refused_in_plain_words(capsys: pytest.CaptureF
     )
 
 
+@pytest.mark.parametrize(("option", "wanted"), [("--users", "an integer"), ("--growth", "a number")])
+def test_a_number_that_is_none_is_refused_in_plain_words(
+    option: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", option, "20%"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: Invalid value for '{option}': expected {wanted}, got '20%'\n"
+
+
 def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys; from tokenfleet.cli.main import main; main(['--help']);"

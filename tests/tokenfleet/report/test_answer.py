@@ -137,6 +137,9 @@ def test_the_headroom_is_where_replays_stop_meeting_the_target(rate_rps: float, 
         " (in the hardest resampled traces)"
     )
     assert not re.search("utilisation|busy", " ".join(said.values()))
+    no_end = room.model_copy(update={"misses": None})
+    said = said_of(replace(plan, headroom=no_end))
+    assert "x this traffic, the most that was tried (in" in said["Headroom"]
 
 
 def test_a_lower_bound_is_never_shown_above_the_expected_value() -> None:
