@@ -3,8 +3,9 @@
 A checkout unpacks the archive before its first plan, and a wheel brings it unpacked. An archive that fits
 the sources stays. Else a process with a home of its own runs what the kernels are to serve. Of its kernels
 those are kept that Python calls; each of them contains all that it calls. Another Python that is found does
-the same in an environment of its own. Commit the archives together with the change of kernels that asks for
-them.
+the same in an environment of its own. An archive of another architecture that does not fit is removed: it is
+packed there, or by `deploy/pack_arm64.sh`. Commit the archives together with the change of kernels that asks
+for them.
 """
 
 from __future__ import annotations
@@ -126,7 +127,19 @@ def main() -> int:
     for version in PYTHONS:
         if version != sys.version_info[:2]:
             pack_by(*version)
+    remove_stale()
     return 0
+
+
+def remove_stale() -> None:
+    """Remove archives of other sources; a line for each."""
+    from dataplane.startup import PACKED, kernel_digest, unpacked
+
+    for packed in sorted(PACKED.parent.glob("kernels-*.tar.xz")):
+        with tempfile.TemporaryDirectory() as scratch:
+            if not unpacked(packed, f"kernels-{kernel_digest()}", Path(scratch)):
+                packed.unlink()
+                print(f"{packed}: removed, as it is of other sources and cannot be packed here")
 
 
 def pack_by(major: int, minor: int) -> None:

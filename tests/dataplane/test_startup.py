@@ -130,6 +130,21 @@ def test_the_packed_kernels_are_those_of_the_sources():
         )
 
 
+def test_packing_removes_what_is_of_other_sources(tmp_path):
+    for name, folder in (("of-these", f"kernels-{kernel_digest()}"), ("of-others", "kernels-0")):
+        with tarfile.open(tmp_path / f"kernels-{name}.tar.xz", "w:xz") as archive:
+            member = tarfile.TarInfo(folder)
+            member.type = tarfile.DIRTYPE
+            archive.addfile(member)
+    here = f"startup.PACKED = Path({str(tmp_path / 'kernels-none.tar.xz')!r})\n"
+    done = python(f"{BARE}{here}from deploy.ship_kernels import remove_stale\nremove_stale()", tmp_path)
+    stale = tmp_path / "kernels-of-others.tar.xz"
+    assert done.stdout == f"{stale}: removed, as it is of other sources and cannot be packed here\n", (
+        done.stderr
+    )
+    assert [path.name for path in tmp_path.glob("*.xz")] == ["kernels-of-these.tar.xz"]
+
+
 @pytest.mark.skipif(not PACKED.exists(), reason=f"needs {PACKED.name}")
 def test_a_checkout_unpacks_its_kernels_and_compiles_none(tmp_path):
     done = python(LOAD, tmp_path)
