@@ -25,11 +25,7 @@ from tokenfleet.api.inputs import NamedFleet, fleet_of, trace_of
 from tokenfleet.api.options import Targets, request_of
 from tokenfleet.planning.classes import classed, present
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.inputs import (
-    refuse_without_sessions,
-    trimmed,
-    within_context,
-)
+from tokenfleet.planning.inputs import ignored, refuse_without_sessions, trimmed, within_context
 from tokenfleet.planning.moves import unmovable
 from tokenfleet.planning.request import PlanRequest, placement_settings, refuse_unshared
 from tokenfleet.planning.result import latency
@@ -163,9 +159,9 @@ def as_asked(
 def placed(
     request: PlanRequest, fleet: Fleet, workload: Workload, warnings: Sequence[str]
 ) -> tuple[PlanRequest, list[str]]:
-    """The request with its policy by name; the warnings say why the default one leaves moves out."""
+    """The request with its policy by name; the warnings say what it leaves out."""
     if request.policy is not None:
-        return request, list(warnings)
+        return request, [*warnings, *ignored(workload, request)]
     why_not = unmovable(fleet, workload)
     name = request.placement + ("" if why_not else MIGRATE)
     also = [f"{why_not}: simulated without moves"] if why_not else []

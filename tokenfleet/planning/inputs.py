@@ -11,6 +11,7 @@ import numpy as np
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile, with_times
 from controlplane.perfmodel.speculation import pays_up_to
+from controlplane.placement.policies import Policy
 from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.planning.classes import classed, in_shares, present, shares_asked
@@ -93,7 +94,7 @@ def gather(
             f"{len(workload):,} requests that share prefixes or wait for others are replayed whole a hundred"
             " times and more; --window plans a part sooner"
         ]
-    slow += without_work(workload, request)
+    slow += [*without_work(workload, request), *ignored(workload, request)]
     ages = [*old_prices(profiles, request, today), *old_profiles([t.profile for t in usable], today)]
     biased = [bias.says] if bias is not None else []
     biased += [*shares_asked(request), *what_drafts_do(workload, request)]
@@ -146,6 +147,12 @@ def without_work(workload: Workload, request: PlanRequest) -> list[str]:
     return [f"--agents: {request.agents:,}; {most}"]
 
 
+def ignored(workload: Workload, request: PlanRequest) -> list[str]:
+    """What to say where the policy takes no account of the prefixes that requests share."""
+    says = "--policy exact: ignores prefix caches, and counts every prompt in full"
+    return [says] if workload.prefixes is not None and request.placement == Policy.EXACT else []
+
+
 def chosen_profiles(request: PlanRequest) -> list[Profile]:
     """The profiles asked for, in the engine mode asked for. Raises BadInput, ProfileMissing."""
     model = request.model
@@ -154,7 +161,7 @@ def chosen_profiles(request: PlanRequest) -> list[Profile]:
         others = sorted({p.model for p in profiles})
         if len(others) > 1:
             raise BadInput(f"--profile: one model at a time, got {', '.join(others)}")
-        if model is not None and not _same_model(model, others[0]):
+        if model is not None and canonical_model(model) != canonical_model(others[0]):
             raise BadInput(f"--profile: {request.profiles[0]} is of {others[0]}, --model says {model}")
     elif model is None:
         raise BadInput("--model: missing; name a model of the library, or give --profile files")
@@ -184,10 +191,6 @@ def what_drafts_do(workload: Workload, request: PlanRequest) -> list[str]:
         made = with_drafts.speculation.tokens_per_step
         lines.append(f"{without.type_name}: speculation makes {made:.3g} tokens a step and {pays}")
     return lines
-
-
-def _same_model(name: str, stated: str) -> bool:
-    return canonical_model(name) == canonical_model(stated)
 
 
 def priced(profiles: Sequence[Profile], request: PlanRequest) -> tuple[list[WorkerType], list[str]]:
@@ -307,9 +310,8 @@ def described(name: str, workload: Workload, warnings: Sequence[str] = ()) -> In
     counts, _ = np.histogram(workload.arrival_s, edges)
     width_s = float(edges[1] - edges[0])
     curve = tuple((float(t), float(n) / width_s) for t, n in zip(edges, counts, strict=False))
-    ideal = None
-    if workload.prefixes is not None and len(workload):
-        ideal = float(workload.ideal_hits.sum() / workload.prompt_tokens.sum())
+    shares = workload.prefixes is not None and len(workload)
+    ideal = float(workload.ideal_hits.sum() / workload.prompt_tokens.sum()) if shares else None
     return Inputs(
         name,
         len(workload),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from controlplane.placement.policies import MIGRATE
+from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import is_still, prepare
 from tokenfleet.planning.estimate import Estimate, Trial, look, verdict_on
@@ -54,13 +54,15 @@ def unmovable(fleet: Fleet, workload: Workload) -> str:
     return ""
 
 
-def refuse_unmovable(search: Search) -> None:
-    """Raise BadInput where moves were asked for by name and a kind of worker takes none."""
-    if search.request.policy is None or not search.request.moves:
+def refuse_policy(search: Search) -> None:
+    """Raise BadInput where a policy asked for by name does not cover a kind of worker; `exact`: their mix."""
+    if search.request.policy is None:
         return
     first = search.workload.take(slice(0, 1))
-    for kind in search.types:
-        prepare(first, of_one_kind(kind, 2, 0.5).specs(), search.terms.slos, search.request.policy)
+    fleets = [of_one_kind(kind, 2, 0.5).specs() for kind in search.types]
+    is_exact = search.request.placement == Policy.EXACT
+    for specs in [[spec for fleet in fleets for spec in fleet]] if is_exact else fleets:
+        prepare(first, specs, search.terms.slos, search.request.policy)
 
 
 def settled(search: Search, winner: Sizing, fleet: Fleet, estimate: Estimate, *, is_judged: bool) -> Settled:

@@ -37,7 +37,7 @@ from tokenfleet.planning.estimate import HOPELESS, Estimate, TooFew, look, too_f
 from tokenfleet.planning.explain import Binding, binding, failing_rate, headroom, plateau
 from tokenfleet.planning.fleet import Fleet, kind_fields, of_one_kind, parts_of
 from tokenfleet.planning.mixes.cheapest import Mixed, cheapest_mix
-from tokenfleet.planning.moves import Settled, refuse_unmovable, settled
+from tokenfleet.planning.moves import Settled, refuse_policy, settled
 from tokenfleet.planning.plan_file import Nearest, OneFewer, PassedOver, Uncertainty
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import (
@@ -98,7 +98,7 @@ def make_plan(
 
     def serving(request: PlanRequest) -> Plan:
         search = Search.of(request, workload, worker_types, threads, watch, inputs.classes, replayer)
-        refuse_unmovable(search)
+        refuse_policy(search)
         levels = None if inputs.assumed is None else inputs.assumed.levels
         search = replace(search, traffic=replace(search.traffic, sampler=_sampler(search), levels=levels))
         plan = _serving(Plan(request, inputs, search.types, None), search, explained, scheduled)

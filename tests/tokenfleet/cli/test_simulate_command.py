@@ -118,6 +118,12 @@ def test_what_was_cached_is_told_of_a_trace_whose_requests_share(
     without = json.loads(capsys.readouterr().out)
     assert without["prefix_hit_rate"] is None
     assert without["ttft_s"]["p50"] > 1.5 * told["ttft_s"]["p50"]
+    ignores = "--policy exact: ignores prefix caches"
+    for policy, is_said in (("exact", True), ("spread", False)):
+        assert main([*words, "--policy", policy]) == 0
+        assert (ignores in capsys.readouterr().err) == is_said
+    assert main([*words, "--policy", "exact", "--no-prefix-cache"]) == 0
+    assert ignores not in capsys.readouterr().err
 
 
 def test_host_memory_is_loaded_from_where_gpus_have_forgotten(

@@ -18,6 +18,7 @@ from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.moves import Settled, settled
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
+from tokenfleet.planning.search import Search
 from tokenfleet.planning.sizing import Sizing
 from tokenfleet.planning.threads import open_threads
 from tokenfleet.report.plan_json import plan_json
@@ -139,6 +140,17 @@ def test_where_moves_are_not_simulated_the_default_says_why_and_the_name_is_refu
     assert why_not in said_of(plan)["Moves"]
     with pytest.raises(BadInput, match=refusal):
         planned(workload, [worker_type(profile)], policy="spread+migrate", slo=loose)
+
+
+def test_exact_placement_is_refused_for_several_types_before_any_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def replayed(*_: object, **__: object) -> None:
+        pytest.fail("replayed before the policy was refused")
+
+    monkeypatch.setattr(Search, "replay", replayed)
+    with pytest.raises(BadInput, match="exact: covers one worker type"):
+        planned(None, [worker_type(worker(gpu=gpu)) for gpu in ("made-a", "made-b")], policy="exact")
 
 
 def test_a_policy_without_moves_stays_without_them_and_has_no_line() -> None:

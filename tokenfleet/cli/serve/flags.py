@@ -175,7 +175,7 @@ class ServeFlags:
         str | None,
         typer.Option(
             help="placement policy; +migrate also moves running requests (default: the plan's, else "
-            "spread+migrate)"
+            "spread+migrate); exact ignores caches, and takes one worker type"
         ),
     ] = None
     queue: Annotated[
