@@ -12,7 +12,8 @@ import numpy as np
 
 from controlplane.control import Settings, State
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.policies import Policy
+from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import Policy, read_policy
 from controlplane.port import Decide
 from controlplane.scaler.forecast import NEAR, ForecastSettings, Outlook
 from controlplane.scaler.hpa import HpaMemory, HpaRule, by_total, stabilized
@@ -23,6 +24,8 @@ from controlplane.snapshot import Action, Scale, Snapshot
 from controlplane.types import ClassArrivals
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
+from dataplane.live.control.controller import HEARTBEAT_S
+from dataplane.live.control.controller_process import ControllerSettings
 from dataplane.simulated.elastic import ElasticSettings, FleetRecord
 from dataplane.simulated.elastic_run import simulate_elastic
 from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, simulate
@@ -30,6 +33,9 @@ from experiments.lib.fewest_workers import CASES, Lengths, Question
 from experiments.lib.public_data import SERVEGEN, azure_hour
 from tokenfleet.advise.followers import inside, one_by_one, scheduled
 from tokenfleet.advise.hindsight import Hindsight, Schedule
+from tokenfleet.cli.serve.loop import autoscale_of
+from tokenfleet.planning.loop import planned_loop
+from tokenfleet.planning.plan_file import PlanFile
 
 CASE = CASES[1]
 TARGET = 0.99
@@ -117,6 +123,29 @@ class Bench:
             return self.run(schedule[0][1], still, scheduled(schedule, COLD_S + BEAT_S))
 
         return Hindsight(self.traffic.workload, TARGET, SLOTS, at_once, on_all)
+
+
+def busiest_h(data: Path, name: str, day: int) -> float:
+    """From what hour of a day on most arrives in two of the rates' windows."""
+    with (data / SERVEGEN[name]).open() as file:
+        rates = np.array([float(row["total_rate_rps"]) for row in csv.DictReader(file)])
+    of_day = rates[(day - 1) * 144 : day * 144]
+    return float((of_day[:-1] + of_day[1:]).argmax()) / 6.0
+
+
+def loop_run(
+    plan: PlanFile, cold_start_s: float, workload: Workload, predictor: LengthTable
+) -> tuple[Outcome, FleetRecord]:
+    """The loop of `serve --plan` with its default flags; the plan's schedule does not cover this traffic."""
+    kinds = {group.worker_type.name: group.workers for group in plan.groups}
+    loop, (policy, moves) = planned_loop(plan), read_policy(plan.policy)
+    bounds = replace(autoscale_of(f"{loop.fewest}..{loop.most}", "80s", plan), most_kinds=kinds)
+    types = tuple(group.worker_type for group in plan.groups)
+    settings = ControllerSettings("", None, False, 0, types, bounds, moves=moves, policy=policy)
+    workers = [WorkerSpec(g.worker_type.profile) for g in plan.groups for _ in range(g.workers)]
+    control = ControlSettings(settings.tick(settings.profiles), beat_s=HEARTBEAT_S)
+    start = ElasticSettings(start_kinds=kinds, cold_start_s=cold_start_s)
+    return simulate_elastic(workload, workers, plan.targets, start, control, policy, predictor=predictor)
 
 
 def line_at(

@@ -32,12 +32,10 @@ Rng = np.random.Generator
 Pair = tuple[Workload, Workload]  # what is known, and what comes
 
 
-def pairs_of(
-    name: str, data: Path, rate_rps: float, seed: int, windows: int | None, minutes: float | None
-) -> list[Pair]:
+def pairs_of(name: str, data: Path, rate_rps: float, seed: int, windows: int | None) -> list[Pair]:
     """The pairs of a source, `windows` of them where there are so many; None: as usual."""
     windows = windows or WINDOWS[name]
-    window_s = 60.0 * (minutes or MINUTES[name])
+    window_s = 60.0 * MINUTES[name]
     rng = np.random.default_rng([seed, list(MINUTES).index(name)])
     if name == "azure":
         return azure(data, windows, rate_rps, window_s)

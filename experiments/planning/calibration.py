@@ -1,12 +1,11 @@
 """Coverage of plans on held-out windows: a plan at confidence 0.9 should hold in nine of ten.
 
-    python experiments/planning/calibration.py [--quick] [--source NAME] [--resume FOLDER] [--seed 0]
+    python experiments/planning/calibration.py [--quick] [--resume FOLDER] [--seed 0]
 
 Each case plans on one window of traffic and is judged on the next one, which the planner has not seen. The
 judge draws coefficients as `perfmodel.interval` says they may be wrong, by the plan's own uncertainty. There
 is one worker type, and 95 % of requests must meet both targets. It is Llama-2-70B on four H100s (1600/75 ms,
-5 requests a second) with the 4 % error of its measurements. With `--profile composed` it is Llama-3.1-8B on
-one A100 (1600/50 ms, 11 a second) and 11 %, most of it stated. `held_out_windows.py` has the windows.
+5 requests a second) with the 4 % error of its measurements. `held_out_windows.py` has the windows.
 
 The planner's bound, its drift and its test for steady traffic were chosen on other windows: seeds from 100
 on of the made sources, and m-mid's first week. Azure's hour is the only one of its kind and was in sight.
@@ -60,10 +59,7 @@ from tokenfleet.planning.traffic.drift import shown
 from tokenfleet.profiles.library import find_profiles
 
 TARGET = 0.95
-PROFILES = {
-    "composed": ("llama-3.1-8b", "a100", 1, Slo(1.6, 0.05), 11.0),
-    "measured": ("llama-2-70b", "h100-80gb", 4, Slo(1.6, 0.075), 5.0),
-}
+SLO, RATE_RPS = Slo(1.6, 0.075), 5.0
 CONFIDENCES = (0.8, 0.9, 0.95)
 MIDDLE = 0.9  # the plans that `in reach` is about
 MOST_WORKERS = 200
@@ -149,27 +145,17 @@ def judged(pair: Pair, worker_type: WorkerType, slo: Slo, seed: int, threads: Th
 
 def main() -> int:
     parser = flags(__doc__, AZURE_HOUR, SHAREGPT, *SERVEGEN.values(), resumes=True)
-    parser.add_argument("--profile", choices=sorted(PROFILES), default="measured")
-    parser.add_argument("--source", action="append", help="only this one; may be given more than once")
-    parser.add_argument("--rate", type=float, help="requests a second, of a window in the mean")
-    parser.add_argument("--windows", type=int, help="of each source, where it has so many")
-    parser.add_argument("--minutes", type=float, help="of every window")
     asked = parser.parse_args()
-    model, gpu, tp, slo, rate = PROFILES[asked.profile]
-    asked.rate = asked.rate or rate
-    profile = find_profiles(model, [gpu], [tp])[0]
+    profile = find_profiles("llama-2-70b", ["h100-80gb"], [4])[0]
     worker_type = WorkerType.of(replace(profile, context_limit_tokens=0), 2.0, "made")
-    if unknown := set(asked.source or ()) - set(MINUTES):
-        parser.error(f"--source: {sorted(unknown)[0]}: expected {', '.join(MINUTES)}")
-    names = [name for name in MINUTES if name in (asked.source or MINUTES)]
-    only = QUICK_WINDOWS if asked.quick else asked.windows
+    only = QUICK_WINDOWS if asked.quick else None
     cases = []
     with open_threads(1) as threads:
-        for name in names:
-            for i, pair in enumerate(pairs_of(name, asked.data, asked.rate, asked.seed, only, asked.minutes)):
-                work = partial(judged, pair, worker_type, slo, asked.seed * 1000 + i, threads)
+        for name in MINUTES:
+            for i, pair in enumerate(pairs_of(name, asked.data, RATE_RPS, asked.seed, only)):
+                work = partial(judged, pair, worker_type, SLO, asked.seed * 1000 + i, threads)
                 cases.append({"source": name} | asked.resume.part(f"{name} {i}", work))
-    rows = [summary(name, [c for c in cases if c["source"] == name]) for name in names]
+    rows = [summary(name, [c for c in cases if c["source"] == name]) for name in MINUTES]
     together = summary("all together", cases)
     rows += [together, *(perfect(spread) for spread in SPREADS)]
     bars = {}

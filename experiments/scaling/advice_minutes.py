@@ -1,6 +1,6 @@
 """The advice against the scaler of `serve` on one fleet, minute by minute, and the arrivals that it counts.
 
-    python experiments/scaling/advice_minutes.py [--days 3 8 13] [--hours 24] [--resume FOLDER]
+    python experiments/scaling/advice_minutes.py [--resume FOLDER]
 
 Three days of ServeGen (m-mid), as in autoscaling.py: rates recorded, arrivals Poisson, lengths ShareGPT's.
 Llama-3.1 70B on 2 H100s, 1 s / 75 ms, cold starts of 60 s, each request to the replica with the fewest. The
@@ -38,7 +38,7 @@ from tokenfleet.advise.followers import LOOK_S, FleetMeter
 from tokenfleet.advise.look import Watched, look
 from tokenfleet.profiles.library import find_profiles
 
-NAME, START = "m-mid", 12
+NAME, START, DAYS = "m-mid", 12, (3, 8, 13)
 LOOKS_A_MINUTE = round(60.0 / LOOK_S)
 
 
@@ -102,10 +102,10 @@ def both(settings: AdviceSettings, control: Settings, found: Day) -> Any:
     return brain
 
 
-def day(asked: Any, number: int) -> Day:
-    """One day of both."""
+def day(asked: Any, number: int, hours: float) -> Day:
+    """One day of both, from midnight on."""
     lengths = sharegpt(asked.data)
-    traffic = servegen(asked.data, NAME, lengths, asked.mean_rps, asked.hours, asked.seed, number, 0.0)
+    traffic = servegen(asked.data, NAME, lengths, 12.0, hours, asked.seed, number, 0.0)
     profile, slo = find_profiles("llama-3.1-70b", ["h100"], [2])[0], Slo(1.0, 0.075)
     scaling = Autoscale(1, SLOTS).settings((WorkerType.of(profile),))
     settings = looked_at(AdviceSettings(slo, TARGET, scaling, COLD_S), LOOK_S)
@@ -124,16 +124,12 @@ def day(asked: Any, number: int) -> Day:
 
 def main() -> int:
     parser = flags(__doc__, SHAREGPT, SERVEGEN[NAME], resumes=True)
-    parser.add_argument("--days", type=int, nargs="+", default=[3, 8, 13], help="of ServeGen's 14")
-    parser.add_argument("--hours", type=float, default=24.0, help="of each, from midnight on")
-    parser.add_argument("--mean-rps", type=float, default=12.0)
     asked = parser.parse_args()
-    if asked.quick:
-        asked.days, asked.hours = asked.days[:1], 1.0
+    days, hours = (DAYS[:1], 1.0) if asked.quick else (DAYS, 24.0)
     rows, bars = [], {}
-    for number in asked.days:
-        name = f"day{number} {asked.hours:g}h {asked.mean_rps:g}rps {asked.seed}"
-        one = asked.resume.part(name, lambda number=number: asdict(day(asked, number)))
+    for number in days:
+        name = f"day{number} {hours:g}h {asked.seed}"
+        one = asked.resume.part(name, lambda number=number: asdict(day(asked, number, hours)))
         one["apart"] = {int(k): count for k, count in one["apart"].items()}
         rows.append(row := Day(**one).row(number))
         bars[f"day {number}: minutes within one replica"] = bar(row["within 1"], 0.98, at_least=True)

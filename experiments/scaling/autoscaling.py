@@ -1,14 +1,14 @@
 """Autoscaling on production rates: worker-hours against the hindsight optimum's, cold starts of 60 s.
 
-    python experiments/scaling/autoscaling.py [--quick] [--days] [--advice] [--resume FOLDER] [--jobs N]
-        [--format table|json]
+    python experiments/scaling/autoscaling.py [--quick] [--azure] [--planned] [--advice] [--without DAY...]
+        [--resume FOLDER] [--jobs N] [--format table|json]
 
 Traffic. ServeGen's rates of 14 days are points of 10-minute windows with straight lines between, scaled to a
-mean of `--mean-rps`. Arrivals are Poisson at that rate, lengths ShareGPT's. Part of one day (`--day`, from
-06:00 on) is simulated request by request; the days before it are the forecast's history. `--days` takes an
-hour of every day: of day d the one that begins at (6 + 5 (d - 1)) mod 24 o'clock. An hour without arrivals is
-left out. Each hour has its own history and its own optimum. Azure's conversation trace is one hour, too short
-for any season. Llama-2 70B on 2 A100s, 1.6 s / 75 ms, `spread`.
+mean of 12 requests a second. Arrivals are Poisson at that rate, lengths ShareGPT's. An hour of every day is
+simulated request by request, that of day d from (6 + 5 (d - 1)) mod 24 o'clock on. The days before it are the
+forecast's history. An hour without arrivals is left out. Each hour has its own optimum. Settings were chosen
+on day 11. Azure's conversation trace (`--azure`) is one hour, too short for any season. Llama-2 70B on 2
+A100s, 1.6 s / 75 ms, `spread`.
 
 Hindsight optimum. Each window of `WINDOW_S` is simulated alone at every count. The start is the fewest
 workers with each window at the target. Then workers go where that misses least, while the whole meets it,
@@ -18,6 +18,10 @@ Ours is `control.tick` as it runs live. Eq 7's line is learned by simulation at 
 (another draw). Traffic phases, bursts, backlog and forecast are used. The reactive rules get the cheapest of
 several targets at 99 % over all hours together; where none reaches it, the one with the best attainment. They
 are tuned on the traffic that judges them, ours is not.
+
+Planned (`--planned`). `tokenfleet plan` sees the busiest 20 minutes of the day before, without dates. Its
+loop, as `serve --plan` has it, serves the hour. It starts with the plan's workers, without a floor by the
+clock or a memory of other days. The first day has none before it.
 
 Advice (`--advice`). The same hours through `tokenfleet advise --replay`: it sees vLLM's metrics alone, HPA
 follows it (15 s, tolerance 0 or 10 %), and it remembers no earlier days. Llama-3.1 70B on 2 H100s, chunked
@@ -29,12 +33,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
+
+import polars as pl
 
 from controlplane.control import Settings, State, tick
 from controlplane.scaler.bounds import Autoscale
@@ -45,32 +53,39 @@ from dataplane.simulated.elastic import FleetRecord
 from dataplane.simulated.simulate import ControlSettings, Outcome
 from experiments.lib.autoscaling import (
     BEAT_S,
+    CASE,
     COLD_S,
     SLOTS,
     TARGET,
     Bench,
     Traffic,
     azure,
+    busiest_h,
     hpa,
     line_at,
+    loop_run,
     ours,
     ray_serve,
     remembered,
     servegen,
 )
+from experiments.lib.command import timed_plan
 from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
 from tokenfleet.advise.advice import AdviceSettings
 from tokenfleet.advise.followers import BASELINES, RAY_SERVE
 from tokenfleet.advise.replay import ADVICE, ReplayedDay
-from tokenfleet.profiles.library import find_profiles
+from tokenfleet.planning.plan_file import parse_plan
+from tokenfleet.profiles.library import find_profiles, library_folder
 
 TARGETS = (12.0, 16.0, 20.0, 26.0)  # requests in the system per worker
 RULES = (("HPA", hpa), ("Ray Serve ±1", ray_serve))
-SERIES = tuple(SERVEGEN)
+SERIES, MEAN_RPS = "m-mid", 12.0
 ADVISED_SLO = Slo(1.0, 0.075)  # edges of vLLM's histograms
 DAYS = range(1, 15)
+PLANNED = "the loop of a plan of the day before"
+PLANNED_H = 1.0 / 3.0
 
 
 @dataclass(frozen=True)
@@ -149,6 +164,32 @@ def advised_runs(traffic: Traffic) -> list[Run]:
     ]  # fmt: skip
 
 
+def planned_runs(traffic: Traffic, before: Traffic, lengths: Lengths) -> list[Run]:
+    """The optimum, and the loop of `serve --plan`, whose plan knows `before` alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace, known = Path(folder) / "before.csv", before.workload
+        columns = ("arrival_s", "prompt_tokens", "output_tokens")
+        pl.DataFrame({column: getattr(known, column) for column in columns}).write_csv(trace)
+        slo = f"ttft={CASE.slo.ttft_s}s,tpot={CASE.slo.tpot_s}s"
+        words = ("--profile", str(library_folder() / "aladdin" / CASE.file), "--slo", slo)
+        words = (
+            "--trace",
+            str(trace),
+            *words,
+            "--drop-too-long",
+            "--cold-start",
+            f"{COLD_S:g}s",
+            "--jobs",
+            "1",
+        )
+        document, row = timed_plan(*words)
+    print(f"{traffic.name}: {row['answer']}, planned in {row['cpu_s']} s", file=sys.stderr)
+    plan, bench = parse_plan(document, "plan.json"), Bench(traffic, lengths)
+    optimum = bench.hindsight().cheapest(trims=True)[1:]
+    found = loop_run(plan, COLD_S, traffic.workload, lengths.table())
+    return [seen("clairvoyant", *optimum), seen(PLANNED, *found)]
+
+
 def rows(name: str, pieces: list[list[Run]]) -> list[dict[str, Any]]:
     """One row a rule, all pieces together; of a reactive rule that of its best target."""
     columns = [list(column) for column in zip(*pieces, strict=True)]
@@ -188,79 +229,62 @@ def hired_s(column: Iterable[Run]) -> float:
     return sum(one.worker_s for one in column)
 
 
-def piece(of: tuple[str, int, float], asked: argparse.Namespace, line: tuple[float, float]) -> list[Run]:
-    """The runs of a part of a series: its name, the day, and its first hour; none where nothing arrived."""
-    (name, day, from_h), hours = of, 1.0 if asked.quick or asked.days else asked.hours
-    told = f"{name} {asked.mean_rps:g}rps day{day} {from_h:g}h {hours:g}h {asked.seed}"
+def piece(day: int, asked: argparse.Namespace, line: tuple[float, float]) -> list[Run]:
+    """The runs of an hour of a day; none where nothing arrived."""
+    from_h = (6.0 + 5.0 * (day - 1)) % 24.0
+    how = " quick" * asked.quick + " advice" * asked.advice + " planned" * asked.planned
 
     def work() -> list[dict[str, Any]]:
         lengths = sharegpt(asked.data)
-        traffic = servegen(asked.data, name, lengths, asked.mean_rps, hours, asked.seed, day, from_h)
+        traffic = servegen(asked.data, SERIES, lengths, MEAN_RPS, 1.0, asked.seed, day, from_h)
         if not len(traffic.workload):
             return []
-        found = advised_runs(traffic) if asked.advice else runs(traffic, lengths, line, asked.quick)
+        if asked.planned:
+            at = day - 1, busiest_h(asked.data, SERIES, day - 1)
+            before = servegen(asked.data, SERIES, lengths, MEAN_RPS, PLANNED_H, asked.seed + 1, *at)
+            found = planned_runs(traffic, before, lengths)
+        else:
+            found = advised_runs(traffic) if asked.advice else runs(traffic, lengths, line, asked.quick)
         return [asdict(one) for one in found]
 
-    kept = asked.resume.part(f"{told}{' quick' * asked.quick}{' advice' * asked.advice}", work)
+    kept = asked.resume.part(f"day{day} {from_h:g}h {asked.seed}{how}", work)
     return [Run(**one) for one in kept]
 
 
-def pieces(asked: argparse.Namespace, line: tuple[float, float]) -> Iterator[tuple[str, list[list[Run]]]]:
-    """By series: its parts' runs."""
-    names = SERIES[:1] if asked.quick else SERIES if asked.series is None else (asked.series,)
-    days = (
-        [(day, (6.0 + 5.0 * (day - 1)) % 24.0) for day in DAYS if day not in asked.without]
-        if asked.days
-        else [(asked.day, 6.0)]
-    )
-    parts = [(name, *of_day) for name in names for of_day in days]
-    work = partial(piece, asked=asked, line=line)
-    with ProcessPoolExecutor(min(asked.jobs, len(parts)), get_context("spawn")) as processes:
-        found = list(processes.map(work, parts))
-    for at, name in enumerate(names):
-        busy = [part for part in found[at * len(days) : (at + 1) * len(days)] if part]
-        said = f"ServeGen {name}"
-        yield said + (f", {len(busy)} hours" if asked.days else ""), busy
+def days(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of all days together."""
+    line, lengths = (0.0, 0.0), sharegpt(asked.data)
+    if not (asked.advice or asked.planned):
+        line = line_at(lengths, (4.0, 8.0) if asked.quick else (4.0, 8.0, 16.0), 200.0, asked.seed)
+    of = [day for day in DAYS[asked.planned :] if day not in asked.without][: 1 if asked.quick else None]
+    with ProcessPoolExecutor(min(asked.jobs, len(of)), get_context("spawn")) as processes:
+        busy = [found for found in processes.map(partial(piece, asked=asked, line=line), of) if found]
+    return rows(f"ServeGen {SERIES}, {len(busy)} hours", busy)
 
 
 def run(asked: argparse.Namespace) -> int:
-    lengths = sharegpt(asked.data)
-    line = (
-        (0.0, 0.0)
-        if asked.advice
-        else line_at(lengths, (4.0, 8.0) if asked.quick else (4.0, 8.0, 16.0), 200.0, asked.seed)
-    )
-    print(f"line: {line[0]:.3f} workers per request/s + {line[1]:.2f}", file=sys.stderr)
-    table, bars = [], {}
-    if asked.only != "azure":
-        for name, parts in pieces(asked, line):
-            table += rows(name, parts)
-    if not (asked.quick or asked.advice) and asked.only != "servegen":
+    if asked.azure:
         real = azure(asked.data)
         own = Lengths(real.workload.prompt_tokens, real.workload.output_tokens)
-        table += rows(
-            real.name, [runs(real, own, line_at(own, (3.0, 6.0, 9.0), 200.0, asked.seed), asked.quick)]
-        )
-    for mine in (r for r in table if r["rule"] in ("ours", ADVICE)):
+        line = line_at(own, (3.0, 6.0, 9.0), 200.0, asked.seed)
+        table = rows(real.name, [runs(real, own, line, asked.quick)])
+    else:
+        table = days(asked)
+    bars = {}
+    for mine in (r for r in table if r["rule"] in ("ours", PLANNED, ADVICE)):
         says = f"{mine['traffic']}: {mine['rule']}"
         bars[f"{says}: worker-hours over the clairvoyant's"] = bar(
-            mine["of clairvoyant"], 1.12 if asked.advice else 1.10
+            mine["of clairvoyant"], 1.12 if asked.advice else 1.08 if asked.planned else 1.10
         )
         bars[f"{says}: attainment"] = bar(mine["attainment"], TARGET, at_least=True)
     return show("autoscaling", table, bars, asked)
 
 
 if __name__ == "__main__":
-    parser = flags(__doc__, AZURE_HOUR, SHAREGPT, *SERVEGEN.values(), resumes=True)
-    parser.add_argument("--hours", type=float, default=2.0, help="of each ServeGen series")
-    parser.add_argument("--mean-rps", type=float, default=12.0)
-    parser.add_argument(
-        "--day", type=int, default=14, help="of ServeGen's 14; settings were chosen on day 11"
-    )
-    parser.add_argument("--days", action="store_true", help="an hour of every day instead")
+    parser = flags(__doc__, AZURE_HOUR, SHAREGPT, SERVEGEN[SERIES], resumes=True)
+    parser.add_argument("--azure", action="store_true", help="Azure's hour instead of ServeGen's days")
     parser.add_argument("--advice", action="store_true", help="replay `tokenfleet advise` instead")
+    parser.add_argument("--planned", action="store_true", help="the loop of the day before's plan instead")
     parser.add_argument("--without", type=int, nargs="*", default=[], help="days to leave out")
-    parser.add_argument("--only", choices=("servegen", "azure"))
-    parser.add_argument("--series", choices=SERIES, help="only one of ServeGen's")
     parser.add_argument("--jobs", type=int, default=2, help="hours simulated at a time")
     sys.exit(run(parser.parse_args()))

@@ -35,16 +35,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.control import State, tick
-from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.refit import Refit
+from controlplane.placement.policies import Policy
 from controlplane.snapshot import Action, Snapshot
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
 from dataplane.live.control.step_times import BELIEVED_STEPS
-from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.autoscaling import CASE, SLOTS, TARGET, Bench, line_at, ours, remembered, servegen
-from experiments.lib.fewest_workers import Lengths, sharegpt
+from experiments.lib.fewest_workers import Lengths, Question, sharegpt
 from experiments.lib.other_engines import times
 from experiments.lib.public_data import SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
@@ -183,8 +182,11 @@ def live(asked: argparse.Namespace, lengths: Lengths, slower: float) -> dict[str
     kept = load.output_tokens < 1500
     load = Workload(load.arrival_s[kept], load.prompt_tokens[kept], load.output_tokens[kept])
     end_s = float(load.arrival_s[-1])
-    fewest = steady(load, truth, slo, lengths)
-    begin = steady(load, CASE.profile, slo, lengths)
+    fewest, begin = (
+        Question([load], profile, slo, lengths.table(), Policy.SPREAD, most=SLOTS).fewest(TARGET, LIVE_RPS)
+        or SLOTS
+        for profile in (truth, CASE.profile)
+    )
     with tiny_model() as model:
         data = model.parent / "data"
         server_flags = (
@@ -210,15 +212,6 @@ def live(asked: argparse.Namespace, lengths: Lengths, slower: float) -> dict[str
         "slowdown": view["step_times"][0]["slowdown"],
         "said": [f"{e['at_s'] - began_s:.0f} s: {e['reason']}" for e in view["scaling"]],
     }
-
-
-def steady(load: Workload, profile: Profile, slo: Slo, lengths: Lengths) -> int:
-    """The fewest workers that serve the whole load at the target."""
-    for workers in range(1, SLOTS):
-        seen = simulate(load, [WorkerSpec(profile)] * workers, slo, predictor=lengths.table())
-        if seen.attainment >= TARGET:
-            return workers
-    return SLOTS
 
 
 def run(asked: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 The same engines on the same cores, closed-loop streams of 64 prompt and 100 output tokens. The sides take
 turns, round by round, so that whatever else the machine does falls on all; a ratio is the median over rounds.
-`--streams-held N` adds one round of N streams at once on the fleet alone.
+One more round has 500 streams at once on the fleet alone.
 
 Two kinds of plain server: `plain` as vLLM starts on a CPU, with the rank in a process of its own, and
 `plain, one process`, with the rank inside the engine's process. The fleet's workers are of the second kind
@@ -25,8 +25,7 @@ import numpy as np
 from experiments.lib.results import bar, flags, show
 from harness.served import Stream, fleet, plain_server, session, stream, tiny_model
 
-LEVELS = (1, 16, 64)
-REQUESTS = {1: 4, 16: 32, 64: 96}  # of a quick round
+REQUESTS, HELD = {1: 4, 16: 32, 64: 96}, 500  # of a quick round by streams at once; streams held
 PLAIN = {"plain": False, "plain, one process": True}
 OUTPUT_TOKENS = 100
 IDLE_SPIN_S = 1.5  # vLLM's ranks spin for a second after their last step, on the cores of the other side
@@ -60,12 +59,8 @@ async def load(
 
 
 def main() -> int:
-    parser = flags(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--streams", type=int, action="append", help="at once, instead of 1, 16 and 64")
-    parser.add_argument("--streams-held", type=int, default=500)
-    asked = parser.parse_args()
-    rounds = 2 if asked.quick else asked.rounds
+    asked = flags(__doc__).parse_args()
+    rounds = 2 if asked.quick else 5
     rng = np.random.default_rng(asked.seed)
     cores = sorted(os.sched_getaffinity(0))
     rows: list[dict[str, Any]] = []
@@ -79,8 +74,8 @@ def main() -> int:
         sides["fleet"] = [stack.enter_context(fleet(model, "--workers", "2")).gateway]
         for urls in sides.values():
             asyncio.run(load(urls, 8, 16, rng))
-        for streams in asked.streams or LEVELS:
-            requests = REQUESTS.get(streams, streams) * (1 if asked.quick else 2)
+        for streams in REQUESTS:
+            requests = REQUESTS[streams] * (1 if asked.quick else 2)
             got: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for turn in range(rounds):
                 for side in sides if turn % 2 == 0 else reversed(sides):
@@ -93,10 +88,9 @@ def main() -> int:
                 pairs = zip(got["fleet"], got[side], strict=True)
                 ratio = statistics.median(f["tokens_per_s"] / p["tokens_per_s"] for f, p in pairs)
                 bars[f"throughput against {side} at {streams} streams"] = bar(ratio, 0.95, True)
-        if asked.streams_held and not asked.quick:
-            held = asyncio.run(load(sides["fleet"], asked.streams_held, asked.streams_held, rng))
-            rows.append({"streams": asked.streams_held, "side": "fleet", **held})
-            bars["streams held at once"] = bar(asked.streams_held, 500, True)
+        if not asked.quick:
+            held = asyncio.run(load(sides["fleet"], HELD, HELD, rng))
+            rows.append({"streams": HELD, "side": "fleet", **held})
     return show("gateway_throughput", rows, bars, asked)
 
 

@@ -1,9 +1,9 @@
 """The plan of `make demo`, served for its trace's hour by a fleet that scales itself.
 
-    python experiments/serving/served_hour.py [--quick] [--window 4m..29m] [--plan FILE]
-        [--simulated COLD_START_S] [--resume FOLDER] [--format table|json]
+    python experiments/serving/served_hour.py [--quick] [--simulated COLD_START_S] [--resume FOLDER]
+        [--format table|json]
 
-`tokenfleet plan` as `make demo` asks it, or the plan of `--plan`. `serve --plan` runs it with its default
+`tokenfleet plan` as `make demo` asks it. `serve --plan` runs it with its default
 flags before emulated engines, on the real clock. One client sends the whole trace as it was recorded. On a
 machine that is full the engines are late themselves: `steps` says how much longer theirs took than the
 profile has it. `--simulated`: the same plan, loop and trace on the simulated plane, which no load slows;
@@ -29,26 +29,19 @@ from typing import Any
 import numpy as np
 
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.policies import read_policy
-from controlplane.scaler.bounds import Autoscale
 from controlplane.workload import Workload
-from dataplane.live.control.controller import HEARTBEAT_S
-from dataplane.live.control.controller_process import ControllerSettings
-from dataplane.simulated.elastic import ElasticSettings
-from dataplane.simulated.elastic_run import simulate_elastic
-from dataplane.simulated.simulate import ControlSettings, WorkerSpec, simulate
+from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.autoscaling import loop_run
 from experiments.lib.command import timed_plan
 from experiments.lib.results import bar, flags, show
 from experiments.scaling.closed_loop import paid_s, played
 from experiments.serving.planned_fleet import TRACE, load
 from harness.served import fleet, tiny_model
 from tokenfleet.advise.hindsight import LEAD_IN_S, WINDOW_S
-from tokenfleet.planning.loop import planned_loop
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 
 GPUS = ("--gpu", "a100", "--gpu", "h100", "--gpu", "h200")
 ASKED = ("--model", "llama-3.1-70b", *GPUS, "--slo", "ttft=1.6s,tpot=75ms")
-WINDOW, QUICK_WINDOW = "0m..60m", "0m..4m"
 OVER = 1.08  # times the clairvoyant's worker-hours
 
 
@@ -73,18 +66,10 @@ def served(document: dict[str, Any], hour: Workload) -> dict[str, Any]:
 
 def simulated(plan: PlanFile, cold_start_s: float, hour: Workload) -> dict[str, Any]:
     """The same, of the fleet's loop on the simulated plane."""
-    kinds = {group.worker_type.name: group.workers for group in plan.groups}
-    loop, (policy, moves) = planned_loop(plan), read_policy(plan.policy)
-    bounds = Autoscale(loop.fewest, loop.most, attainment=plan.attainment.target, most_kinds=kinds)
-    types = tuple(group.worker_type for group in plan.groups)
-    settings = ControllerSettings("", None, False, 0, types, bounds, moves=moves, policy=policy)
-    workers = [WorkerSpec(g.worker_type.profile) for g in plan.groups for _ in range(g.workers)]
-    control = ControlSettings(settings.tick(settings.profiles), beat_s=HEARTBEAT_S)
     predictor = LengthTable.from_history(hour.prompt_tokens, hour.output_tokens)
-    start = ElasticSettings(start_kinds=kinds, cold_start_s=cold_start_s)
-    run, record = simulate_elastic(hour, workers, plan.targets, start, control, policy, predictor=predictor)
+    run, record = loop_run(plan, cold_start_s, hour, predictor)
     told = [(float(t), float(g)) for t, g in zip(run.ttft_s, np.nan_to_num(run.tpot_s), strict=True)]
-    wanted = [(0.0, kinds), *record.kinds]
+    wanted = [(0.0, {g.worker_type.name: g.workers for g in plan.groups}), *record.kinds]
     changes = [(at_s, [k for k, n in of.items() for _ in range(n)]) for at_s, of in wanted]
     return {"changes": changes, "told": told, "said": [why for _, why in record.reasons], "slower": 1.0}
 
@@ -111,22 +96,16 @@ def clairvoyant(plan: PlanFile, hour: Workload) -> list[tuple[float, list[str]]]
 
 def main() -> int:
     parser = flags(__doc__, resumes=True)
-    parser.add_argument("--window", help=f"part of the trace ({WINDOW}, with --quick {QUICK_WINDOW})")
     parser.add_argument("--simulated", type=float, metavar="COLD_START_S", help="on the simulated plane")
-    parser.add_argument("--plan", type=Path, help="a plan of the sample trace, in place of the demo's")
     asked = parser.parse_args()
-    document = (
-        json.loads(asked.plan.read_text())
-        if asked.plan
-        else asked.resume.part("plan", lambda: timed_plan("--trace", TRACE, *ASKED)[0])
-    )
+    document = asked.resume.part("plan", lambda: timed_plan("--trace", TRACE, *ASKED)[0])
     plan = parse_plan(document, "plan.json")
-    hour = load(plan, asked.window or (QUICK_WINDOW if asked.quick else WINDOW), 1.0)
+    hour = load(plan, "0m..4m" if asked.quick else "0m..60m", 1.0)
     end_s = float(hour.arrival_s[-1])
     run = partial(served, document)
     if (cold_start_s := asked.simulated) is not None:
         run = partial(simulated, plan, cold_start_s)
-    made = asked.resume.part(f"served {asked.window} {cold_start_s}", lambda: run(hour))
+    made = asked.resume.part(f"served {asked.quick} {cold_start_s}", lambda: run(hour))
     met = [
         one is not None and one[0] <= plan.targets.ttft_s and one[1] <= plan.targets.tpot_s
         for one in made["told"]
