@@ -17,6 +17,7 @@ from tokenfleet.cli.main import main
 from tokenfleet.profiles.library import read_profile
 
 STREAMS, TOKENS = 50, 400
+STANDSTILL_S = 35.0  # a core that has not run for 30 s is killed, a worker not heard for 10 s given up
 
 
 def body(i, tokens):
@@ -231,6 +232,28 @@ def test_streams_go_on_when_the_core_is_killed_and_its_successor_adopts_the_engi
     assert (view["core"]["number"], view["auto"], view["placement"]["by"]) == (2, False, "targets")
     assert [(w["worker"], w["pid"]) for w in workers(vllm_fleet)] == before
     assert not [d for d in view["decisions"] if d["kind"] == "launch"]
+    assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
+
+
+def test_a_machine_that_stands_still_loses_nothing(vllm_fleet, undisturbed):
+    """As a virtual machine that its host pauses: every process, for longer than any of them is waited for."""
+
+    def stand_still():
+        root = psutil.Process(vllm_fleet.process.pid)
+        everyone = [root, *root.children(recursive=True)]
+        for process in everyone:
+            process.suspend()
+        time.sleep(STANDSTILL_S)
+        for process in everyone:  # those that wait for others first
+            process.resume()
+
+    def who():
+        view = vllm_fleet.ask("GET", "/v1/fleet")
+        return view["core"]["number"], [(w["worker"], w["pid"]) for w in view["workers"]]
+
+    before, lost = who(), vllm_fleet.metric("tokenfleet_workers_lost_total")
+    assert asyncio.run(run(vllm_fleet, 12, TOKENS, stand_still)) == undisturbed[:12]
+    assert (who(), vllm_fleet.metric("tokenfleet_workers_lost_total")) == (before, lost)
     assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
 
 

@@ -127,6 +127,7 @@ class Supervisor:
         self._pulse, self._times = Pulse(settings.pulses[name]), settings.times
         self._sweeps, self._shared, self._orders, self._again = settings.sweeps, shared, orders, again
         self._number, self._code = 0, 0
+        self._shown_s = self._silent_s = 0.0  # the core's last pulse, and how long this process has run since
 
     async def run(self) -> int:
         """The last core's exit code."""
@@ -176,19 +177,21 @@ class Supervisor:
                     tell(core, signal.SIGKILL)
             elif is_asked and self._pulse.has_served:
                 return  # between two cores
-            if is_asked:
-                await asyncio.sleep(LOOK_S)
-                continue
+            look_s = LOOK_S if is_asked else 1.0
+            self._silent_s += look_s
+            wait = asyncio.sleep(look_s) if is_asked else self._orders.changed.wait()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._orders.changed.wait(), 1.0)
+                await asyncio.wait_for(wait, look_s)
 
     def _is_over(self, is_asked: bool) -> bool:
         if is_asked and not self._pulse.has_served:  # no client has anything open there
             return self._orders.is_repeated or self._orders.for_s > self._times.end_s
-        silent_s = self._pulse.silent_s
-        if silent_s <= (self._times.last_s if is_asked else self._times.silent_s):
+        if self._pulse.shown_s != self._shown_s:
+            self._shown_s, self._silent_s = self._pulse.shown_s, 0.0
+        if not self._shown_s or self._silent_s <= (self._times.last_s if is_asked else self._times.silent_s):
             return False
-        log.warning("the core has not run for %.0f s: it is killed", silent_s)
+        log.warning("the core has not run for %.0f s: it is killed", self._silent_s)
+        self._silent_s = 0.0
         return True
 
 

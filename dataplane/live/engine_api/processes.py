@@ -185,9 +185,9 @@ class Pulse:
         return self._shared[1] > 0
 
     @property
-    def silent_s(self) -> float:
-        """How long ago a core that serves showed that it runs."""
-        return time.monotonic() - self._shared[0] if self._shared[0] else 0.0
+    def shown_s(self) -> float:
+        """When a core that serves last showed that it runs; 0 where none does."""
+        return self._shared[0]
 
 
 @dataclass(frozen=True, slots=True)

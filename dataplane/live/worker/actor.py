@@ -188,7 +188,7 @@ class Worker:
             peer = self._peers.get(name)
             if peer is None:
                 continue  # never greeted, or dropped; it has been told
-            peer.heard_s = time.monotonic()
+            peer.unheard = 0
             if kind == wire.ADD:
                 await self._add(peer, codec, frames)
             elif kind == wire.ADAPTER:
@@ -299,7 +299,7 @@ class Worker:
             now_s = time.monotonic()
             self._tell_load(now_s)
             await self._end_stuck(now_s)
-            for peer in self._peers.silent(now_s):
+            for peer in self._peers.silent(self.patience.alive_every_s):
                 log.warning("gateway %s fell silent; its requests are aborted", peer.name.hex())
                 await self._peers.drop(peer, "silent for too long")
             if self._peers.has_gateways:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ class GatewayPeer:
 
     def __init__(self, name: bytes, socket: Any) -> None:
         self.name = name
-        self.heard_s = time.monotonic()
+        self.unheard = 0  # beats in a row of the worker that heard nothing of it
         self.segments: set[str] = set()
         self.overrun = False
         self._queue: asyncio.Queue[Frames] = asyncio.Queue(wire.QUEUED_BATCHES)
@@ -129,9 +128,11 @@ class GatewayPeers:
         for peer in self._peers.values():
             peer.offer(frames)
 
-    def silent(self, now_s: float) -> list[GatewayPeer]:
-        """Gateways not heard of for too long."""
-        return [g for g in self._peers.values() if now_s - g.heard_s > wire.PATIENCE.silence_s]
+    def silent(self, beat_s: float) -> list[GatewayPeer]:
+        """Gateways not heard of for too long, at a beat. While this process stands still, none is due."""
+        for gateway in self._peers.values():
+            gateway.unheard += 1
+        return [g for g in self._peers.values() if g.unheard * beat_s > wire.PATIENCE.silence_s]
 
     async def drop(self, peer: GatewayPeer, reason: str) -> None:
         """Disconnect a gateway and end its segments; an empty reason means that it closed the link."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -57,7 +56,7 @@ class WorkerLink:
         self._lost: links.Lost | None = None
         # A gateway that does not read stops here, then its socket fills, then the worker drops it.
         self._events: asyncio.Queue[links.Event] = asyncio.Queue(UNREAD_EVENTS)
-        self._heard_s = time.monotonic()
+        self._unheard = 0  # looks in a row that heard nothing; while this process stands still, none is made
         self._is_suspect = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -139,7 +138,7 @@ class WorkerLink:
             kind, *frames = await self._socket.recv_multipart(copy=False)
             if self._lost is not None:
                 return  # it was given up, and its requests are elsewhere
-            self._heard_s = time.monotonic()
+            self._unheard = 0
             if self._is_suspect:
                 self._is_suspect = False
                 await self._events.put(links.Silence(is_over=True))
@@ -176,7 +175,8 @@ class WorkerLink:
             await asyncio.sleep(self.patience.alive_every_s)
             with suppress(Again):  # its queue is full: whether it is heard is looked at all the same
                 await self._socket.send_multipart([wire.ALIVE], flags=Flag.DONTWAIT)
-            silent_s = time.monotonic() - self._heard_s
+            self._unheard += 1
+            silent_s = self._unheard * self.patience.alive_every_s
             if silent_s > self.patience.silence_s:
                 await self._lose(f"silent for {silent_s:.0f} s")
                 return

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from checkout import ROOT
 
@@ -23,7 +25,7 @@ from dataplane.live.engine_api.processes import Pulse, Record
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run below nohup, too
 fates, pulse = sys.argv[1:], Pulse()
 times = Times(
-    silent_s=3.0 if "hangs" in fates else 60.0,  # a busy machine keeps a core waiting, too
+    silent_s=3.0 if {"hangs", "runs"} & {*fates} else 60.0,  # a busy machine keeps a core waiting, too
     last_s=0.5 if "lingers" in fates else 60.0,
     end_s=600.0 if "computes" in fates else 0.2,
     longest_pause_s=0.0,
@@ -47,6 +49,10 @@ def core(settings):
             signal.pause()
     with suppress(TimeoutError):
         asyncio.run(asyncio.wait_for(pulse.show(), 0.05))
+    if fate == "runs":
+        signal.signal(signal.SIGCONT, lambda *_: print("goes on", flush=True))
+        print(os.getpid(), flush=True)
+        asyncio.run(pulse.show())
     if fate == "waits":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         print("ready", flush=True)
@@ -133,6 +139,24 @@ def test_a_core_that_dies_or_hangs_gets_a_successor_that_finds_its_record_and_on
     process = play("dies", "hangs", "ends")
     assert said(process) == ["1 dies None", "2 hangs dies", "3 ends hangs"]
     assert process.returncode == 0
+
+
+def test_a_core_is_not_killed_where_its_supervisor_stood_still_with_it():
+    """As on a virtual machine that its host pauses, for longer than a core may be silent."""
+    process = play("runs", "ends")
+    assert process.stdout.readline() == "1 runs None\n"
+    core = int(process.stdout.readline())
+    for pid in (process.pid, core):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(4.0)
+    looked = psutil.Process(process.pid).num_ctx_switches().voluntary
+    os.kill(process.pid, signal.SIGCONT)
+    while psutil.Process(process.pid).num_ctx_switches().voluntary < looked + 2:
+        time.sleep(0.01)
+    os.kill(core, signal.SIGCONT)
+    assert process.stdout.readline() == "goes on\n"
+    process.send_signal(signal.SIGTERM)
+    assert said(process) == []
 
 
 def test_a_core_that_has_never_served_ends_the_fleet_with_its_own_code():

@@ -124,8 +124,10 @@ def test_a_gateway_that_cannot_be_routed_to_is_dropped_with_its_segments():
 
 def test_silence_is_noticed():
     async def story(peers, socket, aborted):
-        peer = peers.get(b"g")
-        assert peers.silent(peer.heard_s + wire.PATIENCE.silence_s) == []
-        assert peer in peers.silent(peer.heard_s + wire.PATIENCE.silence_s + 0.1)
+        peer, beat_s = peers.get(b"g"), wire.PATIENCE.silence_s / 4
+        assert [peers.silent(beat_s) for _ in range(4)] == [[]] * 4
+        assert peer in peers.silent(beat_s)
+        peer.unheard = 0
+        assert peer not in peers.silent(beat_s)
 
     run(story)

@@ -1,6 +1,7 @@
 """Both ends of a link when nothing comes over it any more, and when something does after all."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,16 @@ def test_silence_is_said_and_so_is_its_end(play):
         assert await link.receive() == TELEMETRY
 
     play(story, suspect_s=0.05)
+
+
+def test_a_core_that_stood_still_itself_gives_up_no_worker(play):
+    async def story(far, link):
+        time.sleep(1.0)  # the loop stands, as on a paused machine, for longer than a worker may be silent
+        await asyncio.sleep(0.05)
+        await far.load()
+        assert await link.receive() == TELEMETRY
+
+    play(story, silence_s=0.5)
 
 
 def test_a_queue_that_nobody_empties_does_not_hide_that_nobody_speaks(play):
