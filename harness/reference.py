@@ -57,7 +57,7 @@ BODIES = {
     "http/orders.md": (
         "HTTP: orders of plans",
         "The bodies that ask the plan service for a plan.",
-        "PlanOrder Targets InlineTrace SampleTrace UploadedTrace HistoryTrace PortfolioOrder",
+        "PlanOrder Targets InlineTrace SampleTrace UploadedTrace HistoryTrace UsageTrace PortfolioOrder",
     ),
     "http/jobs.md": (
         "HTTP: jobs",

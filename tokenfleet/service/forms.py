@@ -14,6 +14,7 @@ from tokenfleet.field_errors import fault_line
 from tokenfleet.planning.plan_file import FleetPart, PlanBrief, PlanFile, means
 from tokenfleet.planning.request import Kind, Option, PlanRequest, command_line, options, read_targets
 from tokenfleet.portfolios.request import Portfolio, sent_portfolio
+from tokenfleet.traces.usage import BUSIEST, Usage
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 OVER: tuple[State, ...] = ("done", "failed", "cancelled")
@@ -51,6 +52,22 @@ class HistoryTrace(_Form):
     since: Annotated[
         str, Field(min_length=1, max_length=20, examples=["1h", "7d"], description="how long ago")
     ]
+
+
+class UsageTrace(_Form):
+    """No trace: the busiest hour is drawn from these answers, as `tokenfleet plan --users` draws it."""
+
+    users: Annotated[int | None, means("a day; either these or `requests_per_day`")] = None
+    requests_per_day: Annotated[float | None, means("of all users")] = None
+    shape: Annotated[str, means("chat, long-chat, code, rag or agents")] = "chat"
+    growth: Annotated[float, means("traffic to add: 0.3 plans for 30 % more")] = 0.0
+    peak: Annotated[float, means("requests of the busiest hour over the day's mean")] = BUSIEST
+    prompt_tokens: Annotated[float | None, means("mean of a prompt; null: the shape's")] = None
+    output_tokens: Annotated[float | None, means("mean of an answer; null: the shape's")] = None
+
+    def usage(self) -> Usage:
+        """The answers as `plan` takes them. Raises BadInput."""
+        return Usage(**self.model_dump())
 
 
 class Targets(_Form):
@@ -92,7 +109,7 @@ class PlanOrder(_Options):  # type: ignore[misc, valid-type]
     """What `tokenfleet plan` is asked, and how long it may take."""
 
     slo: Annotated[Targets | None, means("of requests without a class; needed without `classes`")] = None
-    trace: Annotated[Source, means("the requests to plan for")]
+    trace: Annotated[Source | UsageTrace, means("the requests to plan for")]
     timeout_s: Timeout = None
 
     def request(self, folder: Path = Path()) -> PlanRequest:
@@ -185,15 +202,23 @@ def command_of(question: dict[str, Any], trace: str) -> str | None:
         return None
     if isinstance(order.trace, HistoryTrace):
         return command_line(request, ["--since", order.trace.since])
+    if isinstance(order.trace, UsageTrace):
+        given = order.trace.model_dump(exclude_defaults=True)
+        words = [word for name, value in given.items() for word in (_flag(name), str(value))]
+        return command_line(request, words)
     name = "examples/sample_trace.csv" if isinstance(order.trace, SampleTrace) else trace
     return command_line(request, ["--trace", name])
 
 
 def in_field_names(refusal: str) -> str:
     """A refusal with the names of fields in place of those of flags."""
-    for option in options():
-        refusal = re.sub(rf"--{option.flag}\b(?!-)", option.field, refusal)
-    return refusal
+    flags = {f"--{option.flag}": option.field for option in options()}
+    flags |= {_flag(name): name for name in UsageTrace.model_fields}
+    return re.sub(r"--[a-z-]+", lambda flag: flags.get(flag[0], flag[0]), refusal)
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 class TraceSummary(BaseModel):
@@ -395,6 +420,7 @@ class Catalogue(BaseModel):
     gpus: Annotated[list[KnownGpu], means("with a profile or a price")]
     options: Annotated[list[KnownOption], means("of a plan")]
     policies: Annotated[list[str], means("of placement")]
+    shapes: Annotated[dict[str, str], means("of use, for plans without a trace, each with what it is")]
     engine_modes: Annotated[list[str], means("of engines")]
     sample: Annotated[TraceSummary | None, means("the trace that ships; null: not installed")]
     history: Annotated[KnownHistory, means("of the fleet served here")]

@@ -32,9 +32,10 @@ from tokenfleet.portfolios.offers import tasks_of
 from tokenfleet.portfolios.plan import plan_portfolio
 from tokenfleet.portfolios.view import portfolio_json
 from tokenfleet.report.plan_json import plan_json
-from tokenfleet.service.forms import PortfolioOrder, in_field_names, read_order
+from tokenfleet.service.forms import PortfolioOrder, UsageTrace, in_field_names, read_order
 from tokenfleet.service.scorecard import kept_bias
 from tokenfleet.traces import read_trace
+from tokenfleet.traces.usage import trace_of_usage
 from tokenfleet.whatifs.solve import Cache
 
 TELL_EVERY_S = 0.2
@@ -78,7 +79,10 @@ def answer(job: dict[str, Any], watch: Watch) -> dict[str, Any]:
     """
     # Read again: a job may have waited for a service that knows more fields.
     order = read_order(job["question"])
-    trace = replace(read_trace(job["trace_path"]), name=job["trace_name"])
+    if isinstance(order.trace, UsageTrace):
+        trace = trace_of_usage(order.trace.usage(), order.seed)
+    else:
+        trace = replace(read_trace(job["trace_path"]), name=job["trace_name"])
     with tempfile.TemporaryDirectory() as scratch:
         write_files(order.files(Path(scratch)))
         request = order.request(Path(scratch))

@@ -34,6 +34,7 @@ from tokenfleet.service.forms import (
     PortfolioOrder,
     Source,
     UploadedTrace,
+    UsageTrace,
     in_field_names,
 )
 from tokenfleet.service.job_runner import JobRunner
@@ -41,6 +42,7 @@ from tokenfleet.service.jobs import PORTFOLIO, Jobs, Plans
 from tokenfleet.service.score_process import scorecard_beside
 from tokenfleet.service.uploads import SAMPLE, Uploads, sample_path, summary_of
 from tokenfleet.traces import read_trace
+from tokenfleet.traces.usage import SHAPES, trace_of_usage
 
 RETRY_AFTER_S = 10
 KEPT_UPLOAD_BYTES = 1 << 30
@@ -85,11 +87,11 @@ class PlanService:
         trace = order.trace
         if order.bias_from not in (None, "last") and self.plans.text(order.bias_from or "") is None:
             raise UnknownName(f"bias_from: plan {order.bias_from}: no such plan is kept")
-        upload = self._trace(trace)["id"]
+        upload = self._drawn(trace, order.seed) if isinstance(trace, UsageTrace) else self._trace(trace)
         question = order.model_dump(mode="json", exclude={"timeout_s"})
         if isinstance(trace, InlineTrace):  # kept once, not in every list of jobs
             question["trace"] = {"upload": upload}
-        return self._queued(question, upload, order.timeout_s, idempotency_key)
+        return self._queued(question, upload["id"], order.timeout_s, idempotency_key)
 
     def order_portfolio(self, order: PortfolioOrder, idempotency_key: str | None = None) -> dict[str, Any]:
         """Queue the job of a portfolio. Raises BadInput for what is none, TooBusy when too many wait."""
@@ -164,6 +166,7 @@ class PlanService:
                 "gpus": known_gpus(),
                 "options": known_options(),
                 "policies": policy_names(),
+                "shapes": {name: shape.about for name, shape in SHAPES.items()},
                 "engine_modes": [str(mode) for mode in EngineMode],
                 "sample": None
                 if sample is None
@@ -192,6 +195,14 @@ class PlanService:
                 raise BadInput(f"trace: {str(error).removeprefix('--')}") from None
             return self.uploads.keep(forked.path, forked.name, forked.warnings)
 
+    def _drawn(self, source: UsageTrace, seed: int) -> dict[str, Any]:
+        """The summary of a drawn trace. Its answers are kept as its file, and its job draws it again."""
+        try:
+            drawn = trace_of_usage(source.usage(), seed)
+        except BadInput as refusal:
+            raise BadInput(in_field_names(str(refusal))) from None
+        return self.uploads.keep_text(f"{seed} {source.model_dump_json()}", drawn.name, drawn)
+
     def _trace(self, source: Source) -> dict[str, Any]:
         """The summary of an order's trace, which lies in the folder from now on."""
         if isinstance(source, UploadedTrace):
@@ -219,19 +230,9 @@ def _check(order: PlanOrder) -> None:
 def known_options() -> list[dict[str, Any]]:
     """Every option of a plan (forms.KnownOption)."""
     return [
-        {
-            "name": option.field,
-            "flag": option.flag,
-            "key": option.key,
-            "label": option.about.name,
-            "help": option.about.help,
-            "kind": option.kind,
-            "is_list": option.is_list,
-            "default": None if option.is_required else option.default,
-            "choices": option.choices,
-            "bounds": option.bounds,
-            "needs": option.about.needs,
-        }
+        {name: getattr(option, name) for name in ("flag", "key", "kind", "is_list", "choices", "bounds")}
+        | {"name": option.field, "default": None if option.is_required else option.default}
+        | {"label": option.about.name, "help": option.about.help, "needs": option.about.needs}
         for option in options()
     ]
 

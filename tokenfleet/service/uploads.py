@@ -46,10 +46,13 @@ class Uploads:
         os.close(handle)
         return Path(path)
 
-    def keep(self, draft: Path, name: str, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    def keep(
+        self, draft: Path, name: str, warnings: Sequence[str] = (), drawn: Trace | None = None
+    ) -> dict[str, Any]:
         """Read and keep a drafted trace, and return its summary; the draft is gone afterwards.
 
-        Raises BadInput, naming `name`, for what is no trace.
+        `drawn`: the trace, where the draft holds only what it was drawn from. Raises BadInput, naming
+        `name`, for what is no trace.
         """
         try:
             digest = hashlib.sha256()
@@ -58,7 +61,7 @@ class Uploads:
                     digest.update(block)
                 os.fsync(file.fileno())
             upload = digest.hexdigest()[:16]
-            trace = _read(draft, name)
+            trace = drawn or _read(draft, name)
             trace.warnings[:0] = warnings
             summary = summary_of(trace, upload, name, draft.stat().st_size)
             with self._database.transaction() as cursor:
@@ -74,12 +77,12 @@ class Uploads:
         self._let_go(upload)
         return self.find(upload)
 
-    def keep_text(self, text: str, name: str) -> dict[str, Any]:
-        """Keep a trace that came as text."""
+    def keep_text(self, text: str, name: str, drawn: Trace | None = None) -> dict[str, Any]:
+        """Keep a trace that came as text, or the text that one was `drawn` from."""
         draft = self.draft()
         try:
             draft.write_text(text, encoding="utf-8")
-            return self.keep(draft, name)
+            return self.keep(draft, name, drawn=drawn)
         finally:
             draft.unlink(missing_ok=True)
 

@@ -16,8 +16,10 @@ between numpy versions. With the published seed `S-S`, `M-M`, `L-L` are Llumnix'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,9 +73,19 @@ class SessionLaws:
 
 
 def synthesise_sessions(
-    arrival_law: str, lengths: str, requests: int, laws: SessionLaws, seed: int = PUBLISHED_SEED
+    arrival_law: str,
+    lengths: str,
+    requests: int,
+    laws: SessionLaws,
+    seed: int = PUBLISHED_SEED,
+    rate_rps: float | None = None,
+    within_s: tuple[float, float] = (0.0, math.inf),
 ) -> tuple[Workload, SystemPrompts | None]:
-    """At most `requests` requests of sessions, and their system prompt. Raises BadInput as `synthesise`."""
+    """At most `requests` requests of sessions, and their system prompt. Raises BadInput as `synthesise`.
+
+    `rate_rps`: the arrivals of sessions are stretched until their requests have this rate. Only requests
+    `within_s` are kept; a session that began before goes on with its next one.
+    """
     load = synthesise(arrival_law, lengths, requests, seed)
     rng = np.random.RandomState((seed + 1) % 2**32)
     turns = _side("--turns", laws.turns, 1.0).draw(requests, rng)
@@ -89,9 +101,10 @@ def synthesise_sessions(
         raise BadInput(f"--context-tokens: {laws.context_tokens}, expected room for a turn of --lengths")
     follows = first < np.arange(requests)
     passed_s = np.cumsum(np.where(follows, think_s + SYNTH_TOKEN_S * np.append(0, answer[:-1]), 0.0))
-    arrival_s = load.arrival_s[session] + passed_s - passed_s[first]
+    stretch = 1.0 if rate_rps is None else int(kept.sum()) / (int(session[-1]) + 1) / rate_rps
+    arrival_s = stretch * load.arrival_s[session] + passed_s - passed_s[first]
     order = np.lexsort((np.arange(requests), arrival_s))
-    order = order[kept[order]]
+    order = order[(kept & (arrival_s >= within_s[0]) & (arrival_s < within_s[1]))[order]]
     place = np.full(requests, -1)
     place[order] = np.arange(len(order))
     before = np.where(follows, place[np.arange(requests) - 1], -1)[order]
@@ -138,10 +151,9 @@ def arrival_law_of(text: str) -> Arrive:
         raise BadInput(f"--arrivals: {text!r}, expected one of {_forms(ARRIVALS)}")
     optional = ("CV",) if kind == "diurnal" and len(words) > len(ARRIVALS[kind]) else ()
     values = _figures("--arrivals", text, words, (*ARRIVALS[kind], *optional))
-    if kind == "poisson":
-        return lambda requests, rng: arrivals.poisson(values[0], requests, rng)
-    if kind == "gamma":
-        return lambda requests, rng: arrivals.gamma(values[0], values[1], requests, rng)
+    if kind != "diurnal":
+        law: Any = {"poisson": arrivals.poisson, "gamma": arrivals.gamma}[kind]
+        return lambda requests, rng: law(*values, requests, rng)
     low, high, period_s, *cv = values
     return lambda requests, rng: arrivals.diurnal(low, high, period_s, requests, rng, *cv)
 

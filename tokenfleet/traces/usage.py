@@ -28,7 +28,7 @@ from tokenfleet.traces.trace import Assumed, Trace
 DAY_S, HOUR_S = 86_400.0, 3_600.0
 BUSIEST = 1.8  # hour over the day's mean: ServeGen's 29 days have 1.2 to 2.2, nine in ten at most 1.8
 SWING, KEPT, MINUTE_S = 0.21, 0.82, 60.0
-FEWEST, ENOUGH = 2_000, 36_000  # requests of a drawn trace
+FEWEST = 2_000  # requests of a drawn trace
 SHORTEST_S = 600.0
 MOST = {"users": 1e10, "requests-per-day": 1e10, "prompt-tokens": 1e7, "output-tokens": 1e7}
 OF_RATE, OF_LENGTHS = 0.2, 0.1  # standard deviations of logarithms
@@ -39,7 +39,8 @@ class PublishedShape:
     """A published shape of use; `source` names where from.
 
     `lengths`: of requests, or of a session's turns, as `--lengths` of `trace synth` has them.
-    `a_day`: requests of one user, which no source has and is assumed.
+    `a_day`: requests of one user, which no source has and is assumed. `enough`: requests of a drawn trace;
+    those with long histories need more memory. Nothing is drawn at a rate above `most_rps`.
     """
 
     about: str
@@ -47,6 +48,8 @@ class PublishedShape:
     a_day: float
     lengths: str
     sessions: SessionLaws | None = None
+    enough: int = 36_000
+    most_rps: float = 10_000.0
 
 
 SHAPES = {
@@ -68,6 +71,7 @@ SHAPES = {
         10.0,
         "lognormal:5000:1.5-lognormal:150:1.3",
         SessionLaws("lognormal:3:0.8", "lognormal:30:1.5"),
+        most_rps=120.0,
     ),
     "agents": PublishedShape(
         "coding agents that call tools",
@@ -75,6 +79,8 @@ SHAPES = {
         200.0,
         "lognormal:1800:2-lognormal:430:2",
         SessionLaws("lognormal:54:1", "lognormal:15:1.5", system_tokens=20_000),
+        enough=9_000,
+        most_rps=40.0,
     ),
 }
 
@@ -110,6 +116,10 @@ class Usage:
             raise BadInput(f"--growth: {self.growth:g}, expected 0 to 100 (0.3: 30 % more traffic)")
         if not 1 <= self.peak <= 100:
             raise BadInput(f"--peak: {self.peak:g}, expected 1 to 100, the busiest hour over the day's mean")
+        if self.rate_rps > (most := SHAPES[self.shape].most_rps):
+            flag = "users" if self.requests_per_day is None else "requests-per-day"
+            rate = f"{self.rate_rps:.3g} requests per second in the busiest hour"
+            raise BadInput(f"--{flag}: {rate}, at most {most:g} of {self.shape} are drawn; plan for a part")
 
     @property
     def a_day(self) -> float:
@@ -134,7 +144,7 @@ class Usage:
 def trace_of_usage(usage: Usage, seed: int = 0) -> Trace:
     """The busiest hour of a service as a trace; the same seed draws the same. Raises BadInput."""
     rate_rps, shape = usage.rate_rps, SHAPES[usage.shape]
-    duration_s = max(min(HOUR_S, ENOUGH / rate_rps), SHORTEST_S, FEWEST / rate_rps)
+    duration_s = max(min(HOUR_S, shape.enough / rate_rps), SHORTEST_S, FEWEST / rate_rps)
     if shape.sessions is None:
         rng = np.random.RandomState(seed)
         arrival_s = arrivals(rate_rps, duration_s, rng)
@@ -165,11 +175,8 @@ def arrivals(rate_rps: float, duration_s: float, rng: np.random.RandomState) -> 
 def _in_sessions(lengths: str, laws: SessionLaws, rate_rps: float, duration_s: float, seed: int) -> Workload:
     """Requests of sessions that begin at one rate; those of the first hour, or more, are left out."""
     requests = math.ceil(rate_rps * (duration_s + 2 * HOUR_S) * 1.2)
-    tried, _ = synthesise_sessions("poisson:1", lengths, requests, laws, seed)
-    assert tried.sessions is not None
-    turns = len(tried) / (int(tried.sessions.session.max()) + 1)
-    made, _ = synthesise_sessions(f"poisson:{rate_rps / turns:.9g}", lengths, requests, laws, seed)
-    part = made.window(HOUR_S, HOUR_S + duration_s)
+    within_s = HOUR_S, HOUR_S + duration_s
+    part, _ = synthesise_sessions("poisson:1", lengths, requests, laws, seed, rate_rps, within_s)
     if len(part) == 0:
         raise BadInput(f"--shape: {rate_rps:g} requests per second are too few to draw a trace from")
     return replace(part, arrival_s=part.arrival_s - part.arrival_s[0])

@@ -143,6 +143,68 @@ def test_a_refusal_is_said_in_the_apis_own_words(api, visit):
     assert tab.focused() == "ttft"
 
 
+def test_without_a_trace_users_and_a_shape_are_planned_for_as_on_a_terminal(api, visit):
+    tab = visit(f"{api}/?{QUICK}&attainment=0.9")
+    assert not tab.page.is_visible("#users")
+    tab.page.select_option("#trace", "usage")
+    tab.page.fill("#users", "2000")
+    tab.page.select_option("#shape", "code")
+    tab.page.fill("#growth", "0.5")
+    tab.page.fill("#output_tokens", "40")
+    job = submitted(tab)
+    plan = job["plan"]
+    assert (job["trace"]["name"], job["trace"]["format"]) == ("code, 2,000 users", "usage")
+    assumed = " ".join(tab.text("#answer section:has(h3:text-is('Assumptions'))").split())
+    for name, value, source in plan["inputs"]["assumed"]:
+        assert f"{name} {value} {source}" in assumed.replace("\u00a0", " ")
+    assert "Range" in tab.text("#answer .says")
+    # The command says the same, and its plan is the same.
+    command = shlex.split(tab.text("#command"))
+    assert command[2:10] == [
+        *("--users", "2000", "--shape", "code", "--growth", "0.5"),
+        *("--output-tokens", "40.0"),
+    ]
+    run = subprocess.run(
+        [sys.executable, "-m", *command, "--format", "json"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert json.loads(run.stdout) == plan
+    # The address asks the same again.
+    again = visit(tab.page.url.split("&job=")[0])
+    again.page.wait_for_selector("#submit:enabled")
+    assert [again.page.input_value(f"#{key}") for key in ("users", "shape", "growth")] == [
+        "2000",
+        "code",
+        "0.5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "field", "told"),
+    [
+        ({"users": "0"}, "users", "0, expected more than 0, at most 1e+10"),
+        ({"users": "5", "growth": "-0.2"}, "growth", "-0.2, expected 0 to 100 (0.3: 30 % more traffic)"),
+        ({"users": "5", "peak": "0.5"}, "peak", "0.5, expected 1 to 100"),
+        ({}, "users", "expected users or requests_per_day, got neither"),
+        ({"users": "5", "requests_per_day": "9"}, "users", "expected users or requests_per_day, got both"),
+        ({"users": "9e9"}, "users", "requests per second in the busiest hour, at most 10000 of chat"),
+        ({"users": "5", "prompt_tokens": "-1"}, "prompt_tokens", "-1, expected more than 0, at most 1e+07"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_refused_beside_its_field(api, visit, answers, field, told):
+    tab = visit(f"{api}/?{QUICK}")
+    tab.page.select_option("#trace", "usage")
+    for name, value in answers.items():
+        tab.page.fill(f"#{name}", value)
+    tab.page.click("#submit:enabled")
+    tab.until(f"#{field}-refusal", told)
+    tab.until("#complaint", f"{field}: ")
+    assert tab.focused() == field
+    tab.page.fill(f"#{field}", "1")
+    assert tab.text(f"#{field}-refusal") == ""
+    assert [w for w in tab.wrongs if "400" not in w] == []
+    tab.wrongs.clear()
+
+
 def test_a_running_plan_is_cancelled(api, visit):
     tab = visit(f"{api}/?model=llama-3.1-70b&ttft=1.6s&tpot=75ms")
     tab.page.click("#submit:enabled")
@@ -189,7 +251,8 @@ ROUND_TRIPS = """async (hostile) => {
   const { options } = await (await fetch("/v1/catalogue")).json();
   const questions = new Questions(options);
   const upload = { kind: "upload", id: "a1", name: hostile };
-  const traces = [{ kind: "sample" }, upload, { kind: "since", since: "7d" }];
+  const usage = { kind: "usage", usage: { users: 2000, shape: hostile.slice(0, 40), growth: 0.3 } };
+  const traces = [{ kind: "sample" }, upload, { kind: "since", since: "7d" }, usage];
   const changed = [];
   for (let i = 0; i < 300; i += 1) {
     const some = (n) => 1 + Math.floor(Math.abs(Math.sin(i * 7.3 + n)) * 1e4);
@@ -201,7 +264,7 @@ ROUND_TRIPS = """async (hostile) => {
       choice: (n, { choices }) => choices[some(n) % choices.length],
       word: () => hostile,
     };
-    const asked = { ...questions.defaults, trace: traces[i % 3] };
+    const asked = { ...questions.defaults, trace: traces[i % 4] };
     options.forEach((option, n) => {
       const { kind, name, is_list, bounds } = option;
       if (kind === "slo") asked.slo = { ttft_s: some(1) / 1e3, tpot_s: some(2) / 1e5 };

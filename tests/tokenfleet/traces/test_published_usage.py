@@ -67,6 +67,16 @@ def test_few_users_get_a_longer_trace_and_many_a_shorter_one():
     assert many.duration_s == pytest.approx(600, rel=0.01)
 
 
+@pytest.mark.parametrize("shape", ["rag", "agents"])
+def test_a_drawn_session_that_began_before_the_hour_goes_on_in_it(shape):
+    load = trace_of_usage(Usage(requests_per_day=20_000, shape=shape)).workload
+    first = np.diff(load.sessions.offsets) == 0
+    early = load.arrival_s < 60.0
+    # Some of the first requests have a history, longer than any message of a session's first turn.
+    assert load.prompt_tokens[early & first].max() > np.quantile(load.prompt_tokens, 0.5)
+    assert len(load) * load.prompt_tokens.mean() < 1e9
+
+
 def test_the_same_seed_draws_the_same_trace():
     one, same, other = (trace_of_usage(Usage(users=2000), seed).workload for seed in (1, 1, 2))
     assert (one.arrival_s == same.arrival_s).all()
@@ -83,6 +93,10 @@ def test_the_same_seed_draws_the_same_trace():
         ({"users": 1, "shape": "chatt"}, "--shape: chatt: expected chat, long-chat, code, rag, agents"),
         ({"users": 1, "growth": -0.2}, "--growth: -0.2, expected 0 to 100 (0.3: 30 % more traffic)"),
         ({"users": 1, "peak": 0.5}, "--peak: 0.5, expected 1 to 100"),
+        (
+            {"users": 100_000, "shape": "agents"},
+            "--users: 417 requests per second in the busiest hour, at most 40 of agents are drawn",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(given, told):

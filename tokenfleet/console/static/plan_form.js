@@ -3,6 +3,7 @@
 import { byId, make } from "./dom.js";
 import { bytes, clock, counted, duration, number } from "./format.js";
 import { fieldOf } from "./plan_fields.js";
+import { usageFields } from "./plan_usage.js";
 import { slider } from "./slider.js";
 
 const SLIDERS = {
@@ -66,6 +67,7 @@ export class PlanForm {
   #questions;
   #sliders = {};
   #fields = new Map(); // of the options without a place of their own, by name
+  #usage; // the answers without a trace
   #upload = null; // the trace last sent, as the API has read it
 
   constructor(catalogue, questions, changed) {
@@ -85,6 +87,7 @@ export class PlanForm {
       const field = fieldOf(option, changed);
       this.#fields.set(option.name, { option, ...place(option, field), field });
     }
+    this.#usage = usageFields(byId("usage"), catalogue.shapes, changed);
     this.#showTraces();
     byId("model").addEventListener("change", () => this.#showKinds([], []));
     byId("trace").addEventListener("change", () => this.#showTraceFacts());
@@ -120,7 +123,8 @@ export class PlanForm {
     const { trace, slo } = question;
     if (trace.kind === "upload" && this.#upload?.id !== trace.id)
       this.uploaded({ id: trace.id, name: trace.name });
-    choose(byId("trace"), { sample: "sample", upload: "upload", since: `since:${trace.since}` }[trace.kind]);
+    choose(byId("trace"), { since: `since:${trace.since}` }[trace.kind] ?? trace.kind);
+    if (trace.kind === "usage") this.#usage.value = trace.usage;
     choose(byId("model"), question.model ?? "");
     for (const [id, value] of [
       ["ttft", slo.ttft_s],
@@ -168,9 +172,10 @@ export class PlanForm {
         return one.complaint;
       }
     }
-    const bad = [...byId("more").querySelectorAll("input")].find((field) => !field.checkValidity());
+    const checked = byId("question").querySelectorAll("#more input, #usage:not([hidden]) input");
+    const bad = [...checked].find((field) => !field.checkValidity());
     if (bad) {
-      byId("more").open = true;
+      if (byId("more").contains(bad)) byId("more").open = true;
       bad.focus();
       return `${bad.labels[0].textContent.trim()}: ${bad.validationMessage}`;
     }
@@ -187,8 +192,14 @@ export class PlanForm {
     return "";
   }
 
+  /** Put the API's refusal beside the answer that it names. */
+  refused(line) {
+    if (byId("trace").value === "usage") this.#usage.refused(line);
+  }
+
   get #trace() {
     const [kind, since] = byId("trace").value.split(":");
+    if (kind === "usage") return { kind, usage: this.#usage.value };
     if (kind === "upload") return { kind, id: this.#upload.id, name: this.#upload.name };
     return kind === "since" ? { kind, since } : { kind };
   }
@@ -203,7 +214,7 @@ export class PlanForm {
         listed.push([`since:${since}`, `What this fleet served in ${says}`]);
     }
     if (this.#upload) listed.push(["upload", this.#upload.name]);
-    listed.push(["file", "A file of mine…"]);
+    listed.push(["file", "A file of mine…"], ["usage", "I have no trace: users and a shape of use"]);
     options(byId("trace"), listed);
     choose(byId("trace"), chosen);
   }
@@ -211,6 +222,7 @@ export class PlanForm {
   #showTraceFacts() {
     const { value } = byId("trace");
     byId("upload-field").hidden = value !== "file";
+    byId("usage").hidden = value !== "usage";
     const known = { sample: this.#catalogue.sample, upload: this.#upload }[value];
     const facts = (t) =>
       `${counted(t.requests, "request")} in ${duration(t.duration_s)}, ${number(t.rate_rps)} req/s.`;

@@ -89,7 +89,10 @@ async function plan() {
       form.uploaded(await sendTrace(form.file));
     }
     waiting("Asking");
-    const { id } = await order(form.question);
+    const { id } = await order(form.question).catch((refusal) => {
+      form.refused(refusal.message);
+      throw refusal;
+    });
     history.pushState(null, "", `?${questions.toQuery(form.question)}&job=${id}`);
     await watch(id);
   });

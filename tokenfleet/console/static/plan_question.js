@@ -1,6 +1,8 @@
 /* What a plan is asked: the trace, and every option that the API lists, by its name in an order. As an address (to
    share), as the API's order, and from a job. */
 
+import { usageFrom, usageOf } from "./plan_usage.js";
+
 const UNITS_S = { us: 1e-6, ms: 1e-3, s: 1, m: 60, min: 60, h: 3600, d: 86400 };
 const LONGEST = 100; // characters of a word in an address
 const MOST = 32; // values of a list there
@@ -42,7 +44,7 @@ export class Questions {
   /** The question in an address's query; what makes no sense there is left at its default. */
   fromQuery(search) {
     const query = new URLSearchParams(search);
-    const question = { ...this.defaults, trace: traceFrom(query.get("trace"), query.get("name")) };
+    const question = { ...this.defaults, trace: traceFrom(query) };
     for (const option of this.options) {
       if (option.kind === "slo") {
         const target = (name) => seconds(query.get(name)) || this.defaults.slo[`${name}_s`];
@@ -68,6 +70,10 @@ export class Questions {
       query.append("trace", `upload:${trace.id}`);
       query.append("name", trace.name);
     } else if (trace.kind === "since") query.append("trace", `since:${trace.since}`);
+    else if (trace.kind === "usage") {
+      query.append("trace", "usage");
+      for (const [key, value] of Object.entries(trace.usage)) query.append(key, value);
+    }
     query.append("model", question.model ?? "");
     query.append("ttft", span(question.slo.ttft_s));
     query.append("tpot", span(question.slo.tpot_s));
@@ -86,7 +92,9 @@ export class Questions {
       ? { kind: "since", since: order.trace.since }
       : order.trace.sample
         ? { kind: "sample" }
-        : { kind: "upload", id: order.trace.upload ?? trace.id, name: trace.name };
+        : order.trace.shape
+          ? { kind: "usage", usage: usageOf(order.trace) }
+          : { kind: "upload", id: order.trace.upload ?? trace.id, name: trace.name };
     const known = this.options.filter(({ name }) => Object.hasOwn(order, name) && (name !== "slo" || order.slo));
     return {
       ...this.defaults,
@@ -103,6 +111,7 @@ export function toOrder(question) {
     sample: { sample: true },
     upload: { upload: trace.id },
     since: { since: trace.since },
+    usage: trace.usage,
   };
   return { ...question, trace: sources[trace.kind] };
 }
@@ -119,10 +128,11 @@ function fromText(option, text) {
 const toText = ({ kind }, value) =>
   kind === "duration" ? span(value) : kind === "switch" ? "1" : String(value);
 
-function traceFrom(text, name) {
-  const [kind, value] = (text ?? "sample").split(/:(.*)/s);
+function traceFrom(query) {
+  const [kind, value] = (query.get("trace") ?? "sample").split(/:(.*)/s);
+  const name = query.get("name");
   if (kind === "upload" && value)
     return { kind, id: value.slice(0, 64), name: (name ?? "trace").slice(0, 200) };
   if (kind === "since" && value) return { kind, since: value.slice(0, 20) };
-  return { kind: "sample" };
+  return kind === "usage" ? { kind, usage: usageFrom(query) } : { kind: "sample" };
 }
