@@ -11,6 +11,7 @@ from made_plans import plan_of_fleet, portfolio_json
 from raw_stream import session, stream
 from served_fleet import serve
 from test_autoscale import check_whole, four_seats
+from test_planned_loop import split_plan
 
 from controlplane.types import Slo
 from tokenfleet.cli.main import main
@@ -104,6 +105,62 @@ def test_a_model_of_two_tp_degrees_has_a_share_of_each_and_gets_its_gpus_back(tw
         check_whole(asyncio.run(load_alone(two_degrees, name, 12)), 100)
         for outcome in ("failed", "rejected"):
             assert two_degrees.metric("tokenfleet_requests_total", fleet=name, outcome=outcome) == 0
+
+
+@pytest.fixture
+def split(model_folder, scratch):
+    """Chat on one prefill and three decode workers, code on one worker, and five GPUs."""
+    path = scratch / "split.json"
+    planned = portfolio_json({"chat": 1, "code": 1}, 5, 1.0, Slo(2.0, 0.05))
+    chat = planned["models"][0]
+    chat["plan"] = split_plan() | {"schedule_detail": chat["plan"]["schedule_detail"]}
+    path.write_text(json.dumps(planned))
+    fleet = serve(
+        model_folder, "--portfolio", str(path), "--engine", "emulated", "--scale-in-after", "2m",
+        folder=scratch,
+    )  # fmt: skip
+    yield fleet
+    fleet.stop()
+
+
+@pytest.mark.nightly
+def test_a_model_of_prefill_and_decode_workers_trades_roles_within_its_shares(split):
+    prefill, decode, plain = "h100-sxm TP1 prefill", "h100-sxm TP1 decode", "h100-sxm TP1"
+
+    def held():
+        """The workers of each model and type; at no look are there more GPUs than the limit."""
+        seen = split.ask("GET", "/v1/fleet")
+        assert all(limit["held"] <= limit["most"] == 5 for limit in seen["limits"])
+        assert {one["name"]: one["right"] for one in seen["shares"] if one["kind"] == decode} == {"chat": 3}
+        return tuple(
+            next(one["held"] for one in seen["shares"] if (one["name"], one["kind"]) == of)
+            for of in (("chat", prefill), ("chat", decode), ("code", plain))
+        )
+
+    def scale(model, kinds):
+        for kind, workers in kinds.items():
+            split.ask("POST", f"/models/{model}/v1/fleet/scale", {"workers": workers, "kind": kind})
+
+    def serve_both():
+        for name in ("chat", "code"):
+            check_whole(asyncio.run(load_alone(split, name, 8)), 100)
+            for outcome in ("failed", "rejected"):
+                assert split.metric("tokenfleet_requests_total", fleet=name, outcome=outcome) == 0
+
+    assert held() == (1, 3, 1)
+    serve_both()
+    # No GPU is free: what decode gives up is prefill's once it has been given back.
+    scale("chat", {decode: 2, prefill: 2})
+    split.until(lambda: held() == (2, 2, 1))
+    serve_both()
+    # What chat does not ask for is code's; asked for again it is chat's.
+    scale("chat", {prefill: 1})
+    scale("code", {plain: 2})
+    split.until(lambda: held() == (1, 2, 2))
+    serve_both()
+    scale("chat", {decode: 3})
+    split.until(lambda: held() == (1, 3, 1))
+    serve_both()
 
 
 async def load_alone(fleet, model, streams):

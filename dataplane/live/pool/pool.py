@@ -134,7 +134,8 @@ class WorkerPool(Roster):
         wanted = {kind: n + self.surge[kind] for kind, n in self.shared(asked).items()}
         standing = {kind: self.lives.standing(kind) for kind in asked}
         for worker, kind in role_changes(wanted, standing, {t.name: t.hardware for t in self.types}):
-            self.set_role(worker, self.types[kind].role, reason, facts)
+            if self.has_room(kind):
+                self.set_role(worker, self.types[kind].role, reason, facts)
         self.want(asked, reason, facts)
         for kind in self.types.names:
             self.lives.settle(kind, reason)
@@ -147,11 +148,8 @@ class WorkerPool(Roster):
         if share.keys() != set(self.types.names):
             raise BadInput(f"workers: expected a number for each of {', '.join(self.types.names)}")
         self.share, asked = dict(share), self.asked_kinds
-        reason = f"its share of the portfolio is {label(share)}, and {label(asked)} are asked for"
-        self.want(asked, reason)
         self.note()
-        for kind in asked:
-            self.lives.settle(kind, reason)
+        self.scale(asked, f"its share of the portfolio is {label(share)}, and {label(asked)} are asked for")
 
     def drain(self, worker: WorkerId, reason: str) -> None:
         """Move everything off a worker, then stop it; the wanted number falls by one.
@@ -182,6 +180,8 @@ class WorkerPool(Roster):
         if kind == member.kind or member.state != "serving":
             state = f"is {member.state}" if member.state != "serving" else f"has the role {role} already"
             raise BadInput(f"worker {worker}: {state}")
+        if not self.has_room(kind):
+            raise BadInput(f"worker {worker}: the model's share of the portfolio has no further {kind}")
         serving = Counter(m.kind for m in self.members() if m.state == "serving" and m is not member)
         self.types.check_roles({name: serving[name] + (name == kind) for name in self.types.names})
         moved = {member.kind: self.wanted_kinds[member.kind] - 1, kind: self.wanted_kinds[kind] + 1}

@@ -81,7 +81,7 @@ def members_of(flags: ServeFlags) -> Asked:
             model=[where[name]],
             host="127.0.0.1",
             control_host="127.0.0.1",
-            autoscale=f"{low}..{most}",
+            autoscale=f"{max(low, len({part.role for part in plan.fleet}))}..{most}",
             engine_flags=[
                 *_adapter_flags({one: where[one] for one in adapters}, flags.engine),
                 *(flags.engine_flags or ()),
@@ -145,17 +145,17 @@ def _tenants(
 ) -> list[Tenant]:
     """A model's workers as they were planned, by type. Raises BadInput for what no portfolio is served with.
 
-    Of several types the cheapest is always kept.
+    Of several types the cheapest of each role is always kept.
     """
     plan, (low, high) = planned.plans[name], bounds
-    if {part.role for part in plan.fleet} != {"any"}:
-        raise BadInput(f"--portfolio: {name}: is planned on prefill and decode workers; plan it without them")
-    least = min(plan.groups, key=lambda group: (group.worker_type.usd_per_h or 0.0, group.worker_type.gpus))
+    ranked = sorted(plan.groups, key=lambda group: (group.worker_type.usd_per_h or 0, group.worker_type.gpus))
+    least = {group.role: group for group in reversed(ranked)}
     tenants: dict[str, Tenant] = {}
     for group in plan.groups:
         worker_type, workers = group.worker_type, group.workers
         _check_type(name, worker_type, planned, as_is)
-        kind = WorkerType(None, worker_type.tp_degree).name if as_is else worker_type.name
+        bare = WorkerType(None, worker_type.tp_degree, role=group.role)
+        kind = bare.name if as_is else worker_type.name
         if kind in tenants:
             raise BadInput(f"--as-is: {name} was planned on several types of GPU; plan it on one")
         if len(plan.fleet) == 1:
@@ -166,9 +166,9 @@ def _tenants(
             worker_type.reserved_gpus,
             worker_type.usd_per_h or 0.0,
             workers,
-            floor=min(low, workers) if group == least else 0,
+            floor=min(low, workers) if group == least[group.role] else 0,
             zone=planned.zone_of.get(name),
-            fixed_usd_per_h=planned.on_demand_usd_per_h.get(name, 0.0) if group == least else 0.0,
+            fixed_usd_per_h=planned.on_demand_usd_per_h.get(name, 0.0) if group == ranked[0] else 0.0,
             kind=kind,
         )
     return list(tenants.values())

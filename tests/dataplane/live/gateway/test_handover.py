@@ -247,6 +247,21 @@ def test_a_scale_that_trades_roles_starts_and_drains_nobody(pool):
     pool(story)
 
 
+def test_a_role_takes_no_more_workers_than_its_share_and_a_new_share_trades_them(pool):
+    async def story(front, fleet):
+        there = {m.worker for m in fleet.members()}
+        fleet.allow({"TP1 prefill": 1, "TP1 decode": 2})
+        with pytest.raises(BadInput, match="share of the portfolio has no further TP1 prefill"):
+            fleet.set_role(of(fleet, "decode")[0], "prefill", "a test")
+        fleet.scale({"TP1 prefill": 2}, "long prompts")
+        assert (len(of(fleet, "prefill")), len(of(fleet, "decode"))) == (1, 2)
+        fleet.allow({"TP1 prefill": 2, "TP1 decode": 1})
+        assert (len(of(fleet, "prefill")), len(of(fleet, "decode"))) == (2, 1)
+        assert {m.worker for m in fleet.members() if m.state == "serving"} == there
+
+    pool(story)
+
+
 def test_no_phase_is_left_to_no_worker(pool):
     async def story(front, fleet):
         (only,), decoders = of(fleet, "prefill"), of(fleet, "decode")

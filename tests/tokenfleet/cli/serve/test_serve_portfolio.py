@@ -226,8 +226,8 @@ def test_workers_begin_on_nodes_that_are_bought_as_they_were_planned_where_nodes
 TWO = portfolio_json({"chat": 1, "code": 1}, 4)
 SPLIT = plan_of_fleet(
     [
-        {"gpu": "h100-sxm", "tp_degree": 1, "workers": 1, "usd_per_hour": 2.0, "role": role}
-        for role in ("prefill", "decode")
+        {"gpu": "h100-sxm", "tp_degree": 1, "workers": n, "usd_per_hour": 2.0 * n, "role": role}
+        for role, n in (("prefill", 1), ("decode", 2))
     ],
     "llama-3.1-8b",
 )
@@ -242,6 +242,29 @@ def mixed(types, gpus, **fields):
     ]
     document["models"][0]["plan"] = plan_of_fleet(parts, "llama-3.1-8b")
     return document
+
+
+def test_prefill_and_decode_workers_have_shares_of_their_own_and_each_role_keeps_one(file):
+    document = portfolio_json({"chat": 1, "code": 1}, 4)
+    document["models"][0]["plan"] = SPLIT
+    found = asked(file(document)).members
+    chat = found["chat"]
+    prefill, decode = "h100-sxm TP1 prefill", "h100-sxm TP1 decode"
+    assert chat.share == {prefill: 1, decode: 2}
+    assert [tenant.floor for tenant in chat.tenants] == [1, 1]
+    assert (chat.flags.autoscale, found["code"].flags.autoscale) == ("2..3", "1..2")
+    # Where the limits are less than what was planned, neither role is without a worker.
+    document["limits"] = [{"name": "gpus.h100-sxm", "most": 3}]
+    few = asked(file(document)).members["chat"]
+    assert few.share == {prefill: 1, decode: 1}
+    types = planned_types(few.plan, (), as_is=False)
+    assert {group.worker_type.name: group.workers for group in types.groups} == few.share
+    assert asked(file(document), as_is=True, engine="vllm", model=["chat=a", "code=b"]).members[
+        "chat"
+    ].share == {"TP1 prefill": 1, "TP1 decode": 1}
+    document["limits"] = [{"name": "gpus.h100-sxm", "most": 2}]
+    with pytest.raises(BadInput, match="no room for the least of each model"):
+        asked(file(document))
 
 
 def test_a_model_of_two_tp_degrees_has_a_share_of_each_and_its_whole_plan_before_others_grow(file):
@@ -311,10 +334,6 @@ for _model, _parts in zip(CUT_UNALIKE["models"], (2, 4), strict=True):
         (CUT_UNALIKE, "workers have 0.25, 0.5 of a h100-sxm; expected the same of all that share one"),
         (TWO | {"models": [{"name": "a/b", "plan": {}}]}, "models.0.name"),
         (TWO | {"models": [{"name": "chat", "plan": plan_json(fleet=[])}]}, "models.0.plan"),
-        (
-            TWO | {"models": [{"name": "chat", "plan": SPLIT}]},
-            "chat: is planned on prefill and decode workers",
-        ),
         (TWO | {"limits": [{"name": "gpus.h100-sxm", "most": 1}]}, "no room for the least of each model"),
         (partly(on_demand=4), "models.0.on_demand_workers: expected at most the plan's 3, got 4"),
         (partly(usd=None), "models.0.constant_usd_per_hour: missing; some of its workers are on spot"),
