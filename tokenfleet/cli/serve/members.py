@@ -150,12 +150,12 @@ def _tenants(
     plan, (low, high) = planned.plans[name], bounds
     ranked = sorted(plan.groups, key=lambda group: (group.worker_type.usd_per_h or 0, group.worker_type.gpus))
     least = {group.role: group for group in reversed(ranked)}
+    on_demand_usd_per_h = {ranked[0].worker_type.name: planned.on_demand_usd_per_h.get(name, 0.0)}
     tenants: dict[str, Tenant] = {}
     for group in plan.groups:
         worker_type, workers = group.worker_type, group.workers
         _check_type(name, worker_type, planned, as_is)
-        bare = WorkerType(None, worker_type.tp_degree, role=group.role)
-        kind = bare.name if as_is else worker_type.name
+        kind = WorkerType(None, worker_type.tp_degree, role=group.role).name if as_is else worker_type.name
         if kind in tenants:
             raise BadInput(f"--as-is: {name} was planned on several types of GPU; plan it on one")
         if len(plan.fleet) == 1:
@@ -168,7 +168,7 @@ def _tenants(
             workers,
             floor=min(low, workers) if group == least[group.role] else 0,
             zone=planned.zone_of.get(name),
-            fixed_usd_per_h=planned.on_demand_usd_per_h.get(name, 0.0) if group == ranked[0] else 0.0,
+            fixed_usd_per_h=on_demand_usd_per_h.get(worker_type.name, 0.0),
             kind=kind,
         )
     return list(tenants.values())
