@@ -81,7 +81,7 @@ def members_of(flags: ServeFlags) -> Asked:
             model=[where[name]],
             host="127.0.0.1",
             control_host="127.0.0.1",
-            autoscale=f"{max(low, len({part.role for part in plan.fleet}))}..{most}",
+            autoscale=f"{low}..{most}",
             engine_flags=[
                 *_adapter_flags({one: where[one] for one in adapters}, flags.engine),
                 *(flags.engine_flags or ()),

@@ -252,7 +252,7 @@ def test_prefill_and_decode_workers_have_shares_of_their_own_and_each_role_keeps
     prefill, decode = "h100-sxm TP1 prefill", "h100-sxm TP1 decode"
     assert chat.share == {prefill: 1, decode: 2}
     assert [tenant.floor for tenant in chat.tenants] == [1, 1]
-    assert (chat.flags.autoscale, found["code"].flags.autoscale) == ("2..3", "1..2")
+    assert (chat.flags.autoscale, found["code"].flags.autoscale) == ("1..3", "1..2")
     # Where the limits are less than what was planned, neither role is without a worker.
     document["limits"] = [{"name": "gpus.h100-sxm", "most": 3}]
     few = asked(file(document)).members["chat"]
