@@ -44,7 +44,7 @@ LONG_LINES = 300  # of a module, and of a class
 BARS = {
     "product lines": 78_144,
     "product modules": 355,
-    "lines of experiments and benchmarks": 11_952,
+    "lines of experiments and benchmarks": 11_951,
     "modules over 300 lines": 52,
     "modules in the fullest folder": 19,
     "modules in a circle of imports": 0,

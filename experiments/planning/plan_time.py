@@ -18,8 +18,7 @@ from experiments.lib.command import timed_plan
 from experiments.lib.public_data import AZURE_HOUR
 from experiments.lib.results import bar, flags, show
 
-MOST_S = 60.0
-MOST_GB = 1.0
+MOST_S, MOST_GB = 12.0, 1.0
 KINDS = ("--gpu", "a100", "--gpu", "h100", "--tp", "4", "--tp", "8")
 
 
