@@ -1,4 +1,4 @@
-"""Ray Serve's own controller follows the advice: a second replica for more traffic."""
+"""Ray Serve's own controller follows the advice: a second replica for more traffic, one without traffic."""
 
 import asyncio
 import os
@@ -16,6 +16,7 @@ from harness.served import free_port, session
 
 pytest.importorskip("grpc_reflection", reason="ray.serve needs it: pip install grpcio-reflection==1.80.0")
 PROMPT, OUTPUT = 1500, 16
+KNOWN = [7, 8, 9]
 RPS = 3  # and as many short ones: one replica of the profile does not carry them in time
 SERVED_S = 600
 PATIENT = {
@@ -95,21 +96,33 @@ async def answers(http, application, prompt):
 
 async def asked_until(application, holds):
     """Send RPS requests a second until `holds`. Returns the answers to one prompt, of all sent."""
-    draws, known = random.Random(1), [7, 8, 9]
+    draws = random.Random(1)
     async with asyncio.timeout(SERVED_S), session() as http:
-        expected = await answers(http, application, known)
+        expected = await answers(http, application, KNOWN)
         sent, fresh = [], []
         while not await asyncio.to_thread(holds):
             prompt = [draws.randrange(5, 2000) for _ in range(PROMPT)]
             sent.append(asyncio.create_task(ask(http, application.url, prompt)))
-            fresh.append(asyncio.create_task(ask(http, application.url, known)))
+            fresh.append(asyncio.create_task(ask(http, application.url, KNOWN)))
             await asyncio.sleep(1 / RPS)
         return expected, await asyncio.gather(*sent), await asyncio.gather(*fresh)
 
 
+async def left_alone_until(application, holds):
+    """Send nothing until `holds`. Returns the answer to the known prompt then."""
+    async with asyncio.timeout(SERVED_S), session() as http:
+        while not await asyncio.to_thread(holds):
+            await asyncio.sleep(1)
+        return await ask(http, application.url, KNOWN)
+
+
 @pytest.mark.nightly
-def test_rays_controller_starts_the_replica_that_the_advice_wants_and_no_request_fails(application, scratch):
+def test_rays_controller_starts_and_ends_the_replica_by_the_advice_and_no_request_fails(application, scratch):
     expected, sent, again = asyncio.run(asked_until(application, lambda: len(application.replicas()) == 2))
     assert {len(tokens) for tokens in sent} == {OUTPUT}
     assert all(tokens == expected for tokens in again)
     assert "AdvicePolicy" in (scratch / "ray_serve.log").read_text()
+    both = application.replicas()
+    after = asyncio.run(left_alone_until(application, lambda: len(application.replicas()) == 1))
+    assert application.replicas() < both  # one of them goes on; none was started anew
+    assert after == expected

@@ -3,7 +3,7 @@
 The gateway's own placement, queue and history decide and remember. What differs is what is known:
 
     prompt      the client's token ids, a tokenizer's, else its bytes over the bytes of a token so far
-    steps       pieces of answers that come within GATHER_S of each other; else servers' counters (`unseen`)
+    steps       pieces of answers that come in a row, within GATHER_S; else servers' counters (`unseen`)
     capacity    the servers' metrics; seats and the size of a step are flags, or the profile's
 """
 
@@ -214,7 +214,7 @@ class PickedFleet:
 
     def step(self, server: WorkerId, until_s: float = math.inf) -> None:
         """Count what has come from a server as steps of its engine."""
-        if self.placement.count(server, until_s, self._clock()):
+        if self.placement.count(server, until_s):
             self.admission.look()
 
     def served(self, call: Call, address: str) -> None:

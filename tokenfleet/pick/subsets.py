@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from controlplane.types import RequestId, WorkerId
@@ -12,7 +13,20 @@ from dataplane.live.ledger.placement import Placement
 from dataplane.live.ledger.request import Tracked
 from tokenfleet.pick.call import Call
 
-GATHER_S = 0.010
+GATHER_S, QUIET_S = 0.010, 0.002  # a step's pieces: from the first to the last, and between two
+
+
+@dataclass(slots=True)
+class _PassedStep:
+    """Pieces of one step that have passed: when the first and the last did, and the tokens of each call."""
+
+    first_s: float
+    last_s: float
+    tokens: Counter[Call] = field(default_factory=Counter)
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether a piece that comes now is of another step."""
+        return now_s >= min(self.first_s + GATHER_S, self.last_s + QUIET_S)
 
 
 class SubsetPlacement(Placement):
@@ -21,8 +35,7 @@ class SubsetPlacement(Placement):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._allowed: dict[RequestId, frozenset[str]] = {}
-        # Steps whose tokens have passed and are not counted: until when each gathers, and its tokens.
-        self._passed: defaultdict[WorkerId, list[tuple[float, Counter[Call]]]] = defaultdict(list)
+        self._passed: defaultdict[WorkerId, list[_PassedStep]] = defaultdict(list)  # not counted yet
 
     def allow(self, request: RequestId, servers: frozenset[str] | None) -> None:
         """Let a request go to these servers alone; None: to all."""
@@ -45,24 +58,25 @@ class SubsetPlacement(Placement):
     def passed(self, server: WorkerId, call: Call, tokens: int, now_s: float) -> bool:
         """Tokens of an answer have passed; whether they begin a step."""
         steps = self._passed[server]
-        if begins := not steps or steps[-1][0] <= now_s:
-            steps.append((now_s + GATHER_S, Counter()))
-        steps[-1][1][call] += tokens
+        if begins := not steps or steps[-1].is_over(now_s):
+            steps.append(_PassedStep(now_s, now_s))
+        steps[-1].last_s = now_s
+        steps[-1].tokens[call] += tokens
         return begins
 
-    def count(self, server: WorkerId, until_s: float, now_s: float) -> bool:
+    def count(self, server: WorkerId, until_s: float) -> bool:
         """Count a server's steps; whether there were any. Those in a row that only decode count at once."""
         steps, alike, at_s = self._passed[server], 0, math.nan
         tokens: Counter[Tracked] = Counter()
-        while steps and steps[0][0] <= until_s:
-            due_s, of = steps.pop(0)
-            got = {call.tracked: n for call, n in of.items() if call.tracked and not call.is_over}
+        while steps and steps[0].is_over(until_s):
+            step = steps.pop(0)
+            got = {call.tracked: n for call, n in step.tokens.items() if call.tracked and not call.is_over}
             prefills = self.ledger.workers[self.worker_rows[server]]["queued"] > 0
             if prefills or not all(map(self.is_decoding, got)):
                 self.add_tokens(server, tokens, at_s, alike)
                 tokens, alike = Counter(), 0
             tokens.update(got)
-            alike, at_s = alike + bool(got), min(due_s, now_s)
+            alike, at_s = alike + bool(got), step.first_s
         self.add_tokens(server, tokens, at_s, alike)
         return not math.isnan(at_s)
 

@@ -1,10 +1,12 @@
 """A picker that hears of answers late chooses at least as well as the fewest requests do, known exactly."""
 
+import numpy as np
 import pytest
 
 from harness.virtual_pick import (
     PEAK,
     SLO,
+    Ask,
     Fewest,
     Gateway,
     LlmdDefault,
@@ -52,3 +54,15 @@ def test_the_picker_is_ahead_of_llm_ds_default_scorers_at_a_peak(profile):
 def test_our_gateway_knows_each_step_and_is_a_little_ahead_of_the_picker_at_a_peak(profile):
     gateway = attained(lambda engines: Gateway(engines, profile, SLO))
     assert gateway - 0.03 <= attained(lambda engines: Picked(engines, profile, SLO)) <= gateway
+
+
+def test_requests_that_are_alike_begin_as_soon_as_through_our_gateway(profile):
+    arrivals = np.cumsum(np.random.default_rng(1).exponential(0.01, 600))
+
+    def waited_s(make):
+        asks = [Ask(float(at), 500, 8) for at in arrivals]
+        seen = seen_by(lambda: [small_engine() for _ in range(4)], make, asks)
+        return np.mean([one.ttft_s for one in seen])
+
+    gateway = waited_s(lambda engines: Gateway(engines, profile, SLO))
+    assert waited_s(lambda engines: Picked(engines, profile, SLO)) <= gateway + 2e-3
