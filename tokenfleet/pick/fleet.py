@@ -34,7 +34,7 @@ LIKELY_S = 30  # until a fleet without servers may have one again
 class PickedFleet:
     """The servers, and the calls that are on them or wait.
 
-    `fallbacks`: how many addresses a choice names. `lengths` says how long prompts are.
+    `fallbacks`: how many addresses a choice names. `lengths` says how long prompts are. `clock`: in seconds.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class PickedFleet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.placement, self.history, self.lengths = placement, history, lengths
-        self._fallbacks, self._clock = fallbacks, clock
+        self._fallbacks, self.clock = fallbacks, clock
         self._max_wait_s = queue.max_wait_s
         self.admission = Admission(queue, placement, self._begin, self._turn_away, clock=clock)
         self.calls: dict[RequestId, Call] = {}
-        self.on_unseen: Callable[[Call], None] = self._forget
+        self.on_unseen: Callable[[Call], None] = self.drop
         self.counts: Counter[tuple[str, str]] = Counter()  # by what, and which
         self.times = DecisionTimes()
         self._infos: dict[WorkerId, WorkerInfo] = {}
@@ -61,17 +61,9 @@ class PickedFleet:
         placement.learn(history.lengths)
 
     @property
-    def now_s(self) -> float:
-        """The picker's clock."""
-        return self._clock()
-
-    @property
     def servers(self) -> Sequence[WorkerId]:
         """Those that may get requests, and those that are leaving."""
         return list(self._infos)
-
-    def is_attached(self, server: WorkerId) -> bool:
-        return server in self._infos
 
     def block_tokens(self, server: WorkerId) -> int:
         """The tokens of a block of its KV."""
@@ -139,7 +131,7 @@ class PickedFleet:
 
     def _ask(self, call: Call, asked: AskedBody, ids: Sequence[int]) -> None:
         self.catch_up()
-        began_s = self._clock()
+        began_s = self.clock()
         if not any(call.allowed is None or name in call.allowed for name in self._infos):
             self._refuse_without_servers(call)
             return
@@ -154,7 +146,7 @@ class PickedFleet:
         # It suspends nowhere: `_begin` is the one thing that it awaits.
         with suppress(StopIteration):
             self.admission.take_in(tracked).send(None)
-        self.times.add(self._clock() - began_s)
+        self.times.add(self.clock() - began_s)
         if call.worker is None:
             asyncio.get_running_loop().call_later(GATHER_S, self.catch_up)
             if not call.is_over and not call.may_wait:
@@ -177,7 +169,7 @@ class PickedFleet:
     def put(self, call: Call, server: WorkerId) -> None:
         """A call is on a server from now on."""
         assert call.tracked is not None
-        call.tracked.worker, call.placed_s = server, self._clock()
+        call.tracked.worker, call.placed_s = server, self.clock()
         self.placement.put(call.tracked, server, False, call.placed_s)
 
     def _others(self, call: Call, server: WorkerId) -> list[WorkerId]:
@@ -197,7 +189,7 @@ class PickedFleet:
         tracked, server = call.tracked, call.worker
         if tracked is None or call.is_over:
             return
-        now_s = self._clock()
+        now_s = self.clock()
         tracked.last_token_s, call.is_answered = now_s, True
         if tracked.first_token_s is None:
             tracked.first_token_s = now_s
@@ -210,7 +202,7 @@ class PickedFleet:
     def catch_up(self) -> None:
         """Count the steps that are over: whatever reads the ledger needs them."""
         for server in self._infos:
-            self.step(server, self._clock())
+            self.step(server, self.clock())
 
     def step(self, server: WorkerId, until_s: float = math.inf) -> None:
         """Count what has come from a server as steps of its engine."""
@@ -241,7 +233,7 @@ class PickedFleet:
         if call.is_over:
             return
         if call.worker is not None:
-            self.step(call.worker, self._clock())
+            self.step(call.worker, self.clock())
         call.is_over, tracked = True, call.tracked
         if tracked is None:
             return
@@ -259,7 +251,7 @@ class PickedFleet:
                 tracked.request.prompt_token_ids = [0] * call.prompt_tokens
             self.history.add(tracked, outcome)
             tracked.request.prompt_token_ids = guessed  # what the ledger has counted
-        self._forget(call)
+        self.drop(call)
 
     def unseen(self, call: Call) -> None:
         """Its answer will not pass here; the servers' counters show its end."""
@@ -267,10 +259,7 @@ class PickedFleet:
             self.on_unseen(call)
 
     def drop(self, call: Call) -> None:
-        """A call whose end was not seen is over."""
-        self._forget(call)
-
-    def _forget(self, call: Call) -> None:
+        """A call is over, whether or not its end was seen."""
         tracked = call.tracked
         assert tracked is not None
         call.is_over = True
@@ -285,7 +274,7 @@ class PickedFleet:
         call.tracked = tracked
         tracked.worker = server
         self.calls[tracked.id] = call
-        self.placement.put(tracked, server, True, self._clock())
+        self.placement.put(tracked, server, True, self.clock())
 
     def close(self) -> None:
         """Take no more requests, and write what is buffered."""

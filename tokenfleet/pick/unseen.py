@@ -107,7 +107,7 @@ class Unseen:
             elif firsts > 0:
                 firsts -= 1
                 got.append((one, 1))
-        self._fleet.placement.add_tokens(server, {one: n for one, n in got if n > 0}, self._fleet.now_s)
+        self._fleet.placement.add_tokens(server, {one: n for one, n in got if n > 0}, self._fleet.clock())
 
     def _end(self, arrived: list[Call], count: int) -> None:
         """So many of these calls are not there: unseen ones have ended; others are retried elsewhere."""
@@ -142,8 +142,8 @@ class Unseen:
             name, tokens = f"other-{self._number}", [0] * max(round(prompt), 1)
             request = EngineRequest(name, tokens, [None], None, None, 0.0, None, None, None)
             ticket = Ticket(request.request_id, "", EASY, 0)
-            tracked = Tracked(request, ticket, self._fleet.now_s, max(round(output), 2), [0])
-            call = Call(Asker(), EASY, "", "", is_streamed=False, placed_s=self._fleet.now_s)
+            tracked = Tracked(request, ticket, self._fleet.clock(), max(round(output), 2), [0])
+            call = Call(Asker(), EASY, "", "", is_streamed=False, placed_s=self._fleet.clock())
             self._unseen[call] = None
             self._fleet.add(call, tracked, server)
         self.counts["added"] += count

@@ -80,7 +80,7 @@ class ServerWatch:
 
     async def look(self) -> None:
         """Read the list and the metrics. Raises BadInput for a list that was never read."""
-        asked_s, had = self._fleet.now_s, Counter(call.worker for call in self._fleet.calls.values())
+        asked_s, had = self._fleet.clock(), Counter(call.worker for call in self._fleet.calls.values())
         pages = await self._servers.pages(time.monotonic())
         names = {server: await self._address(server) for server in pages}
         for gone in set(self._fleet.servers) - set(names.values()):
@@ -92,7 +92,7 @@ class ServerWatch:
                 continue
             if not isinstance(page, EngineCounts):
                 self._silent(server, name, page, asked_s)
-            elif not self._fleet.is_attached(name):
+            elif name not in self._fleet.servers:
                 await self._meet(server, name, page, asked_s)
             else:
                 if self._missed.pop(name, 0) >= SILENT_AFTER:
@@ -122,7 +122,7 @@ class ServerWatch:
         return self._addresses[server]
 
     def _silent(self, server: str, name: WorkerId, page: NoCounts, asked_s: float) -> None:
-        if not self._fleet.is_attached(name):
+        if name not in self._fleet.servers:
             self._refuse(server, page.why)
             return
         missed = self._missed.get(name, 0)

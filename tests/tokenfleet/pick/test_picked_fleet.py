@@ -138,9 +138,9 @@ def test_after_any_order_of_events_the_ledger_holds_what_runs_and_then_nothing(s
             if what == "ask" and one is None:
                 open_[n] = Gateway(fleet)
                 open_[n].ask()
-            elif what == "gone" and fleet.is_attached(name):
+            elif what == "gone" and name in fleet.servers:
                 fleet.detach(name)
-            elif what == "back" and not fleet.is_attached(name):
+            elif what == "back" and name not in fleet.servers:
                 fleet.attach(replace(INFO, worker=name), "")
             elif what == "tick":
                 for server in fleet.servers:
@@ -320,14 +320,14 @@ def test_servers_counters_correct_the_ledger_within_two_looks():
     async def story(fleet):
         unseen, server = Unseen(fleet), SERVERS[0]
         for n, running in enumerate((0, 3, 3, 3, 1, 1, 1, 0, 0)):
-            unseen.heard(server, page(float(running)), fleet.now_s + 1.0)
+            unseen.heard(server, page(float(running)), fleet.clock() + 1.0)
             assert len(fleet.running(server)) == (0, 0, 3, 3, 1, 1, 1, 0, 0)[n]
         assert held(fleet) == {}
         for _ in range(3):  # a slow page: what it counts was known when it was asked for, and has ended
-            unseen.heard(server, page(1.0), fleet.now_s, 1)
+            unseen.heard(server, page(1.0), fleet.clock(), 1)
         assert held(fleet) == {}
         unseen.gone(server)
-        unseen.heard(server, page(2.0), fleet.now_s)  # the first look at it: nothing was before
+        unseen.heard(server, page(2.0), fleet.clock())  # the first look at it: nothing was before
         assert len(fleet.running(server)) == 2
         unseen.gone(server)
         fleet.detach(server)
@@ -370,11 +370,11 @@ def test_a_request_that_has_just_begun_its_answer_hides_none_that_its_server_lac
             one.ask()
         gone, there = fleet.calls.values()
         fleet.put(there, gone.worker)
-        gone.placed_s, asked_s = there.placed_s - 1.0, fleet.now_s + 0.01
+        gone.placed_s, asked_s = there.placed_s - 1.0, fleet.clock() + 0.01
         unseen.heard(gone.worker, page(1.0), asked_s)  # the one that it counts may be either
         assert dict(unseen.counts) == {}
         fleet.got(there, 1)
-        unseen.heard(there.worker, page(1.0), fleet.now_s)
+        unseen.heard(there.worker, page(1.0), fleet.clock())
         assert (gone.worker, there.worker is None, unseen.counts["lost"]) == (None, False, 1)
         for one in (lacked, begun):
             one.exchange.closed()
@@ -397,9 +397,9 @@ def test_a_request_that_is_retried_is_on_the_server_that_counts_it_before_its_an
         fleet.served(begun, dead)
         unseen.refused(dead, call.placed_s - 1.0)  # it was placed after the look
         assert call.worker == dead
-        unseen.refused(dead, fleet.now_s)
+        unseen.refused(dead, fleet.clock())
         assert (call.worker, begun.worker) == (None, dead)  # an answer that has begun tells its own end
-        unseen.heard(other, page(1.0), fleet.now_s)
+        unseen.heard(other, page(1.0), fleet.clock())
         assert (call.worker, fleet.running(other)) == (other, [call])
         unseen.heard(other, page(1.0), call.placed_s + 1.0)
         assert dict(unseen.counts) == {"lost": 1}  # no request of another picker was added
