@@ -116,6 +116,7 @@ async def left_alone_until(application, holds):
         return await ask(http, application.url, KNOWN)
 
 
+@pytest.mark.timeout(3 * SERVED_S)
 @pytest.mark.nightly
 def test_rays_controller_starts_and_ends_the_replica_by_the_advice_and_no_request_fails(application, scratch):
     expected, sent, again = asyncio.run(asked_until(application, lambda: len(application.replicas()) == 2))

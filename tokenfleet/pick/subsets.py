@@ -24,9 +24,10 @@ class _PassedStep:
     last_s: float
     tokens: Counter[Call] = field(default_factory=Counter)
 
-    def is_over(self, now_s: float) -> bool:
-        """Whether a piece that comes now is of another step."""
-        return now_s >= min(self.first_s + GATHER_S, self.last_s + QUIET_S)
+    @property
+    def over_s(self) -> float:
+        """When it is over: a piece that comes later is of another step."""
+        return min(self.first_s + GATHER_S, self.last_s + QUIET_S)
 
 
 class SubsetPlacement(Placement):
@@ -58,17 +59,17 @@ class SubsetPlacement(Placement):
     def passed(self, server: WorkerId, call: Call, tokens: int, now_s: float) -> bool:
         """Tokens of an answer have passed; whether they begin a step."""
         steps = self._passed[server]
-        if begins := not steps or steps[-1].is_over(now_s):
+        if begins := not steps or steps[-1].over_s <= now_s:
             steps.append(_PassedStep(now_s, now_s))
         steps[-1].last_s = now_s
         steps[-1].tokens[call] += tokens
         return begins
 
-    def count(self, server: WorkerId, until_s: float) -> bool:
+    def count(self, server: WorkerId, until_s: float, now_s: float) -> bool:
         """Count a server's steps; whether there were any. Those in a row that only decode count at once."""
         steps, alike, at_s = self._passed[server], 0, math.nan
         tokens: Counter[Tracked] = Counter()
-        while steps and steps[0].is_over(until_s):
+        while steps and steps[0].over_s <= until_s:
             step = steps.pop(0)
             got = {call.tracked: n for call, n in step.tokens.items() if call.tracked and not call.is_over}
             prefills = self.ledger.workers[self.worker_rows[server]]["queued"] > 0
@@ -76,7 +77,7 @@ class SubsetPlacement(Placement):
                 self.add_tokens(server, tokens, at_s, alike)
                 tokens, alike = Counter(), 0
             tokens.update(got)
-            alike, at_s = alike + bool(got), step.first_s
+            alike, at_s = alike + bool(got), min(step.first_s + GATHER_S, now_s)
         self.add_tokens(server, tokens, at_s, alike)
         return not math.isnan(at_s)
 
