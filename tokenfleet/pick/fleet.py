@@ -206,7 +206,7 @@ class PickedFleet:
 
     def step(self, server: WorkerId, until_s: float = math.inf) -> None:
         """Count what has come from a server as steps of its engine."""
-        if self.placement.count(server, until_s, self.clock()):
+        if self.placement.count(server, until_s):
             self.admission.look()
 
     def served(self, call: Call, address: str) -> None:

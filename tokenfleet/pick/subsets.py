@@ -65,7 +65,7 @@ class SubsetPlacement(Placement):
         steps[-1].tokens[call] += tokens
         return begins
 
-    def count(self, server: WorkerId, until_s: float, now_s: float) -> bool:
+    def count(self, server: WorkerId, until_s: float) -> bool:
         """Count a server's steps; whether there were any. Those in a row that only decode count at once."""
         steps, alike, at_s = self._passed[server], 0, math.nan
         tokens: Counter[Tracked] = Counter()
@@ -77,7 +77,7 @@ class SubsetPlacement(Placement):
                 self.add_tokens(server, tokens, at_s, alike)
                 tokens, alike = Counter(), 0
             tokens.update(got)
-            alike, at_s = alike + bool(got), min(step.first_s + GATHER_S, now_s)
+            alike, at_s = alike + bool(got), step.first_s + GATHER_S
         self.add_tokens(server, tokens, at_s, alike)
         return not math.isnan(at_s)
 
