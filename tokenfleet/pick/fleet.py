@@ -48,7 +48,6 @@ class PickedFleet:
     ) -> None:
         self.placement, self.history, self.lengths = placement, history, lengths
         self._fallbacks, self.clock = fallbacks, clock
-        self._max_wait_s = queue.max_wait_s
         self.admission = Admission(queue, placement, self._begin, self._turn_away, clock=clock)
         self.calls: dict[RequestId, Call] = {}
         self.on_unseen: Callable[[Call], None] = self.drop
@@ -141,8 +140,7 @@ class PickedFleet:
         expected = expected_tokens(request, self.history.expected_tokens)
         tracked = call.tracked = Tracked(request, ticket, began_s, expected)
         self.calls[tracked.id] = call
-        if call.allowed is not None:
-            self.placement.allow(tracked.id, call.allowed)
+        self.placement.allow(tracked.id, call.allowed)
         # It suspends nowhere: `_begin` is the one thing that it awaits.
         with suppress(StopIteration):
             self.admission.take_in(tracked).send(None)
