@@ -49,7 +49,7 @@ LONE_CLIENTS, LONE_TOKENS = 4, 4096
 MOST = 0.08
 
 
-def closed_loop(profile: Profile, prompt: int, clients: int) -> dict[str, float]:
+def closed_loop(profile: Profile, prompt: int, clients: int, output: int = OUTPUT) -> dict[str, float]:
     """Medians of what the clients see once warm."""
     turns = WARM + PROMPTS
     n = clients * turns
@@ -57,7 +57,7 @@ def closed_loop(profile: Profile, prompt: int, clients: int) -> dict[str, float]
     before = np.arange(n - clients)  # each client's last
     offsets = np.concatenate([np.zeros(clients, np.int64), np.arange(n - clients + 1)])
     sessions = Sessions(np.arange(n) % clients, offsets, before, np.zeros(n))
-    work = Workload(np.zeros(n), np.full(n, prompt), np.full(n, OUTPUT), sessions=sessions)
+    work = Workload(np.zeros(n), np.full(n, prompt), np.full(n, output), sessions=sessions)
     done = simulate(work, [WorkerSpec(profile)], Slo(9e9, 9e9), "round-robin")
     rows = turn >= WARM
     e2e_s = done.finish_s - done.arrival_s

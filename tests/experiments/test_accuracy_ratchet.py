@@ -6,6 +6,7 @@ The rows are frozen in experiments/profiling: accuracy.json, intervals.json.
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from controlplane.perfmodel import uncertainty
@@ -59,6 +60,21 @@ def test_calibrated_intervals_hold_what_they_say_and_are_no_wider_on_the_same_ra
     least = dict.fromkeys(intervals.FIGURES, 0.86) | {"TTFT p99": 0.82}  # missed; docs/figures/intervals.md
     assert all(least[name] <= share <= 0.94 for name, (share, _) in calibrated.items())
     assert all(calibrated[name][1] <= composed[name][1] for name in intervals.FIGURES)
+
+
+def test_short_prompts_have_the_widest_tails_of_first_tokens_and_llm_d_the_most_misses() -> None:
+    held = INTERVALS["held"][f"{intervals.CALIBRATED}, dense"]
+    tails = {name: sweep["TTFT p99"] for name, sweep in held.items() if name != "all"}
+    kinds = (("short", 2.15), ("sharegpt", 1.26), ("long", 0.96))
+    for kind, width in kinds:
+        assert np.median([of[1] for name, of in tails.items() if kind in name]) == pytest.approx(
+            width, abs=0.01
+        )
+    behind, direct = (
+        np.mean([of[0] for name, of in tails.items() if ("llmd" in name) == gateway])
+        for gateway in (True, False)
+    )
+    assert behind < 0.5 < 0.85 < direct
 
 
 @pytest.mark.parametrize("kind", [intervals.COMPOSED, intervals.CALIBRATED])
