@@ -62,7 +62,7 @@ class Reached:
 
 @dataclass(frozen=True, repr=False)
 class PlanAnswer:
-    """The cheapest fleet that meets the targets, how sure that is, and what else was considered."""
+    """The cheapest fleet that meets the targets, how sure, and what else was considered."""
 
     file: PlanFile
     trace: RequestTrace
@@ -75,12 +75,12 @@ class PlanAnswer:
 
     @property
     def reason(self) -> str | None:
-        """Why no fleet meets the targets; None where one does."""
+        """Why no fleet does; None where one does."""
         return self.file.reason
 
     @property
     def fleet(self) -> NamedFleet | None:
-        """The recommended fleet, which `simulate` takes; None where none meets the targets."""
+        """The recommended fleet, for `simulate`; None without one."""
         return NamedFleet(Fleet(self.file.groups)) if self.feasible else None
 
     @property
@@ -111,7 +111,7 @@ class PlanAnswer:
 
     @property
     def alternatives(self) -> pl.DataFrame:
-        """One row per fleet, the recommended one first; shares are 0 to 1, latencies in seconds."""
+        """One row per fleet, the recommended first; shares are 0 to 1, latencies in seconds."""
         rows = [self._row(self.file, self.file)] if self.feasible else []
         rows += [self._row(one, one) for one in self.file.alternatives]
         numbers = ("usd_per_hour", "expected", "lower_bound", "on_trace", "ttft_p99_s", "tpot_p99_s")
@@ -125,6 +125,13 @@ class PlanAnswer:
         return (fleet_text(of.fleet), of.workers, of.gpus, of.usd_per_hour, *shares, *p99)
 
     @property
+    def origins(self) -> pl.DataFrame:
+        """One row per input: value, origin, what would narrow it."""
+        schema = dict.fromkeys(("input", "value", "origin", "source", "narrowed_by"), pl.String)
+        rows = {one.title: one.rows for one in self.file.tables}["Where numbers come from"]
+        return pl.DataFrame(rows, schema=schema, orient="row")
+
+    @property
     def document(self) -> dict[str, Any]:
         """The plan's JSON object, `tokenfleet.plan/1`."""
         return self.file.document
@@ -135,7 +142,7 @@ class PlanAnswer:
         return Path(folder)
 
     def whatif(self, *, jobs: int = 1, keep: bool = True, **axes: Sequence[Any]) -> Grid:
-        """Plan this trace again for every combination of values: `plan.whatif(rate=[1, 2])`.
+        """Plan this trace for every combination of values: `plan.whatif(rate=[1, 2])`.
 
         `axes` as in `whatif`. Raises BadInput.
         """
@@ -171,9 +178,9 @@ def plan(
     all). `attainment`: the share of requests within both targets (default 0.99). `confidence`: the
     probability of reaching it (default 0.95). `jobs`: threads (default: one per core). `progress`: show a
     bar (default: in a terminal). `options`: all others of `tokenfleet plan`, with
-    underscores, such as `max_gpus=8`, `rate_scale=2.0` or `window="10m..20m"`.
+    underscores, such as `max_gpus=8` or `window="10m..20m"`.
 
-    An infeasible question is an answer with a `reason`. Raises BadInput and ProfileMissing, one line each.
+    An infeasible question is an answer with a `reason`. Raises BadInput and ProfileMissing.
     """
     request = request_of(
         slo,

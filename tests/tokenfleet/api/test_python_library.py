@@ -84,6 +84,8 @@ def test_a_plan_tells_its_fleet_its_price_and_its_bounds(plan: tf.Plan, tmp_path
     assert 0.99 <= reached.lower_bound <= reached.expected <= 1.0
     first = plan.alternatives.row(0, named=True)
     assert (first["gpus"], first["lower_bound"]) == (plan.gpus, reached.lower_bound)
+    origins = dict(plan.origins.select("input", "origin").iter_rows())
+    assert (origins["Traffic"], origins["Step times, H100 TP1"]) == ("recorded", "predicted")
     assert repr(plan).startswith("Recommended fleet")
     assert "srcdoc=" in plan._repr_html_()
     plan.save(tmp_path / "out")
