@@ -94,7 +94,7 @@ def test_a_worker_of_serve_is_refused_in_a_line():
     async def pages(at_s):
         return {"127.0.0.1:8001 w0": None}
 
-    told, fleet = [], SimpleNamespace(now_s=0.0, calls={}, servers={})
+    told, fleet = [], SimpleNamespace(clock=lambda: 0.0, calls={}, servers={})
     watch = ServerWatch(SimpleNamespace(pages=pages), fleet, None, None, told.append, "", "")
     asyncio.run(watch.look())
     assert told == [
