@@ -214,7 +214,7 @@ export class PlanForm {
         listed.push([`since:${since}`, `What this fleet served in ${says}`]);
     }
     if (this.#upload) listed.push(["upload", this.#upload.name]);
-    listed.push(["file", "A file of mine…"], ["usage", "I have no trace: users and a shape of use"]);
+    listed.push(["file", "A file of mine…"], ["usage", "I have no trace…"]);
     options(byId("trace"), listed);
     choose(byId("trace"), chosen);
   }
