@@ -90,7 +90,7 @@ class PlanService:
         upload = self._drawn(trace, order.seed) if isinstance(trace, UsageTrace) else self._trace(trace)
         question = order.model_dump(mode="json", exclude={"timeout_s"})
         if isinstance(trace, InlineTrace):  # kept once, not in every list of jobs
-            question["trace"] = {"upload": upload}
+            question["trace"] = {"upload": upload["id"]}
         return self._queued(question, upload["id"], order.timeout_s, idempotency_key)
 
     def order_portfolio(self, order: PortfolioOrder, idempotency_key: str | None = None) -> dict[str, Any]:
