@@ -235,11 +235,14 @@ def _say(
 ) -> None:
     step, residuals = profile.step, profile.residuals
     errors = {c: relative_error(residuals, c) for c in CONFIDENCES}
-    same = ("samples", "mean_relative", "p95_relative", "max_relative", "held_out_mean")
     rows: dict[str, float | int | None] = {
         **coefficients(step),
         "hinges": len(step.hinges),
-        **{name: getattr(residuals, name) for name in same},
+        "samples": residuals.samples,
+        "mean_relative": residuals.mean_relative,
+        "p95_relative": residuals.p95_relative,
+        "max_relative": residuals.max_relative,
+        "held_out_mean": residuals.held_out_mean,
     }
     said = use.texts(profile.kv.bytes_per_token) if isinstance(use, KvUse) else [use] if use else []
     if flags.output_format == OutputFormat.JSON:

@@ -53,8 +53,13 @@ def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
             for row in plan.rows
         ],
         "limits": [
-            {name: getattr(use, name) for name in ("name", "most", "peak", "more")}
-            | {"saves_usd_per_hour": use.saves_usd_per_h}
+            {
+                "name": use.name,
+                "most": use.most,
+                "peak": use.peak,
+                "more": use.more,
+                "saves_usd_per_hour": use.saves_usd_per_h,
+            }
             for use in plan.uses
         ],
         "gpus": [

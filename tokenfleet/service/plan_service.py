@@ -230,9 +230,19 @@ def _check(order: PlanOrder) -> None:
 def known_options() -> list[dict[str, Any]]:
     """Every option of a plan (forms.KnownOption)."""
     return [
-        {name: getattr(option, name) for name in ("flag", "key", "kind", "is_list", "choices", "bounds")}
-        | {"name": option.field, "default": None if option.is_required else option.default}
-        | {"label": option.about.name, "help": option.about.help, "needs": option.about.needs}
+        {
+            "name": option.field,
+            "flag": option.flag,
+            "key": option.key,
+            "label": option.about.name,
+            "help": option.about.help,
+            "kind": option.kind,
+            "is_list": option.is_list,
+            "default": None if option.is_required else option.default,
+            "choices": option.choices,
+            "bounds": option.bounds,
+            "needs": option.about.needs,
+        }
         for option in options()
     ]
 

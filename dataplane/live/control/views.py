@@ -67,9 +67,13 @@ def _floor_view(scale: Autoscale, floor: ClockFloor, unix_s: float, cold_start_s
 
 def worker_view(member: Member, role: Role, at: Attached | None, here: list[Tracked]) -> dict[str, Any]:
     """A worker with its engine, where one is attached, and its load."""
-    same = ("worker", "kind", "state", "reason", "revision")
-    view = {name: getattr(member, name) for name in same} | {
+    view: dict[str, Any] = {
+        "worker": member.worker,
+        "kind": member.kind,
         "role": role,
+        "state": member.state,
+        "reason": member.reason,
+        "revision": member.revision,
         "for_s": round(time.monotonic() - member.since_s, 3),
         "requests": len(here),
         "tokens": sum(t.context_tokens for t in here),
@@ -80,10 +84,13 @@ def worker_view(member: Member, role: Role, at: Attached | None, here: list[Trac
             "pid": info.pid,
             "host": urlsplit(info.endpoint).hostname,
             "silent": at.is_silent,
+            "tp_degree": info.tp_degree,
+            "max_seqs": info.max_seqs,
+            "block_tokens": info.block_tokens,
+            "kv_blocks": info.kv_blocks,
+            "kv_bytes_per_token": info.kv_bytes_per_token,
             "fixed": info.why_fixed or None,
         }
-        same = ("tp_degree", "max_seqs", "block_tokens", "kv_blocks", "kv_bytes_per_token")
-        view |= {name: getattr(info, name) for name in same}
         view["telemetry"] = None if at.telemetry is None else asdict(replace(at.telemetry, executed=()))
     return view
 
@@ -122,11 +129,23 @@ def pace_view(pace: Pace) -> dict[str, Any]:
 
 def move_view(move: MoveRecord) -> dict[str, Any]:
     """A move, open or over."""
-    same = "id source target mode outcome why reason cached_tokens tail_tokens bytes downtime_s"
-    return {name: getattr(move, name) for name in (*same.split(), "started_s", "finished_s")} | {
+    return {
+        "id": move.id,
         "request_id": move.request,
+        "source": move.source,
+        "target": move.target,
+        "mode": move.mode,
+        "outcome": move.outcome,
         "open": move.finished_s is None,
+        "why": move.why,
+        "reason": move.reason,
         "stages_tokens": list(move.stages),
+        "cached_tokens": move.cached_tokens,
+        "tail_tokens": move.tail_tokens,
+        "bytes": move.bytes,
+        "downtime_s": move.downtime_s,
+        "started_s": move.started_s,
+        "finished_s": move.finished_s,
     }
 
 

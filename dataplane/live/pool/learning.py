@@ -222,14 +222,21 @@ class Learning:
 
     def _key(self, link: EngineLink, kind: str) -> Key:
         """Everything that a worker's step times depend on."""
-        same = (
-            "engine device tp_degree dtype block_tokens max_seqs max_batched_tokens max_model_len steps_ahead"
-        )
-        return {name: getattr(link.info, name) for name in same.split()} | {
-            "version": link.info.vllm_version,
+        info = link.info
+        return {
+            "engine": info.engine,
+            "version": info.vllm_version,
             "model": self._model[0],
             "model_config": self._model[1],
             "kind": kind,
+            "device": info.device,
+            "tp_degree": info.tp_degree,
+            "dtype": info.dtype,
+            "block_tokens": info.block_tokens,
+            "max_seqs": info.max_seqs,
+            "max_batched_tokens": info.max_batched_tokens,
+            "max_model_len": info.max_model_len,
+            "steps_ahead": info.steps_ahead,
             "flags": {
                 name: repr(value)
                 for name, value in sorted(self._flags.items())

@@ -151,10 +151,20 @@ class Broker:
             {"name": name, "most": most, "held": held}
             for name, held, most in limits.used(tenants, [p.held for p in tenants])
         ]
-        same = ("kind", "gpu", "zone", "right", "share", "asked", "needed", "held")
         shares = [
-            {"name": p.model, "gpus_per_worker": p.gpus, "heard": p.is_heard}
-            | {name: getattr(p, name) for name in same}
+            {
+                "name": p.model,
+                "kind": p.kind,
+                "gpu": p.gpu,
+                "gpus_per_worker": p.gpus,
+                "zone": p.zone,
+                "right": p.right,
+                "share": p.share,
+                "asked": p.asked,
+                "needed": p.needed,
+                "held": p.held,
+                "heard": p.is_heard,
+            }
             for p in tenants
         ]
         self.view |= {"shares": shares, "limits": held}
