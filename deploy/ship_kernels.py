@@ -139,7 +139,7 @@ def remove_stale() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             if not unpacked(packed, f"kernels-{kernel_digest()}", Path(scratch)):
                 packed.unlink()
-                print(f"{packed}: removed, as it is of other sources and cannot be packed here")
+                print(f"{packed}: removed: it is stale, and this machine cannot pack it")
 
 
 def pack_by(major: int, minor: int) -> None:
