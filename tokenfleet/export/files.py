@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -21,6 +22,7 @@ from tokenfleet.export.production_stack import production_stack
 from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules, target_text
 from tokenfleet.field_errors import nearest
 
+UNIT = Path(__file__).with_name("tokenfleet.service")  # a template
 SHUTDOWN_S = 60
 NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # of objects, to which KubeRay appends its own parts
 
@@ -118,42 +120,13 @@ def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfle
     types = [(group.workers, group.worker_type) for group in fleet.groups]
     parts = ", ".join(f"{workers} worker(s) of {t.gpus}x {t.gpu}" for workers, t in types)
     gpus = sum(group.gpus for group in fleet.groups)
-    return f"""\
-# {parts}: this machine needs {gpus} GPU(s). It reads the exported plan from /etc/tokenfleet/{PLAN}.
-[Unit]
-Description=Tokenfleet: {fleet.weights}, {target_text(*fleet.promise)}
-After=network-online.target nvidia-persistenced.service
-Wants=network-online.target
-StartLimitIntervalSec=600
-StartLimitBurst=5
-
-[Service]
-Type=exec
-User=tokenfleet
-# VLLM_API_KEY=..., TOKENFLEET_CONTROL_KEY=..., and HF_TOKEN=... if the weights need it
-EnvironmentFile=/etc/tokenfleet/keys.env
-Environment=HF_HOME=/var/lib/tokenfleet/hub
-ExecStart={command}
-# Streams finish or end in an explicit error. Then systemd kills the processes that are left.
-KillMode=mixed
-KillSignal=SIGTERM
-TimeoutStopSec={SHUTDOWN_S + 60}
-Restart=on-failure
-RestartSec=5
-StateDirectory=tokenfleet
-LimitNOFILE=1048576
-LimitMEMLOCK=infinity
-TasksMax=infinity
-OOMPolicy=stop
-NoNewPrivileges=true
-ProtectSystem=strict
-ProtectHome=true
-PrivateTmp=true
-RestrictSUIDSGID=true
-
-[Install]
-WantedBy=multi-user.target
-"""
+    return Template(UNIT.read_text(encoding="utf-8")).substitute(
+        parts=parts,
+        gpus=gpus,
+        description=f"{fleet.weights}, {target_text(*fleet.promise)}",
+        command=command,
+        stop_s=SHUTDOWN_S + 60,
+    )
 
 
 KINDS: Mapping[str, Callable[[Deployment, ExportSettings], dict[str, str]]] = {

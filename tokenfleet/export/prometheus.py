@@ -9,6 +9,7 @@ ticket at 10 % in a day, or at a rate that uses all of it in 30 days.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -16,10 +17,12 @@ import yaml
 from controlplane.errors import BadInput
 from controlplane.figures import duration_text
 from controlplane.types import Slo
+from tokenfleet.field_errors import load_yaml
 from tokenfleet.report.tables import asked_text
 
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 _RECORD = "tokenfleet:slo_errors:ratio_rate{window}"
+ALERTS = Path(__file__).with_name("alerts.yaml")  # those that need no target
 _BAD_ENDS = 'tokenfleet_requests_total{outcome=~"failed|rejected"}'
 
 
@@ -94,97 +97,9 @@ def rule_groups(slo: Slo, attainment: float) -> dict[str, Any]:
         "groups": [
             {"name": "tokenfleet-slo", "interval": "30s", "rules": records},
             {"name": "tokenfleet-slo-alerts", "rules": alerts},
-            {"name": "tokenfleet-fleet-alerts", "rules": [*_fleet_alerts(), *_advice_alerts()]},
+            {"name": "tokenfleet-fleet-alerts", "rules": load_yaml(ALERTS.read_text("utf-8"), ALERTS.name)},
         ]
     }
-
-
-def _fleet_alerts() -> list[dict[str, Any]]:
-    """Alerts on conditions that will soon break any latency objective."""
-    return [
-        _alert(
-            "TokenfleetNoWorker",
-            'sum(tokenfleet_workers{state="serving"}) < 1 or absent(tokenfleet_workers{state="serving"})',
-            "2m",
-            "page",
-            "No worker serves",
-            "Requests wait and are then rejected. `tokenfleet fleet status --verbose` shows why.",
-        ),
-        _alert(
-            "TokenfleetTurnsAway",
-            'sum(rate(tokenfleet_requests_total{outcome="rejected"}[5m])) > 0',
-            "5m",
-            "ticket",
-            "Requests are rejected, since no worker has room",
-            "The fleet is too small for this traffic. Run `tokenfleet fleet scale N`, or plan again.",
-        ),
-        _alert(
-            "TokenfleetLosesWorkers",
-            "increase(tokenfleet_workers_lost_total[30m]) > 2",
-            None,
-            "ticket",
-            "Several workers died within half an hour",
-            "Their requests went on elsewhere. `tokenfleet fleet explain` has the causes, mostly memory.",
-        ),
-        _alert(
-            "TokenfleetEvacuatedLate",
-            'increase(tokenfleet_evacuations_total{deadline="late"}[30m]) > 0'
-            ' or increase(tokenfleet_evacuated_requests_total{how="failed"}[30m]) > 0',
-            None,
-            "ticket",
-            "A worker was not empty by its deadline",
-            "`tokenfleet fleet status` shows how many streams moved, were recomputed and ended in errors.",
-        ),
-        _alert(
-            "TokenfleetRolledBack",
-            'increase(tokenfleet_rollouts_total{outcome=~"rolled-back|failed"}[30m]) > 0',
-            None,
-            "ticket",
-            "An update of the fleet was rolled back, or a restart failed",
-            "The fleet serves as before. `tokenfleet fleet status` has the cause.",
-        ),
-        _alert(
-            "TokenfleetKvFull",
-            "max(tokenfleet_worker_kv_used_ratio) > 0.98",
-            "10m",
-            "ticket",
-            "A worker's KV memory has been full for ten minutes",
-            "It preempts requests. `tokenfleet whatif --vary lengths=1,1.5` shows what longer requests need.",
-        ),
-    ]
-
-
-def _advice_alerts() -> list[dict[str, Any]]:
-    """Alerts on a fleet that `tokenfleet advise` watches."""
-    of = "max by (model, worker_type)"
-    return [
-        _alert(
-            "TokenfleetAdvisesMore",
-            f"{of} (tokenfleet_wanted_replicas) > {of} (tokenfleet_replicas)",
-            "15m",
-            "ticket",
-            "A vLLM fleet has fewer replicas than `tokenfleet advise` asks for",
-            "Add replicas, or raise the ceiling of what scales them. `tokenfleet advise` shows why.",
-        ),
-        _alert(
-            "TokenfleetAdviceHeld",
-            f"{of} (tokenfleet_advice_held) == 1",
-            "10m",
-            "ticket",
-            "`tokenfleet advise` has counted nothing for ten minutes",
-            "Metrics are missing; its output names them. The last advice stands for a while.",
-        ),
-    ]
-
-
-def _alert(
-    name: str, expr: str, lasts: str | None, severity: str, summary: str, description: str
-) -> dict[str, Any]:
-    alert: dict[str, Any] = {"alert": name, "expr": expr}
-    if lasts is not None:
-        alert["for"] = lasts
-    annotations = {"summary": summary, "description": description}
-    return alert | {"labels": {"severity": severity}, "annotations": annotations}
 
 
 def prometheus_rules(slo: Slo, attainment: float) -> str:
