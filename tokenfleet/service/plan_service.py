@@ -42,7 +42,7 @@ from tokenfleet.service.jobs import PORTFOLIO, Jobs, Plans
 from tokenfleet.service.score_process import scorecard_beside
 from tokenfleet.service.uploads import SAMPLE, Uploads, sample_path, summary_of
 from tokenfleet.traces import read_trace
-from tokenfleet.traces.usage import SHAPES, trace_of_usage
+from tokenfleet.traces.usage import DRAWN, SHAPES, trace_of_usage
 
 RETRY_AFTER_S = 10
 KEPT_UPLOAD_BYTES = 1 << 30
@@ -206,7 +206,11 @@ class PlanService:
     def _trace(self, source: Source) -> dict[str, Any]:
         """The summary of an order's trace, which lies in the folder from now on."""
         if isinstance(source, UploadedTrace):
-            return self.uploads.find(source.upload)
+            found = self.uploads.find(source.upload)
+            if found["format"] == DRAWN:
+                name = found["name"]
+                raise BadInput(f"trace: upload {source.upload} was drawn for {name}; order with those answers")
+            return found
         if isinstance(source, InlineTrace):
             return self.uploads.keep_text(source.inline_csv, "inline trace")
         if isinstance(source, HistoryTrace):

@@ -26,6 +26,7 @@ from tokenfleet.traces.synth import SessionLaws, length_mix_of, synthesise_sessi
 from tokenfleet.traces.trace import Assumed, Trace
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
+DRAWN = "usage"  # the format of these traces
 BUSIEST = 1.8  # hour over the day's mean: ServeGen's 29 days have 1.2 to 2.2, nine in ten at most 1.8
 SWING, KEPT, MINUTE_S = 0.21, 0.82, 60.0
 FEWEST = 2_000  # requests of a drawn trace
@@ -155,7 +156,7 @@ def trace_of_usage(usage: Usage, seed: int = 0) -> Trace:
     means = usage.prompt_tokens or prompts, usage.output_tokens or outputs
     workload = workload.longer(means[0] / prompts, means[1] / outputs)
     assumed = Assumed((OF_RATE, OF_LENGTHS, OF_LENGTHS), tuple(_rows(usage, workload)))
-    return Trace(usage.name, "usage", workload, assumed=assumed)
+    return Trace(usage.name, DRAWN, workload, assumed=assumed)
 
 
 def arrivals(rate_rps: float, duration_s: float, rng: np.random.RandomState) -> NDArray[np.float64]:

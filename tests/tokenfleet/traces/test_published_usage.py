@@ -1,9 +1,13 @@
 """A trace drawn from users and a published shape: its rate, its lengths, and what is refused."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
 from controlplane.errors import BadInput
+from tokenfleet.service.forms import PlanOrder
+from tokenfleet.service.plan_service import PlanService, ServiceLimits
 from tokenfleet.traces.usage import SHAPES, Usage, arrivals, trace_of_usage
 
 MEANS = {  # tokens of the sources: prompts, outputs
@@ -104,3 +108,12 @@ def test_what_cannot_be_is_refused_in_a_line(given, told):
         Usage(**given)
     assert str(refused.value).startswith(told)
     assert "\n" not in str(refused.value)
+
+
+def test_the_upload_of_a_drawn_trace_is_refused_as_another_orders_trace(tmp_path):
+    order = {"model": "llama-3.1-8b", "slo": {"ttft_s": 1.6, "tpot_s": 0.075}}
+    with closing(PlanService(tmp_path, ServiceLimits())) as service:
+        job = service.order(PlanOrder.model_validate(order | {"trace": {"users": 500}}))
+        upload = job["trace"]["id"]
+        with pytest.raises(BadInput, match=f"trace: upload {upload} was drawn for chat, 500 users"):
+            service.order(PlanOrder.model_validate(order | {"trace": {"upload": upload}}))
