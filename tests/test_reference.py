@@ -105,3 +105,11 @@ def test_every_field_of_an_http_body_and_of_the_plan_has_a_line():
     models = [part.model_fields for part in parts if issubclass(part, BaseModel)]
     known = {field.alias or name for fields in models for name, field in fields.items()}
     assert sorted(known - first_cells("plan-json")) == []
+
+
+def test_the_page_of_versions_lists_every_document():
+    packages = [ROOT / name for name in ("controlplane", "dataplane", "tokenfleet")]
+    code = "".join(path.read_text(encoding="utf-8") for at in packages for path in at.rglob("*.py"))
+    of_code = set(re.findall(r'"(tokenfleet\.[a-z-]+/\d+)"', code))
+    page = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"tokenfleet\.[a-z-]+/\d+", page)) == of_code

@@ -58,6 +58,15 @@ def documents(texts: dict[Path, str]) -> list[dict[str, Any]]:
     return [d for p, t in texts.items() if p.suffix == ".yaml" for d in yaml.safe_load_all(t)]
 
 
+def test_a_plan_of_a_newer_version_with_fields_that_are_not_known_is_read():
+    known, newer = plan(), plan()
+    newer |= {"a_later_field": 1}
+    newer["inputs"] |= {"a_later_field": [1]}
+    newer["fleet"][0] |= {"a_later_field": {"x": 1}}
+    both = [deployment(parse_plan(document, "plan.json")) for document in (newer, known)]
+    assert both[0].plan.model_dump() == both[1].plan.model_dump()
+
+
 def test_every_kubernetes_object_is_as_its_api_takes_it() -> None:
     in_turn = fleet(policy="round-robin")
     texts = export_files(in_turn, ["keda", "prometheus"], ExportSettings(), Path("out"))
