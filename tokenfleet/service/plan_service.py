@@ -208,8 +208,7 @@ class PlanService:
         if isinstance(source, UploadedTrace):
             found = self.uploads.find(source.upload)
             if found["format"] == DRAWN:
-                name = found["name"]
-                raise BadInput(f"trace: upload {source.upload} was drawn for {name}; order with those answers")
+                raise BadInput(f"trace: {source.upload} was drawn for {found['name']}; order with those answers")
             return found
         if isinstance(source, InlineTrace):
             return self.uploads.keep_text(source.inline_csv, "inline trace")

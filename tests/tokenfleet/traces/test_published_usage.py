@@ -115,5 +115,5 @@ def test_the_upload_of_a_drawn_trace_is_refused_as_another_orders_trace(tmp_path
     with closing(PlanService(tmp_path, ServiceLimits())) as service:
         job = service.order(PlanOrder.model_validate(order | {"trace": {"users": 500}}))
         upload = job["trace"]["id"]
-        with pytest.raises(BadInput, match=f"trace: upload {upload} was drawn for chat, 500 users"):
+        with pytest.raises(BadInput, match=f"trace: {upload} was drawn for chat, 500 users"):
             service.order(PlanOrder.model_validate(order | {"trace": {"upload": upload}}))
