@@ -127,8 +127,8 @@ class Jobs:
             _end_run(cursor, job.id, job.attempt, state if changed else "superseded", now_s)
             return changed
 
-    def cancel(self, job: str) -> dict[str, Any] | None:
-        """Cancel a job: at once while it waits, through its runner while it runs; None if unknown."""
+    def cancel(self, job: str) -> None:
+        """Cancel a job: at once while it waits, through its runner while it runs."""
         with self._database.transaction() as cursor:
             cursor.execute(
                 "UPDATE jobs SET state = 'cancelled', says = 'cancelled before it began', finished_s = ?"
@@ -136,14 +136,11 @@ class Jobs:
                 (time.time(), job),
             )
             cursor.execute("UPDATE jobs SET cancel = 1 WHERE id = ? AND state = 'running'", (job,))
-            row = cursor.execute(f"{_JOB} WHERE jobs.id = ?", (job,)).fetchone()
-            return None if row is None else _view(row)
 
     def to_cancel(self) -> set[str]:
         """Running jobs whose cancellation was asked for."""
-        return {
-            r["id"] for r in self._database.rows("SELECT id FROM jobs WHERE state = 'running' AND cancel")
-        }
+        asked = self._database.rows("SELECT id FROM jobs WHERE state = 'running' AND cancel")
+        return {row["id"] for row in asked}
 
     def release(self, job: Claimed) -> None:
         """Put an attempt back that was interrupted on purpose; it does not count."""

@@ -133,9 +133,8 @@ class PlanService:
     def cancel(self, name: str, kind: str = "plan") -> dict[str, Any]:
         """Cancel a job. Raises UnknownName, or Conflict for one that is over otherwise."""
         self.job(name, kind)
-        job = self.jobs.cancel(name)
-        if job is None:
-            raise UnknownName(f"{kind} {name}: there is no such job")
+        self.jobs.cancel(name)
+        job = self.job(name, kind)
         if job["state"] in OVER and job["state"] != "cancelled":
             raise Conflict(f"{kind} {name}: is {job['state']} already; what is over is kept")
         return job
@@ -208,7 +207,7 @@ class PlanService:
         if isinstance(source, UploadedTrace):
             found = self.uploads.find(source.upload)
             if found["format"] == DRAWN:
-                raise BadInput(f"trace: {source.upload} was drawn for {found['name']}; order with those answers")
+                raise BadInput(f"trace: {source.upload} was drawn for {found['name']}; order that again")
             return found
         if isinstance(source, InlineTrace):
             return self.uploads.keep_text(source.inline_csv, "inline trace")
