@@ -21,7 +21,7 @@ DONE, INFEASIBLE, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 70, 130
 
 
 class Verb(NamedTuple):
-    """A verb: its function or Typer app in `module`, and its line in the help."""
+    """A verb: its function or Typer app in `module` of this package, and its line in the help."""
 
     module: str
     attribute: str
@@ -29,51 +29,33 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "plan": Verb("tokenfleet.cli.plan", "plan_command", "find the cheapest fleet for a trace and targets"),
-    "whatif": Verb(
-        "tokenfleet.cli.whatif", "whatif_command", "plan a grid of changes: rate, targets, GPUs, prices"
-    ),
-    "portfolio": Verb("tokenfleet.cli.plan", "portfolio_command", "plan several models on one budget"),
-    "simulate": Verb(
-        "tokenfleet.cli.simulate", "simulate_command", "replay a trace on a fleet that you name"
-    ),
-    "profile": Verb("tokenfleet.cli.profile", "profile_command", "measure the step times of a real engine"),
-    "compare": Verb(
-        "tokenfleet.cli.compare", "compare_command", "replay a trace on a running fleet and in the simulator"
-    ),
-    "export": Verb(
-        "tokenfleet.cli.export", "export_command", "write a plan for KubeRay, Helm, KEDA, Prometheus, systemd"
-    ),
-    "fit": Verb("tokenfleet.cli.fit", "fit_command", "fit a profile to measurements"),
-    "calibrate": Verb("tokenfleet.cli.fit", "calibrate_command", "correct a profile by a vLLM in service"),
+    "plan": Verb(".plan", "plan_command", "find the cheapest fleet for a trace and targets"),
+    "whatif": Verb(".whatif", "whatif_command", "plan a grid of changes: rate, targets, GPUs, prices"),
+    "portfolio": Verb(".plan", "portfolio_command", "plan several models on one budget"),
+    "simulate": Verb(".simulate", "simulate_command", "replay a trace on a fleet that you name"),
+    "profile": Verb(".profile", "profile_command", "measure the step times of a real engine"),
+    "compare": Verb(".compare", "compare_command", "replay a trace on a running fleet and in the simulator"),
+    "export": Verb(".export", "export_command", "write a plan for KubeRay, Helm, KEDA, Prometheus, systemd"),
+    "fit": Verb(".fit", "fit_command", "fit a profile to measurements"),
+    "calibrate": Verb(".fit", "calibrate_command", "correct a profile by a vLLM in service"),
     "advise": Verb(
-        "tokenfleet.cli.advise.command",
-        "advise_command",
-        "advise how many replicas a running vLLM fleet needs",
+        ".advise.command", "advise_command", "advise how many replicas a running vLLM fleet needs"
     ),
-    "pick": Verb(
-        "tokenfleet.cli.pick", "pick_command", "choose a vLLM server for each request of an Envoy gateway"
-    ),
-    "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, make up or convert a trace"),
-    "data": Verb("tokenfleet.cli.data", "data_app", "keep prices and profiles of your own, with their dates"),
-    "serve": Verb("tokenfleet.cli.serve.command", "serve_command", "run a fleet behind one OpenAI endpoint"),
-    "doctor": Verb(
-        "tokenfleet.cli.doctor", "doctor_command", "check a host or a cluster before a fleet starts"
-    ),
-    "scorecard": Verb(
-        "tokenfleet.cli.scorecard", "scorecard_command", "compare a plan's prediction with what was served"
-    ),
+    "pick": Verb(".pick", "pick_command", "choose a vLLM server for each request of an Envoy gateway"),
+    "trace": Verb(".trace", "trace_app", "check, make up or convert a trace"),
+    "data": Verb(".data", "data_app", "keep prices and profiles of your own, with their dates"),
+    "serve": Verb(".serve.command", "serve_command", "run a fleet behind one OpenAI endpoint"),
+    "doctor": Verb(".doctor", "doctor_command", "check a host or a cluster before a fleet starts"),
+    "scorecard": Verb(".scorecard", "scorecard_command", "compare a plan's prediction with what was served"),
     "scorecard accuracy": Verb(
-        "tokenfleet.cli.scorecard", "accuracy_command", "measure a profile's errors on your own runs"
+        ".scorecard", "accuracy_command", "measure a profile's errors on your own runs"
     ),
     "scorecard gap": Verb(
-        "tokenfleet.cli.scorecard", "gap_command", "cost over the hindsight optimum by day, and its causes"
+        ".scorecard", "gap_command", "cost over the hindsight optimum by day, and its causes"
     ),
-    "api": Verb("tokenfleet.cli.api", "api_command", "serve plan jobs over HTTP, and the console"),
+    "api": Verb(".api", "api_command", "serve plan jobs over HTTP, and the console"),
     "fleet": Verb(
-        "tokenfleet.cli.operate.changes",
-        "fleet_app",
-        "operate a running fleet: status, scale, drain, update, …",
+        ".operate.changes", "fleet_app", "operate a running fleet: status, scale, drain, update, …"
     ),
 }
 
@@ -168,7 +150,7 @@ def command_of(verb: Verb) -> Any:
 
     from tokenfleet.cli.groups import GroupedCommand
 
-    app = getattr(importlib.import_module(verb.module), verb.attribute)
+    app = getattr(importlib.import_module(verb.module, "tokenfleet.cli"), verb.attribute)
     if not isinstance(app, typer.Typer):
         # Rich's help cuts the names of options short in a terminal of 80 columns.
         verb_app = typer.Typer(add_completion=False, rich_markup_mode=None)

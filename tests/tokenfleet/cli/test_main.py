@@ -90,7 +90,8 @@ def test_version_and_help_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
 def test_every_verb_is_there_and_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hasattr(importlib.import_module(cli.VERBS[verb].module), cli.VERBS[verb].attribute)
+    at = cli.VERBS[verb]
+    assert hasattr(importlib.import_module(at.module, "tokenfleet.cli"), at.attribute)
     assert cli.main([*verb.split(), "--help-all"]) == 0
     assert "Usage" in capsys.readouterr().out
 
