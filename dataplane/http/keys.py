@@ -156,8 +156,8 @@ class KeyRing:
 
     def charge(self, name: str, tokens: int, now_s: float) -> None:
         """Count tokens of a key, which may have gone meanwhile; a negative number gives some back."""
-        key = next((key for key in self.keys if key.name == name), None)
-        if key is not None and key.tokens_per_minute:
+        key = self.named(name)
+        if key.tokens_per_minute:
             limits = self._limits_of(key, now_s)
             limits.tokens.wait_s(0.0, now_s)
             limits.tokens.take(tokens)

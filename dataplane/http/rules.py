@@ -130,7 +130,7 @@ class HouseRules:
         most = self._body_bytes.get(request.url.path, BODY_BYTES)
         stated = request.headers.get("content-length", "")
         if refusal is None and stated.isdigit() and int(stated) > most:
-            refusal = _too_large(most)
+            refusal = error_reply(413, _too_large_message(most), connection="close")
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -225,10 +225,6 @@ def _refusal(request: Request, keys: KeyRing) -> JSONResponse | None:
 
 def _too_large_message(most: int) -> str:
     return f"the body must be at most {most} bytes"
-
-
-def _too_large(most: int) -> JSONResponse:
-    return error_reply(413, _too_large_message(most), connection="close")
 
 
 async def _bad_input(request: Request, error: Exception) -> Response:

@@ -174,7 +174,7 @@ def try_engines(model: str, tp: int, flags: Sequence[str]) -> list[HostFinding]:
     words += ["--policy", "jsq", "--move-bandwidth", "0", "--", *flags]
     with _serving(words) as (url, control):
         fleet = control.ask("GET", "/v1/fleet")
-        name = _ask(f"{url}/v1/models")["data"][0]["id"]
+        name = ControlClient(url, None).ask("GET", "/v1/models", timeout_s=START_S)["data"][0]["id"]
         longest = int(fleet["workers"][0].get("max_model_len") or PROMPT_TOKENS + OUTPUT_TOKENS)
         prompt_tokens = max(1, min(PROMPT_TOKENS, longest - OUTPUT_TOKENS))
         span = LAST_ID - FIRST_ID
@@ -334,11 +334,6 @@ def _margin(likeliest: dict[str, float]) -> float:
     """How far the likeliest token is from the next, in log probability; infinite where one alone is known."""
     best, *others = sorted(likeliest.values(), reverse=True) or [0.0]
     return best - others[0] if others else float("inf")
-
-
-def _ask(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=START_S) as reply:
-        return json.load(reply)
 
 
 def _free_ports(count: int) -> list[int]:

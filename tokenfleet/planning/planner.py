@@ -65,6 +65,7 @@ R = TypeVar("R")
 ALTERNATIVES = 1
 DOUBT_REPLICATES = 6
 _REASONS = 13  # parts of a plan's explanation
+ON_TRACE_ALONE = "sized on the recorded trace alone"  # the note of such an alternative
 STILL_TELLING = 0.5  # attainment below which a fleet misses too much to name a bottleneck
 
 
@@ -443,14 +444,10 @@ def _others(search: Search, possible: Sequence[Sizing], winner: Sizing | None) -
         fleet = sizing.answer
         assert fleet is not None
         sure = sizing.sure.get(fleet.workers) if sizing.confirmed else None
-        return _candidate(search, fleet, sure, _note(sizing))
+        note = sizing.reason if sizing.confirmed or sizing.reason else ON_TRACE_ALONE
+        return _candidate(search, fleet, sure, note)
 
     return tuple(sorted(search.threads.map(one, rest), key=lambda c: (c.estimate is None, c.fleet.cost)))
-
-
-def _note(sizing: Sizing) -> str:
-    """The note on how a worker type that is not the answer was sized."""
-    return sizing.reason if sizing.confirmed or sizing.reason else "sized on the recorded trace alone"
 
 
 def _candidate(search: Search, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:
@@ -538,6 +535,6 @@ def _too_short(plan: Plan, search: Search, few: TooFew, possible: Sequence[Sizin
     return replace(
         plan,
         reason=few.reason,
-        alternatives=(_candidate(search, fleet, None, "sized on the recorded trace alone"),),
+        alternatives=(_candidate(search, fleet, None, ON_TRACE_ALONE),),
         nearest=Nearest(attainment=few.showable),
     )

@@ -7,13 +7,11 @@ are those of that replay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.workload import Workload
 from dataplane.simulated.outcome import class_counts, joint
 from dataplane.simulated.simulate import can_stream, simulate_stream
 from tokenfleet.planning.fleet import Fleet
@@ -45,7 +43,7 @@ def full_replay(search: Search, fleet: Fleet) -> Whole:
     ttft_s, tpot_s = (np.empty(len(workload), np.float32) for _ in range(2))
     at, busy_s, end_s, engines = 0, 0.0, 0.0, 1
     outcomes = simulate_stream(
-        _parts(workload),
+        (workload.take(slice(start, start + PART)) for start in range(0, len(workload), PART)),
         fleet.specs(),
         search.terms.slos,
         search.terms.policy,
@@ -67,11 +65,6 @@ def full_replay(search: Search, fleet: Fleet) -> Whole:
     )
     classes = tuple(zip(requests.astype(int).tolist(), shares.tolist(), strict=True))
     return Whole(met, classes, ttft_s, tpot_s, busy_s / (engines * end_s))
-
-
-def _parts(workload: Workload) -> Iterator[Workload]:
-    for start in range(0, len(workload), PART):
-        yield workload.take(slice(start, start + PART))
 
 
 def verified(search: Search, winner: Sizing, best: Candidate) -> tuple[Candidate | None, TraceSample]:

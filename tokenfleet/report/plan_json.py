@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from controlplane.worker_type import KvLink, WorkerType
+from controlplane.worker_type import WorkerType
 from tokenfleet.planning import plan_file as tree
 from tokenfleet.planning.classes import separate_usd
 from tokenfleet.planning.estimate import attained, bounds
@@ -270,7 +270,8 @@ def _inputs(plan: Plan) -> tree.PlanInputs:
 
 
 def _profile(worker_type: WorkerType) -> tree.PlannedProfile:
-    profile = worker_type.profile
+    profile, link = worker_type.profile, worker_type.kv_link
+    kv_link = link and tree.PlannedLink(gb_per_s=link.bytes_per_s / 1e9, latency_s=link.latency_s)
     return tree.PlannedProfile(
         model=profile.model,
         **kind_fields(worker_type),
@@ -280,15 +281,8 @@ def _profile(worker_type: WorkerType) -> tree.PlannedProfile:
         unseen_relative_error=known(profile.residuals.unseen_relative),
         engine=f"{profile.engine.name} {profile.engine.version}".strip(),
         context_limit_tokens=profile.context_limit_tokens,
-        **_link(worker_type.kv_link),
+        **_given(kv_link=kv_link),
         usd_per_gpu_h=worker_type.usd_per_gpu_h,
         price=worker_type.priced,
         profile=profile_document(profile),
     )
-
-
-def _link(link: KvLink | None) -> dict[str, Any]:
-    """The link by which a split fleet's workers transfer KV."""
-    if link is None:
-        return {}
-    return {"kv_link": tree.PlannedLink(gb_per_s=link.bytes_per_s / 1e9, latency_s=link.latency_s)}

@@ -76,12 +76,10 @@ class LivePlane:
         self._wanted = snapshot.wanted
         return snapshot
 
-    def migrate(self, move: Migrate) -> str | None:
-        return self._move(move)
+    def migrate(self, move: Migrate | Reassign) -> str | None:
+        return self._decided("migrate", {"request_id": move.request, "target": move.target}, move.reason)
 
-    def reassign(self, move: Reassign) -> str | None:
-        """A move as any other: one that has no KV yet copies none."""
-        return self._move(move)
+    reassign = migrate  # a move as any other: one that has no KV yet copies none
 
     def scale(self, change: Scale) -> str | None:
         """The same advice is given once."""
@@ -141,9 +139,6 @@ class LivePlane:
         for outcome in outcomes:
             if outcome.refused is not None:
                 print(f"controller: {outcome.refused}", file=sys.stderr)
-
-    def _move(self, move: Migrate | Reassign) -> str | None:
-        return self._decided("migrate", {"request_id": move.request, "target": move.target}, move.reason)
 
     def _decided(self, kind: str, order: dict[str, Any], reason: str) -> str | None:
         """Post a decision; why it was refused, None where it was not."""

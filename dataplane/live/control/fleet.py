@@ -134,10 +134,6 @@ class FleetSettings:
         """The targets of each class."""
         return {one.name: one.slo for one in self.classes}
 
-    def slos_beside(self, plain: Slo) -> tuple[Slo, ...]:
-        """The targets that requests may have, the plain ones among them; none where there are no classes."""
-        return (plain, *self.targets_by_class.values()) if self.classes else ()
-
 
 async def run_fleet(
     settings: FleetSettings, estate: Estate, announce: Callable[[str], None], tell: Callable[[str], None]
@@ -336,7 +332,7 @@ class _Fleet:
             kv_blocks = min(at.link.info.kv_blocks for at in self.core.attached())
             estate.record.note(slo=asdict(slo), kv_blocks=kv_blocks)
         self.core.settings = replace(self.core.settings, default_slo=slo)
-        self.placement.slos = settings.slos_beside(slo)
+        self.placement.slos = (slo, *settings.targets_by_class.values()) if settings.classes else ()
         if settings.policy == Policy.EXACT and not self.placement.goes_by_targets:
             raise BadInput(f"--policy: exact: step times are not known: {self.learning.why}")
         return kv_blocks

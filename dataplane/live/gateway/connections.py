@@ -38,41 +38,25 @@ class Attached:
         return self.link.info.worker
 
 
-class Attachments:
+class Attachments(dict[WorkerId, Attached]):
     """Workers by name; at most `slots` at any one time."""
 
     def __init__(self, slots: int) -> None:
+        super().__init__()
         self._slots = range(slots)
-        self._by_worker: dict[WorkerId, Attached] = {}
         self.carries_penalties = True  # as all of a fleet's
-
-    def __len__(self) -> int:
-        return len(self._by_worker)
-
-    def __contains__(self, worker: WorkerId) -> bool:
-        return worker in self._by_worker
-
-    def __iter__(self) -> Iterator[Attached]:
-        """The workers attached now, whatever changes during the iteration."""
-        return iter(tuple(self._by_worker.values()))
-
-    def get(self, worker: WorkerId) -> Attached | None:
-        return self._by_worker.get(worker)
 
     def add(self, link: EngineLink, kind: str, role: Role) -> Attached:
         """Give a worker the lowest free slot. Raises StopIteration when every slot is taken."""
-        taken = {at.slot for at in self._by_worker.values()}
+        taken = {at.slot for at in self.values()}
         at = Attached(link, next(slot for slot in self._slots if slot not in taken), kind, role)
-        self._by_worker[at.worker] = at
+        self[at.worker] = at
         self.carries_penalties = link.info.carries_penalties
         return at
 
     def link(self, worker: WorkerId) -> EngineLink | None:
-        at = self._by_worker.get(worker)
+        at = self.get(worker)
         return None if at is None else at.link
-
-    def discard(self, worker: WorkerId) -> None:
-        self._by_worker.pop(worker, None)
 
 
 class RequestBook:

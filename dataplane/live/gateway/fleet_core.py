@@ -99,7 +99,7 @@ class FleetCore(FrontEndClient):
     # What a front end calls.
 
     async def add_adapter(self, adapter: Adapter) -> None:
-        await self.adapters.load([at.link for at in self._attached], adapter)
+        await self.adapters.load([at.link for at in self._attached.values()], adapter)
 
     async def add_request_async(self, request: EngineRequest) -> None:
         """Track a new request; it is placed at once where a worker has room, or waits."""
@@ -126,7 +126,7 @@ class FleetCore(FrontEndClient):
         tracked.resume(tokens, first_s, time.monotonic(), core)
         was_on = self.left.come_back(tracked.id)
         at = None if was_on is None else self._attached.get(was_on)
-        served = {one.link.info.weights for one in self._attached}
+        served = {one.link.info.weights for one in self._attached.values()}
         weights = self.left.weights_of(served) if at is None else at.link.info.weights
         tracked.weights, why = weights or "", "the fleet's core was lost"
         if tokens and weights is None:
@@ -196,11 +196,12 @@ class FleetCore(FrontEndClient):
         return None if at is None else at.kind
 
     def attached(self) -> Iterator[Attached]:
-        return iter(self._attached)
+        """The workers attached now, whatever changes during the iteration."""
+        return iter(tuple(self._attached.values()))
 
     def workers_by_slot(self) -> dict[str, WorkerId]:
         """vLLM's engine index → worker."""
-        return {str(at.slot): at.worker for at in self._attached}
+        return {str(at.slot): at.worker for at in self._attached.values()}
 
     # Requests.
 
@@ -327,7 +328,7 @@ class FleetCore(FrontEndClient):
             self.segments.end(tracked, "finished")
 
     def _forget_worker(self, at: Attached, reason: str) -> Sequence[bool]:
-        self._attached.discard(at.worker)
+        self._attached.pop(at.worker, None)
         self.placement.detach(at.worker)
         self.adapters.forget(at.worker)
         self.migrations.paces.forget(at.worker)

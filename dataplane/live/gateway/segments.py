@@ -151,12 +151,9 @@ class Segments:
 
     def at_copies(self) -> frozenset[WorkerId]:
         """Workers at either end of a move of a request that has made tokens."""
-        begun = (m for m in self.migrations.open.values() if self._has_begun(m.request))
+        moves = ((self.requests.get(m.request), m) for m in self.migrations.open.values())
+        begun = (m for t, m in moves if t is not None and t.output_token_ids)
         return frozenset(w for m in begun for w in (m.source, m.target) if w is not None)
-
-    def _has_begun(self, request: RequestId) -> bool:
-        tracked = self.requests.get(request)
-        return tracked is not None and bool(tracked.output_token_ids)
 
     async def replay_on(self, tracked: Tracked, target: WorkerId, why: str) -> asyncio.Future[bool]:
         """Let a request go on from its tokens on `target`, as far as nothing hinders it; as `cut_over`."""
@@ -245,7 +242,7 @@ class Segments:
 
     def _other_weights(self, tracked: Tracked) -> str | None:
         """What hinders a request that has begun where all workers run other weights than made its tokens."""
-        served = {at.link.info.weights for at in self._attached}
+        served = {at.link.info.weights for at in self._attached.values()}
         if not tracked.output_token_ids or not served or tracked.weights in served:
             return None
         return "no worker runs the weights that it began on"

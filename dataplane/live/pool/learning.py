@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import numpy as np
@@ -150,7 +150,7 @@ class Learning:
             if burst.tokens * course.per_token_s() > MOST_BURST_S:
                 continue
             try:
-                async with asyncio.timeout_at(_loop_time(course.until_s)):
+                async with asyncio.timeout(course.until_s - time.monotonic()):
                     await run_burst(engine, burst, f"learn-{next(numbers)}", rng, steps)
                     await engine.settled(steps)
             except TimeoutError:
@@ -205,7 +205,7 @@ class Learning:
                 f"learned from {steps} steps of {workers} in {seconds:.1f} s at the fleet's start"
                 f" ({info.device or info.engine}); mean error {100 * error:.1f} %{hint}",
                 "own measurement",
-                _today().isoformat(),
+                f"{datetime.now(UTC):%Y-%m-%d}",
             ),
             context_limit_tokens=info.max_model_len,
             fitted=fit.fitted,
@@ -284,11 +284,3 @@ def _course_of(link: EngineLink, measure_s: float) -> _Course:
         to_visit += [due[i] for i in rng.permutation(len(due))]
     to_visit += huge * LONG_VISITS
     return _Course(now_s + measure_s, now_s, deque(to_visit))
-
-
-def _loop_time(until_s: float) -> float:
-    return asyncio.get_running_loop().time() + until_s - time.monotonic()
-
-
-def _today() -> date:
-    return datetime.now(UTC).date()

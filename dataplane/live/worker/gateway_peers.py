@@ -43,21 +43,17 @@ class GatewayPeer:
     async def _send(self, socket: Any) -> None:
         while True:
             frames = await self._queue.get()
-            try:
-                await self._put(socket, frames)
-            except ZMQError as error:
-                log.info("gateway %s is gone: %s", self.name.hex(), error)
-                self.overrun = True
-                return
-
-    async def _put(self, socket: Any, frames: Frames) -> None:
-        """Hand a message to ZMQ; never waits inside the socket, where one slow peer would stop them all."""
-        while True:
-            try:
-                await socket.send_multipart([self.name, *frames], flags=Flag.DONTWAIT, copy=False)
-                return
-            except Again:
-                await asyncio.sleep(RETRY_S)
+            is_sent = False
+            while not is_sent:  # never inside the socket, where one slow peer would stop them all
+                try:
+                    await socket.send_multipart([self.name, *frames], flags=Flag.DONTWAIT, copy=False)
+                    is_sent = True
+                except Again:
+                    await asyncio.sleep(RETRY_S)
+                except ZMQError as error:
+                    log.info("gateway %s is gone: %s", self.name.hex(), error)
+                    self.overrun = True
+                    return
 
 
 class GatewayPeers:

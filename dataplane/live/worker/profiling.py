@@ -110,23 +110,20 @@ class ProfiledEngine:
 
     async def run(self, burst: Burst, rng: np.random.Generator) -> list[Step]:
         """Run a burst to its end and return its steps. Raises EngineDied."""
+        self._bursts += 1
+        steps: list[Step] = []
         try:
-            return await asyncio.wait_for(self._run(burst, rng), BURST_S)
+            await asyncio.wait_for(run_burst(self, burst, f"profile-{self._bursts}", rng, steps), BURST_S)
         except EngineDeadError as error:
             raise EngineDied(f"engine: it died: {error}") from error
         except TimeoutError:
             raise EngineDied(f"engine: {burst.name} did not end within {BURST_S:g} s") from None
+        return steps
 
     async def close(self) -> None:
         """End the engine's processes."""
         await asyncio.to_thread(self._core.shutdown, SHUTDOWN_S)
         unlink(self._shared)
-
-    async def _run(self, burst: Burst, rng: np.random.Generator) -> list[Step]:
-        self._bursts += 1
-        steps: list[Step] = []
-        await run_burst(self, burst, f"profile-{self._bursts}", rng, steps)
-        return steps
 
     async def begin(self, request: EngineRequest) -> None:
         await self._core.add_request_async(request)

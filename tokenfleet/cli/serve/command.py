@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
     from controlplane.placement.strictness import Strictness
     from controlplane.scaler.bounds import Autoscale
-    from dataplane.http.tls import ServerCertificate
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.pool.fleet_types import FleetTypes, Site
     from tokenfleet.cli.serve.processes import Say
@@ -109,7 +108,8 @@ def serve_command(flags: ServeFlags) -> None:
     needs_live_extra()
     keys = keys_of(flags.api_key or [], flags.api_keys, flags.host)
     operators = control_keys_of(flags.control_key, flags.control_keys, {"--control-host": flags.control_host})
-    certificate = _certificate(flags)
+    hosts = {"--host": flags.host, "--control-host": flags.control_host}
+    certificate = certificate_of(flags.tls_cert, flags.tls_key, flags.insecure, hosts)
     for model in dict.fromkeys(one.model for one in checked.values()):
         _look_at_host(flags, model)
     prepare_process(flags.verbose)
@@ -261,11 +261,6 @@ def _kv_transport(flags: ServeFlags) -> Transport:
             " can write it; on a network of the fleet's own, add --insecure"
         )
     return asked
-
-
-def _certificate(flags: ServeFlags) -> ServerCertificate | None:
-    hosts = {"--host": flags.host, "--control-host": flags.control_host}
-    return certificate_of(flags.tls_cert, flags.tls_key, flags.insecure, hosts)
 
 
 def _settings(
