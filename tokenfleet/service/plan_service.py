@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -170,11 +170,7 @@ class PlanService:
                 "sample": None
                 if sample is None
                 else summary_of(read_trace(sample), "sample", SAMPLE, sample.stat().st_size),
-                "limits": {
-                    "upload_bytes": self.limits.upload_bytes,
-                    "queued_jobs": self.limits.queued_jobs,
-                    "job_timeout_s": self.limits.job_timeout_s,
-                },
+                "limits": asdict(self.limits),
             }
         return {**self._fixed, "history": self._history()}
 
@@ -254,24 +250,19 @@ def known_models() -> list[dict[str, Any]]:
     models = []
     for name in sorted({profile.model for profile in library()}):
         profiles = find_profiles(name)
-        limits = [p.context_limit_tokens for p in profiles if p.context_limit_tokens]
-        models.append(
+        kinds = [
             {
-                "name": name,
-                "context_limit_tokens": min(limits, default=None),
-                "kinds": [
-                    {
-                        "gpu": p.gpu,
-                        "tp_degree": p.tp_degree,
-                        "measured": str(p.source.kind),
-                        "date": str(p.source.date),
-                        "engine_mode": str(p.engine.mode),
-                        "kv_tokens": p.kv.capacity_tokens,
-                    }
-                    for p in profiles
-                ],
+                "gpu": p.gpu,
+                "tp_degree": p.tp_degree,
+                "measured": str(p.source.kind),
+                "date": str(p.source.date),
+                "engine_mode": str(p.engine.mode),
+                "kv_tokens": p.kv.capacity_tokens,
             }
-        )
+            for p in profiles
+        ]
+        limit = min((p.context_limit_tokens for p in profiles if p.context_limit_tokens), default=None)
+        models.append({"name": name, "context_limit_tokens": limit, "kinds": kinds})
     return models
 
 

@@ -26,7 +26,6 @@ from controlplane.figures import counted
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Haven, Leaving, Order, Way, plan_evacuation
 from controlplane.migration.room import BRING_S, DRAIN_LOOK_S, Bring, pulled_along, warmed
 from controlplane.types import RequestId, WorkerId
-from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.processes import cancel_all
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
@@ -123,7 +122,7 @@ class Exit:
         core, worker, placement = self._core, self.worker, self._core.placement
         with _a_fault_ends_only_this(worker):
             alike = _alike(core, worker, self._is_open)
-            tokens = _copied_in_time(core, worker) if alike else 0.0
+            tokens = BRING_S * _tokens_per_s(core, worker) if alike else 0.0
             copies = pulled_along(placement.texts(), worker, placement.views(alike), tokens)
             await _bring(core, copies, f"{worker} is being drained", until_s)
 
@@ -285,12 +284,9 @@ class Exit:
             cached=partial(self._core.placement.cached_at, tracked),
         )
 
-    def _link(self) -> EngineLink | None:
-        return self._core.link(self.worker)
-
     def _havens(self) -> list[Haven]:
         """Open workers that run the same model in the same way."""
-        link = self._link()
+        link = self._core.link(self.worker)
         if link is None:
             return []
         load: Counter[WorkerId] = Counter()
@@ -312,11 +308,9 @@ class Exit:
 
     def _way(self) -> Way:
         """The pace of this evacuation's moves, overhead included; until one has ended, of the fleet's."""
-        link = self._link()
         if self._sent:
             return Way((self._sent + self._under.half_sent) / max(self._moving_s, 1e-3), 0.0)
-        size = 0 if link is None else link.info.kv_bytes_per_token
-        return Way(self._core.migrations.paces.usual.bytes_per_s / max(size, 1))
+        return Way(_tokens_per_s(self._core, self.worker))
 
 
 async def bring_to(core: FleetCore, worker: WorkerId, is_open: Callable[[WorkerId], bool]) -> None:
@@ -325,7 +319,7 @@ async def bring_to(core: FleetCore, worker: WorkerId, is_open: Callable[[WorkerI
         alike = _alike(core, worker, is_open)
         views = core.placement.views([worker] if alike else [])
         for view in views:
-            copies = warmed(core.placement.texts(), view, alike, _copied_in_time(core, worker))
+            copies = warmed(core.placement.texts(), view, alike, BRING_S * _tokens_per_s(core, worker))
             await _bring(core, copies, f"{worker} has come", math.inf)
 
 
@@ -375,11 +369,11 @@ def _alike(core: FleetCore, worker: WorkerId, is_open: Callable[[WorkerId], bool
     ]
 
 
-def _copied_in_time(core: FleetCore, worker: WorkerId) -> float:
-    """The tokens that moves copy in the time that there is for this."""
+def _tokens_per_s(core: FleetCore, worker: WorkerId) -> float:
+    """The fleet's pace of moves, for a worker's KV."""
     link = core.link(worker)
     size = 0 if link is None else link.info.kv_bytes_per_token
-    return BRING_S * core.migrations.paces.usual.bytes_per_s / max(size, 1)
+    return core.migrations.paces.usual.bytes_per_s / max(size, 1)
 
 
 def _haven(at: Attached, tokens: int, requests: int, reads_kv: bool) -> Haven:
