@@ -22,7 +22,7 @@ from dataplane.live.kv.nixl import Asked as Transport
 from dataplane.live.kv.nixl import check_installed
 from tokenfleet.cli.flags import model_at, takes_flags
 from tokenfleet.cli.serve.flags import ServeFlags
-from tokenfleet.cli.serve.loop import autoscale_asked, loop_lines, replanning_of
+from tokenfleet.cli.serve.loop import autoscale_asked, check_budget, loop_lines, most_workers, replanning_of
 from tokenfleet.cli.serve.members import Asked, ServedFleet, members_of
 from tokenfleet.cli.serve.processes import (
     Doors,
@@ -36,9 +36,7 @@ from tokenfleet.cli.serve.processes import (
 from tokenfleet.cli.serve.workers import (
     AS_IS_MEANS,
     ATTAINMENT,
-    check_budget,
     headroom_of,
-    most_workers,
     strictness_of,
     targets_asked,
     types_asked,

@@ -12,7 +12,7 @@ from controlplane.scaler.shares import Limits, Tenant, most_workers, rights
 from controlplane.worker_type import WorkerType
 from tokenfleet.cli.flags import adapter_at
 from tokenfleet.cli.serve.flags import OF_ONE_FLEET, ServeFlags
-from tokenfleet.cli.serve.workers import bounds_of
+from tokenfleet.cli.serve.loop import bounds_of
 from tokenfleet.planning.plan_file import PlanFile, read_plan
 from tokenfleet.portfolios.request import PlannedPortfolio, read_planned_portfolio
 

@@ -1,4 +1,4 @@
-"""The workers and bounds of `tokenfleet serve`, read from a plan, `--kind`, `--workers` and `--autoscale`."""
+"""The workers and targets of `tokenfleet serve`, read from a plan, `--kind`, `--workers` and `--slo`."""
 
 from __future__ import annotations
 
@@ -251,34 +251,6 @@ def _is_of(profile: Profile, worker_type: WorkerType) -> bool:
     return profile.tp_degree == worker_type.tp_degree and profile.gpu in names
 
 
-def bounds_of(text: str) -> tuple[int, int]:
-    """MIN and MAX of --autoscale."""
-    low, dots, high = text.partition("..")
-    if not dots or not low.isdigit() or not high.isdigit() or not 0 <= int(low) <= int(high) or high == "0":
-        raise BadInput(f"--autoscale: expected MIN..MAX such as 1..8, got {text!r}")
-    return int(low), int(high)
-
-
-def most_workers(flags: ServeFlags, workers: int, is_planned: bool = False) -> int:
-    """The workers there may ever be; raises BadInput where it is below what other flags ask for.
-
-    `is_planned`: a plan says how many `workers` there are at the start.
-    """
-    bounds = None if flags.autoscale is None else bounds_of(flags.autoscale)
-    most = flags.max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
-    if workers > most and is_planned:
-        raise BadInput(f"--max-workers: expected at least the plan's {workers} workers, got {most}")
-    if workers > most or (bounds is not None and bounds[1] > most):
-        raise BadInput(f"--max-workers: {most} is below what --workers or --autoscale ask for")
-    if bounds is not None and not bounds[0] <= workers <= bounds[1]:
-        if is_planned:
-            raise BadInput(
-                f"--autoscale: expected MIN..MAX around the plan's {workers} workers, got {flags.autoscale}"
-            )
-        raise BadInput(f"--workers: {workers} is outside --autoscale {flags.autoscale}")
-    return most
-
-
 def strictness_of(asked: str | None, plan: PlanFile | None) -> Strictness:
     """How strictly requests are placed: as asked, else as planned. Raises BadInput."""
     planned = "normal" if plan is None or plan.strictness is None else plan.strictness
@@ -290,22 +262,3 @@ def headroom_of(asked: float | None, plan: PlanFile | None) -> float:
     if asked is not None:
         return asked
     return 0.0 if plan is None else plan.priority_headroom
-
-
-def check_budget(flags: ServeFlags, types: FleetTypes) -> None:
-    """Raise BadInput for a --budget-usd-per-h that cannot be kept to: without --autoscale, without prices, or
-    below what the first workers cost."""
-    budget, there = flags.budget_usd_per_h, 0.0
-    if budget is None:
-        return
-    if flags.autoscale is None and (flags.plan is None or flags.fixed):
-        raise BadInput("--budget-usd-per-h: limits autoscaling, so give --autoscale MIN..MAX, or no --fixed")
-    for one in types:
-        if one.usd_per_h is None:
-            raise BadInput(f"--budget-usd-per-h: {one.name} has no price; give it by --kind gpu=…,usd=…")
-        there += one.usd_per_h * types.workers[one.name]
-    if there > budget + 1e-9:
-        raise BadInput(
-            f"--budget-usd-per-h: {budget:g}: the workers to start with cost ${there:g} an hour; begin with"
-            " fewer"
-        )

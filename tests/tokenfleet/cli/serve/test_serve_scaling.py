@@ -20,8 +20,7 @@ from controlplane.types import ClassArrivals, Slo
 from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.live.pool.fleet_types import FleetTypes
 from tokenfleet.cli.serve.flags import ServeFlags
-from tokenfleet.cli.serve.loop import autoscale_of
-from tokenfleet.cli.serve.workers import check_budget
+from tokenfleet.cli.serve.loop import autoscale_of, check_budget
 from tokenfleet.planning.plan_file import PlanFile, read_plan
 
 LINE = {"workers_per_rps": 0.5, "intercept": 0.4, "r2": 0.99}
