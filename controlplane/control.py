@@ -92,11 +92,6 @@ class State:
         return next((pool.scaling for pool in self.pools.values()), self.scaling)
 
     @property
-    def needed(self) -> int | None:
-        """What the last moments ask for of the wanted number, which falls late; None: not known."""
-        return self.scaling.needed
-
-    @property
     def notes(self) -> tuple[Note, ...]:
         """What there is to say now."""
         return (*self.scaling.notes, *(note for pool in self.pools.values() for note in pool.scaling.notes))

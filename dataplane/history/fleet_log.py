@@ -9,6 +9,7 @@ day takes some 400 kB; days go with the history's.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput, ControlPlaneError
+from controlplane.scaler.state import Scaling, ScalingSettings
+from controlplane.snapshot import DRAINING, SERVING, STARTING, Snapshot
 from controlplane.types import SloClass
 from controlplane.worker_type import WorkerType
 
@@ -58,6 +61,19 @@ class Look(msgspec.Struct, frozen=True, tag="look", tag_field="what"):
     cold_start_s: Annotated[float, msgspec.Meta(ge=0)]
     fixed: bool
     rule: Ruled | None = None
+
+
+def look_of(
+    seen: Snapshot, at_s: float, settings: ScalingSettings | None, state: Scaling, fixed: bool = False
+) -> Look:
+    """The look for a snapshot at a Unix time. `state`: the scaler's after it; `settings` None: no rule."""
+    of = Counter((w.kind, w.state) for w in seen.workers)
+    counts = {kind: (of[kind, STARTING], of[kind, SERVING], of[kind, DRAINING]) for kind, _ in of}
+    rule, ruled = state.rule, None
+    if rule is not None and settings is not None:
+        line, limits = (rule.line.workers_per_rps, rule.line.intercept), settings.limits
+        ruled = Ruled(rule.workers, *line, rule.given_slope, limits.low, limits.high)
+    return Look(at_s, counts, seen.cold_start_s, fixed, ruled)
 
 
 class FleetSpec(msgspec.Struct, frozen=True, tag="fleet", tag_field="what"):

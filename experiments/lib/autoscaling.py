@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.control import Settings, State
+from controlplane.control import Settings, State, tick
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import Policy, read_policy
@@ -24,6 +24,7 @@ from controlplane.snapshot import Action, Scale, Snapshot
 from controlplane.types import ClassArrivals
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
+from dataplane.history.fleet_log import Look, look_of
 from dataplane.live.control.controller import HEARTBEAT_S
 from dataplane.live.control.controller_process import ControllerSettings
 from dataplane.simulated.elastic import ElasticSettings, FleetRecord
@@ -135,17 +136,31 @@ def busiest_h(data: Path, name: str, day: int) -> float:
 
 def loop_run(
     plan: PlanFile, cold_start_s: float, workload: Workload, predictor: LengthTable
-) -> tuple[Outcome, FleetRecord]:
-    """The loop of `serve --plan` with its default flags; the plan's schedule does not cover this traffic."""
+) -> tuple[Outcome, FleetRecord, list[Look]]:
+    """The loop of `serve --plan` with its default flags, and its log of the fleet.
+
+    The plan's schedule does not cover this traffic.
+    """
     kinds = {group.worker_type.name: group.workers for group in plan.groups}
     loop, (policy, moves) = planned_loop(plan), read_policy(plan.policy)
     bounds = replace(autoscale_of(f"{loop.fewest}..{loop.most}", "80s", plan), most_kinds=kinds)
     types = tuple(group.worker_type for group in plan.groups)
     settings = ControllerSettings("", None, False, 0, types, bounds, moves=moves, policy=policy)
     workers = [WorkerSpec(g.worker_type.profile) for g in plan.groups for _ in range(g.workers)]
-    control = ControlSettings(settings.tick(settings.profiles), beat_s=HEARTBEAT_S)
+    rules = settings.tick(settings.profiles)
+    control = ControlSettings(rules, beat_s=HEARTBEAT_S)
     start = ElasticSettings(start_kinds=kinds, cold_start_s=cold_start_s)
-    return simulate_elastic(workload, workers, plan.targets, start, control, policy, predictor=predictor)
+    looks: list[Look] = []
+
+    def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
+        state, actions = tick(rules, state, seen)
+        looks.append(look_of(seen, seen.now_s, rules.scaling, state.scaling))
+        return state, actions
+
+    run = simulate_elastic(
+        workload, workers, plan.targets, start, control, policy, decide=decide, predictor=predictor
+    )
+    return *run, looks
 
 
 def line_at(

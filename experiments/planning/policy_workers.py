@@ -1,7 +1,6 @@
 """How many workers does each placement policy need at 99 % and 99.9 %? Llama-2 13B and 70B on A100.
 
-    python experiments/planning/policy_workers.py [--quick] [--model M] [--rate R]
-        [--exact] [--format table|json]
+    python experiments/planning/policy_workers.py [--quick] [--exact] [--format table|json]
 
 The setting of Aladdin's evaluation: one A100 (13B, 600/30 ms) or two (70B, 1600/75 ms) a worker, engines
 prefill-first with the coefficients of profiles/aladdin (prefill batches of at most the profile's 4096
@@ -169,27 +168,22 @@ def beats() -> Iterator[list[float]]:
 
 def main() -> int:
     parser = flags(__doc__, SHAREGPT)
-    parser.add_argument("--model", choices=[case.model for case in CASES], help="only one of the two")
-    parser.add_argument("--rate", type=float, choices=RATES, help="only one rate; the ablation is of 20")
     parser.add_argument("--exact", action="store_true", help="the exact heartbeat next to the default")
     asked = parser.parse_args()
-    rates = RATES if asked.rate is None else (asked.rate,)
     size = QUICK if asked.quick else USUAL
     lengths = sharegpt(asked.data)
     if asked.exact:
         return show("policy_workers", *equal_load(lengths, size, asked.seed), asked)
     rows, bars = [], {}
-    for case in (case for case in CASES if asked.model in (None, case.model)):
+    for case in CASES:
         best: dict[str, int] = {}
-        for rate in rates:
+        for rate in RATES:
             policies = (*POLICIES, Policy.EXACT) if rate == EXACT_RATE else POLICIES
             for policy in policies:
                 question = ask(case, lengths, rate, policy, size, asked.seed)
                 rows.append(row("policies", case, rate, policy, question, lengths))
                 if rate == RATES[-1] and isinstance(rows[-1]["99.9%"], int):
                     best[policy] = rows[-1]["99.9%"]
-        if RATES[-1] not in rates:
-            continue
         for name, settings in ABLATION.items():
             question = ask(case, lengths, RATES[-1], Policy.SPREAD, size, asked.seed, settings)
             rows.append(row("ablation", case, RATES[-1], f"spread {name}", question, lengths))

@@ -1,13 +1,13 @@
 """Does a plan from users and a published shape come near the plan from the trace that they stand for?
 
-    python experiments/planning/questionnaire.py [--mean-tokens] [--quick] [--seed 0]
+    python experiments/planning/questionnaire.py [--quick] [--seed 0]
 
 Each public trace is planned twice with one kind of worker: from its requests, and from the questionnaire,
-which is given the shape and the trace's requests a day, and `--mean-tokens` also what a bill has. The busiest
-hour is given as 1x where a trace is one busy hour. Of `servegen` it is the default.
-`held out` marks traces from which the shape was not made: LMBench's runs with ShareGPT texts (chat), and
-ServeGen's first day of m-mid, thinned, with Azure's lengths (it judges the busiest hour alone). ShareGPT and
-LMBench have no arrivals of users: theirs are those of Azure's hour.
+which is given the shape and the trace's requests a day. The busiest hour is given as 1x where a trace is one
+busy hour. Of `servegen` it is the default. `held out` marks traces from which the shape was not made:
+LMBench's runs with ShareGPT texts (chat), and ServeGen's first day of m-mid, thinned, with Azure's lengths
+(it judges the busiest hour alone). ShareGPT and LMBench have no arrivals of users: theirs are those of
+Azure's hour.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ CASES = {
 
 def main() -> int:
     parser = flags(__doc__, AZURE_HOUR, MOONCAKE, WEKA, SHAREGPT, LMBENCH, SERVEGEN["m-mid"])
-    parser.add_argument("--mean-tokens", action="store_true", help="give the mean tokens of a request too")
     asked = parser.parse_args()
     rows = []
     for name, case in list(CASES.items())[: 2 if asked.quick else None]:
@@ -99,9 +98,6 @@ def main() -> int:
         )
         load = case.read(asked.data)
         told = Usage(requests_per_day=load.rate_rps * case.rate * DAY_S, shape=case.shape, peak=case.peak)
-        if asked.mean_tokens:
-            prompt, output = float(load.prompt_tokens.mean()), float(load.output_tokens.mean())
-            told = replace(told, prompt_tokens=prompt, output_tokens=output)
         own = Trace(name, "plain", load), replace(request, rate_scale=float(case.rate))
         plans = []
         for trace, of_trace in (own, (trace_of_usage(told, asked.seed), request)):

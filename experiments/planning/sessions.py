@@ -66,6 +66,7 @@ ASKED = PlanRequest(
     policy="spread",
     drop_too_long=True,
 )
+SESSIONS = 120  # planned for
 MOST_S, OFF, POINTS = 60.0, 0.10, 0.04
 PARTS = ("plan", "cliff", "confidence", "agents", "most")
 AGENTS = (16, 32, 64)
@@ -224,7 +225,6 @@ def main() -> int:
     parser = flags(__doc__, WEKA, resumes=True)
     parser.add_argument("--part", choices=PARTS, help="only one of them")
     parser.add_argument("--cases", type=int, default=40, help="held-out halves")
-    parser.add_argument("--sessions", type=int, default=120, help="planned for")
     asked = parser.parse_args()
     trace = capped(read_trace(asked.data / WEKA))
     if asked.quick:
@@ -235,7 +235,7 @@ def main() -> int:
     with open_threads(2) as threads:
         if "plan" in parts or "cliff" in parts:
             request = replace(ASKED, gpu=GPUS, seed=asked.seed)
-            known = of_sessions(trace, np.arange(asked.sessions))
+            known = of_sessions(trace, np.arange(SESSIONS))
             load_kernels(gather(known, request))
             began = time.perf_counter()
             gathered = gather(known, request)
@@ -268,7 +268,7 @@ def main() -> int:
             covered = float(np.mean([case["covered"] for case in planned])) if planned else 0.0
             bars[f"covered of {len(planned)}"] = bar(abs(covered - ASKED.confidence), POINTS)
         if "agents" in parts or "most" in parts:
-            known = of_sessions(trace, np.arange(asked.sessions))
+            known = of_sessions(trace, np.arange(SESSIONS))
             request = replace(ASKED, gpu=("h200",), seed=asked.seed)
             load_kernels(gather(known, request))
         if "agents" in parts:

@@ -179,11 +179,9 @@ def case(data: Path, number: int, requests: int, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = flags(__doc__, AZURE_HOUR, SHAREGPT, *SERVEGEN.values(), resumes=True)
-    parser.add_argument("--requests", type=int, default=10_000_000, help="of the week")
     parser.add_argument("--part", choices=("week", "same", "history"), help="only this part")
-    parser.add_argument("--cases", type=int, default=CASES)
     asked = parser.parse_args()
-    requests = 600_000 if asked.quick else asked.requests
+    requests = 600_000 if asked.quick else 10_000_000
     bars: dict[str, Any] = {}
     rows = []
     if asked.part in (None, "history"):
@@ -195,7 +193,7 @@ def main() -> int:
         bars["peak_gb"] = bar(rows[-1]["peak_gb"], MOST_GB)
         bars["full replay"] = bar(rows[-1]["full replay"] or 0.0, 0.99, at_least=True)
     if asked.part in (None, "same"):
-        size, count = (60_000, 2) if asked.quick else (OF_CASE, asked.cases)
+        size, count = (60_000, 2) if asked.quick else (OF_CASE, CASES)
         cases = [
             asked.resume.part(f"case {i}", lambda i=i: case(asked.data, i, size, asked.seed))
             for i in range(count)

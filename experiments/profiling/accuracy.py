@@ -130,10 +130,9 @@ def between(path: Path, begin: str, text: str, end: str) -> None:
 def main() -> int:
     parser = flags(__doc__, LMBENCH, resumes=True)
     parser.add_argument("--only", choices=(*DEVELOPMENT, *JUDGED, *MIXTURES), help="this ladder")
-    parser.add_argument("--development", action="store_true", help="only those of development")
     parser.add_argument("--write", action="store_true", help="put the table into docs/accuracy-sweeps.md")
     asked = parser.parse_args()
-    names = (asked.only,) if asked.only else DEVELOPMENT if asked.development else (*DEVELOPMENT, *JUDGED)
+    names = (asked.only,) if asked.only else (*DEVELOPMENT, *JUDGED)
     rows, bars, everything = [], {}, []
     frozen = json.loads(FROZEN.read_text(encoding="utf-8"))
     for calibrates, words in ((False, "as it is"), (True, "calibrated")):

@@ -11,7 +11,7 @@ takes one decode step of each worker and heartbeat, with noise of 5 %. It is bel
 live; from then on one worker's are enough. `attainment` sees the outcomes of requests alone, the open loop
 neither.
 
-Live (`--live`). `serve --autoscale` before emulated engines, Poisson arrivals for `--minutes`. The fleet
+Live (`--live`). `serve --autoscale` before emulated engines, Poisson arrivals for 20 minutes. The fleet
 starts at the size that its wrong profile asks for. The engines' steps are 1.3 or 1 / 1.3 times as long as
 the profile says, and targets scale alike. The refit corrects placement and scaler, and attainment corrects
 the rest, as in the product. Attainment is counted over the fleet's history.
@@ -54,6 +54,7 @@ from tokenfleet.profiles.library import library_folder
 WRONG = (1 / 1.3, 1.0, 1.3)
 SETTLED_S = 600.0
 NOISE = 0.05  # of a step's time
+LIVE_MIN = 20
 LIVE_RPS, LIVE_MOST = 12.0, 32  # as simulated, so that one worker is less than a tenth of the fleet
 
 
@@ -178,7 +179,7 @@ def live(asked: argparse.Namespace, lengths: Lengths, slower: float) -> dict[str
     """A fleet whose engines take `slower` times what its profile says."""
     truth = times(CASE.profile, slower)
     slo = Slo(CASE.slo.ttft_s * slower, CASE.slo.tpot_s * slower) if slower > 1 else CASE.slo
-    load = lengths.poisson(LIVE_RPS, round(LIVE_RPS * 60.0 * asked.minutes), asked.seed)
+    load = lengths.poisson(LIVE_RPS, round(LIVE_RPS * 60.0 * LIVE_MIN), asked.seed)
     kept = load.output_tokens < 1500
     load = Workload(load.arrival_s[kept], load.prompt_tokens[kept], load.output_tokens[kept])
     end_s = float(load.arrival_s[-1])
@@ -220,11 +221,11 @@ def run(asked: argparse.Namespace) -> int:
     if asked.live:
         for slower in (1.3, 1 / 1.3):
             told = asked.resume.part(
-                f"live {slower:.3f} {asked.minutes:g}",
+                f"live {slower:.3f} {LIVE_MIN}",
                 lambda: live(asked, lengths, slower),  # noqa: B023
             )
             factors = f"refit {told['slowdown']:.2f}; workers {told['workers']}"
-            table.append(row(f"live, {asked.minutes:g} min", 1 / slower, "closed", told, factors))
+            table.append(row(f"live, {LIVE_MIN} min", 1 / slower, "closed", told, factors))
     else:
         table += simulated(asked, lengths)
     bars = {}
@@ -240,6 +241,5 @@ if __name__ == "__main__":
     parser = flags(__doc__, SHAREGPT, SERVEGEN["m-mid"], resumes=True)
     parser.add_argument("--live", action="store_true", help="a live fleet of emulated engines instead")
     parser.add_argument("--only-closed", action="store_true", help="the product's loop alone")
-    parser.add_argument("--minutes", type=float, default=20.0, help="of the live part")
     parser.add_argument("--days", default="14,12,10", help="of ServeGen's 14")
     sys.exit(run(parser.parse_args()))

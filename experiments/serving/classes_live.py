@@ -1,6 +1,6 @@
 """Classes of requests, live: each one's attainment beside its simulation, near the fleet's limit.
 
-    python experiments/serving/classes_live.py [--quick] [--only two|four] [--resume FOLDER] [--seed 0]
+    python experiments/serving/classes_live.py [--quick] [--resume FOLDER] [--seed 0]
         [--format table|json]
 
 The requests of the sample trace are dealt to classes at random, by the shares of `planning/classes.py`:
@@ -192,12 +192,11 @@ def served(document: dict[str, Any], load: Workload, seed: int, policy: str) -> 
 
 def main() -> int:
     parser = flags(__doc__, resumes=True)
-    parser.add_argument("--only", choices=tuple(SHARES))
     asked = parser.parse_args()
     begin_min, end_min = QUICK_MIN if asked.quick else SENT_MIN
     rows: list[dict[str, Any]] = []
     bars: dict[str, Any] = {}
-    for classes in [asked.only] if asked.only else SHARES:
+    for classes in SHARES:
         document = asked.resume.part(f"plan {classes} {asked.seed}", partial(planned, classes, asked.seed))
         plan = parse_plan(document, "plan.json")
         # So many seconds of the planned rate, whatever the rate that they are sent at.

@@ -1,6 +1,6 @@
 """How long does a client wait for the next token when its request is moved?
 
-    python experiments/serving/migration_downtime.py [--model FOLDER] [--length N] [--quick] [--seed N]
+    python experiments/serving/migration_downtime.py [--model FOLDER] [--quick] [--seed N]
         [--format table|json]
 
 A model with 32 KB of KV per token, in bfloat16; one request at a time is moved between two real vLLM
@@ -68,11 +68,9 @@ async def measure(
 
 def main() -> int:
     parser = flags(__doc__)
-    parser.add_argument("--length", type=int, action="append", help="tokens of the prompt")
     parser.add_argument("--model", default="", help="a model's folder, instead of the one made here")
     asked = parser.parse_args()
-    lengths = asked.length or (QUICK_LENGTHS if asked.quick else LENGTHS)
-    turns = QUICK_TURNS if asked.quick else TURNS
+    lengths, turns = (QUICK_LENGTHS, QUICK_TURNS) if asked.quick else (LENGTHS, TURNS)
 
     async def story(pair: Pair) -> list[dict[str, Any]]:
         after = AFTER_OF_MODEL if asked.model else AFTER

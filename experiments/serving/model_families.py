@@ -1,9 +1,8 @@
 """Families of models, each on two real workers: do they start, and is their text the same moved or replayed?
 
-    python experiments/serving/model_families.py                     all, about a minute each
-    python experiments/serving/model_families.py --families gemma3 gpt-oss
+    python experiments/serving/model_families.py [--quick]
 
-Tiny models with random weights (examples/tiny_models.py), in float32. For each family `--streams` requests
+Tiny models with random weights (examples/tiny_models.py), in float32. For each family four requests
 are read undisturbed, twice (`again`: what other batches alone change), again while each is moved to the other
 worker, and again while one worker's engine is killed. A row says what `fleet status` says of moves, the mode
 of the moves, and how many texts were others.
@@ -118,14 +117,9 @@ def differing(expected: list[Stream], got: list[Stream]) -> int:
 
 def main() -> int:
     parser = flags(__doc__, resumes=True)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--streams", type=int, default=4)
     asked = parser.parse_args()
-    families = asked.families[:1] if asked.quick else asked.families
-    rows = [
-        asked.resume.part(f"{family}-{asked.streams}", partial(row, family, asked.streams))
-        for family in families
-    ]
+    families = FAMILIES[:1] if asked.quick else FAMILIES
+    rows = [asked.resume.part(f"{family}-4", partial(row, family, 4)) for family in families]
     bars = {f"texts changed, {how}": bar(sum(r[how] for r in rows), 0) for how in ("moved", "replayed")}
     return show("model_families", rows, bars, asked)
 

@@ -67,7 +67,7 @@ def served(document: dict[str, Any], hour: Workload) -> dict[str, Any]:
 def simulated(plan: PlanFile, cold_start_s: float, hour: Workload) -> dict[str, Any]:
     """The same, of the fleet's loop on the simulated plane."""
     predictor = LengthTable.from_history(hour.prompt_tokens, hour.output_tokens)
-    run, record = loop_run(plan, cold_start_s, hour, predictor)
+    run, record, _ = loop_run(plan, cold_start_s, hour, predictor)
     told = [(float(t), float(g)) for t, g in zip(run.ttft_s, np.nan_to_num(run.tpot_s), strict=True)]
     wanted = [(0.0, {g.worker_type.name: g.workers for g in plan.groups}), *record.kinds]
     changes = [(at_s, [k for k, n in of.items() for _ in range(n)]) for at_s, of in wanted]

@@ -30,9 +30,9 @@ from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
 from controlplane.port import ActionOutcome, run_round
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
-from controlplane.snapshot import DRAINING, SERVING, STARTING, Migrate, Note, Reassign, Scale, Snapshot
+from controlplane.snapshot import Migrate, Note, Reassign, Scale, Snapshot
 from controlplane.worker_type import WorkerType
-from dataplane.history.fleet_log import FleetLog, FleetSpec, Look, Ruled
+from dataplane.history.fleet_log import FleetLog, FleetSpec, look_of
 from dataplane.http.tls import own_host_context
 from dataplane.live.control.controller_process import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.fleet_state import FleetState, Observer
@@ -98,23 +98,10 @@ class LivePlane:
         told, seen = self._settings, self._seen
         if seen is None:
             return
-        counts = dict.fromkeys({w.kind for w in seen.workers}, (0, 0, 0))
-        for w in seen.workers:
-            starting, serving, draining = counts[w.kind]
-            counts[w.kind] = (
-                starting + (w.state == STARTING),
-                serving + (w.state == SERVING),
-                draining + (w.state == DRAINING),
-            )
-        limits, rule = self.settings.scaling, scaling.rule
-        ruled = None
-        if rule is not None and limits is not None:
-            line = rule.line.workers_per_rps, rule.line.intercept
-            ruled = Ruled(rule.workers, *line, rule.given_slope, limits.limits.low, limits.limits.high)
         fixed = told.autoscale is None or told.advisory or seen.fixed is not None
         types = tuple(self._known(t) for t in told.worker_types)
         log.write(
-            Look(at_s, counts, seen.cold_start_s, fixed, None if fixed else ruled),
+            look_of(seen, at_s, None if fixed else self.settings.scaling, scaling, fixed),
             FleetSpec(at_s, types, told.policy, told.attainment, told.classes),
         )
 
@@ -225,7 +212,7 @@ def run(settings: ControllerSettings) -> None:
         began_s = time.monotonic()
         try:
             state = run_round(plane, lambda *seen: tick(plane.settings, *seen), state)
-            plane.need(state.needed)
+            plane.need(state.scaling.needed)
             file.write(state.demand, began_s)
             plane.log(log, state.scaling, time.time())
         except OSError as error:
