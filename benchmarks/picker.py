@@ -51,7 +51,6 @@ LOADS = {  # requests, and by how much steps are longer than the profile says
     "peak, steps 10 ms longer": (PEAKS, 0.01),
     "near the limit": (lambda seed: virtual.tailed(seed, 42.0, 20.0), 0.0),
     "sessions": (lambda seed: virtual.turns(seed, 90.0, 6.0), 0.0),
-    "alike": (lambda seed: same(seed, 100.0, 6.0, 8), 0.0),  # as behind Envoy, without CPU time
 }
 LATE_S = {"0.1 s late": (0.1, 0.0), "0.3 s late": (0.3, 0.0), "reads every 0.3 s": (0.0, 0.3)}  # lag, bunch
 # A picker that gets no pieces of answers: seconds between looks at metrics.
@@ -246,7 +245,7 @@ def main() -> int:
             least = [("picker", "least request", -5.0), ("picker", "llm-d default", -5.0)]
             least += [("picker", "our gateway", 1.0)]
             least += [(late, "least request", 0.0) for late in LATE_S]
-            for load in [one for one in LOADS if one != "alike"]:  # all ways serve that in time
+            for load in LOADS:
                 for way, other, most in least:
                     points = round(100 * (share[load, other] - share[load, way]), 1)
                     bars[f"{load}: {way}: points behind {other}"] = bar(points, most)

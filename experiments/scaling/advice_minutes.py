@@ -4,8 +4,9 @@
 
 Three days of ServeGen (m-mid), as in autoscaling.py: rates recorded, arrivals Poisson, lengths ShareGPT's.
 Llama-3.1 70B on 2 H100s, 1 s / 75 ms, cold starts of 60 s, each request to the replica with the fewest. The
-fleet follows `serve`'s scaler, which sees every request as it arrives. The advice looks at the same moments,
-every 5 s, at what the metrics of vLLM would show, and nothing follows it. Days chosen before the first run.
+fleet follows `serve`'s scaler, which sees every prompt as it arrives. It learns output lengths from requests
+that ended, by its own `History`. The advice looks at the same moments, every 5 s, at what the metrics of vLLM
+would show, and nothing follows it. Days chosen before the first run.
 
 A minute agrees where both want the same number at its end, or numbers one apart. A look is held where a
 replica left: what came in those 5 s is counted by no metric. Nor is what a new replica got before its first
@@ -15,19 +16,19 @@ look. In all other looks the arrivals must be the same to the request.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from controlplane.control import Settings, State, tick
-from controlplane.placement.policies import Policy
 from controlplane.port import Decide
 from controlplane.scaler.bounds import Autoscale
 from controlplane.snapshot import Action, Scale, Snapshot
-from controlplane.types import Slo
+from controlplane.types import ClassArrivals, Slo
 from controlplane.worker_type import WorkerType
-from dataplane.simulated.elastic import ElasticSettings
-from dataplane.simulated.elastic_run import ElasticPlane, simulate_elastic
-from dataplane.simulated.simulate import ControlSettings, WorkerSpec
+from dataplane.live.control.fleet import PRIOR_OUTPUT_TOKENS
+from dataplane.live.gateway.history import History
+from dataplane.simulated.elastic_run import ElasticPlane
 from experiments.lib.autoscaling import COLD_S, SLOTS, TARGET, servegen
 from experiments.lib.fewest_workers import sharegpt
 from experiments.lib.public_data import SERVEGEN, SHAREGPT
@@ -36,6 +37,7 @@ from tokenfleet.advise.advice import AdviceSettings, AdviceState
 from tokenfleet.advise.decide import ORIGIN_S, advise, looked_at
 from tokenfleet.advise.followers import LOOK_S, FleetMeter
 from tokenfleet.advise.look import Watched, look
+from tokenfleet.advise.replay import ReplayedDay
 from tokenfleet.profiles.library import find_profiles
 
 NAME, START, DAYS = "m-mid", 12, (3, 8, 13)
@@ -47,24 +49,20 @@ class Day:
     """What was seen on a day: minutes in which both had a number, by how far apart; looks; arrivals."""
 
     looks: int = 0
-    held: int = 0
     off: int = 0
     off_new: int = 0
     arrived: int = 0
     uncounted: int = 0
-    most: int = 0
-    apart: dict[int, int] | None = None
+    apart: dict[int, int] = field(default_factory=dict)
 
     def row(self, day: int) -> dict[str, Any]:
-        apart = self.apart or {}
-        minutes = sum(apart.values())
-        shares = {f"within {n}": sum(c for k, c in apart.items() if abs(k) <= n) / minutes for n in (0, 1, 2)}
+        apart, minutes = self.apart, sum(self.apart.values())
+        within = sum(count for k, count in apart.items() if abs(k) <= 1) / minutes
         mean = sum(k * c for k, c in apart.items()) / minutes
         return {
-            "day": day, "minutes": minutes, **{name: round(one, 4) for name, one in shares.items()},
-            "mean apart": round(mean, 3), "furthest": max(apart, key=abs), "most replicas": self.most,
-            "looks": self.looks, "held": self.held, "arrivals": self.arrived, "in held looks": self.uncounted,
-            "at new replicas": self.off_new, "off elsewhere": self.off,
+            "day": day, "minutes": minutes, "within 1": round(within, 4), "mean apart": round(mean, 3),
+            "arrivals": self.arrived, "in held looks": self.uncounted, "at new replicas": self.off_new,
+            "off elsewhere": self.off,
         }  # fmt: skip
 
 
@@ -73,28 +71,37 @@ def both(settings: AdviceSettings, control: Settings, found: Day) -> Any:
 
     def brain(plane: ElasticPlane) -> Decide:
         meter, watched, known = FleetMeter(plane), Watched(), AdviceState()
-        apart: dict[int, int] = {}
-        found.apart = apart
+        history, run = History(PRIOR_OUTPUT_TOKENS), plane.run
+
+        def arrivals() -> tuple[ClassArrivals, ...]:
+            """What a gateway knows of them. The plane itself knows the lengths of the whole day."""
+            prompts = run.workload.prompt_tokens[run.arrived[found.arrived :]]
+            outputs = history.lengths.predict(prompts).round().clip(1)
+            for row in plane.ended.rows.tolist():
+                prompt, made = run.workload.prompt_tokens[row], range(run.engines.requests["output"][row])
+                ended: Any = SimpleNamespace(prompt_tokens=prompt, output_token_ids=made)
+                history.add(ended, "finished")
+            return (ClassArrivals(settings.slo, len(prompts), prompts.sum(), outputs.sum()),)
 
         def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
             nonlocal watched, known
             at_s, before = ORIGIN_S + seen.now_s - LOOK_S, watched.last.keys()
             watched, traffic = look(watched, meter.pages(seen, at_s), at_s)
             known, advice = advise(settings, known, traffic)
-            state, actions = tick(control, state, seen)
+            state, actions = tick(control, state, replace(seen, by_class=arrivals()))
             asked = [one.workers for one in actions if isinstance(one, Scale)]
             wanted = asked[-1] if asked else seen.wanted
             arrived = round(seen.arrivals or 0.0)
             found.looks, found.arrived = found.looks + 1, found.arrived + arrived
-            found.most = max(found.most, wanted)
             if traffic.held:
-                found.held, found.uncounted = found.held + 1, found.uncounted + arrived
+                found.uncounted += arrived
             elif traffic.arrivals is not None:
                 is_off = abs(round(traffic.arrivals) - arrived)
                 found.off_new += is_off if watched.last.keys() - before else 0
                 found.off += 0 if watched.last.keys() - before else is_off
             if found.looks % LOOKS_A_MINUTE == 0 and advice.wanted is not None:
-                apart[advice.wanted - wanted] = apart.get(advice.wanted - wanted, 0) + 1
+                apart = advice.wanted - wanted
+                found.apart[apart] = found.apart.get(apart, 0) + 1
             return state, actions
 
         return decide
@@ -110,15 +117,8 @@ def day(asked: Any, number: int, hours: float) -> Day:
     scaling = Autoscale(1, SLOTS).settings((WorkerType.of(profile),))
     settings = looked_at(AdviceSettings(slo, TARGET, scaling, COLD_S), LOOK_S)
     control, found = Settings(moves=None, shed=None, scaling=settings.scaling), Day()
-    simulate_elastic(
-        traffic.workload,
-        [WorkerSpec(profile)] * SLOTS,
-        slo,
-        ElasticSettings(START, COLD_S),
-        ControlSettings(control, beat_s=LOOK_S),
-        Policy.JSQ,
-        brain=both(settings, control, found),
-    )
+    name = settings.worker_type.name
+    ReplayedDay(traffic.workload, settings).run({name: START}, {name: SLOTS}, both(settings, control, found))
     return found
 
 

@@ -75,7 +75,7 @@ class KubernetesScale:
     @property
     def _path(self) -> str:
         namespace, target = self._api.cluster.namespace, self._target
-        return f"/apis/apps/v1/namespaces/{namespace}/{target.plural}/{target.name}/scale"
+        return f"/apis/apps/v1/namespaces/{namespace}/{target.kind.lower()}s/{target.name}/scale"
 
     async def refuse_scaled(self) -> None:
         """Raise BadInput for a target that is not there, or that a HorizontalPodAutoscaler scales."""

@@ -22,11 +22,6 @@ class ScaleTarget:
     def __str__(self) -> str:
         return f"{self.kind.lower()}/{self.name}"
 
-    @property
-    def plural(self) -> str:
-        """The kind as the API's paths have it."""
-        return f"{self.kind.lower()}s"
-
 
 def scale_target(text: str, flag: str) -> ScaleTarget:
     """`deployment/NAME` or `statefulset/NAME`. Raises BadInput."""

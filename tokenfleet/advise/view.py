@@ -24,7 +24,7 @@ Clock = Callable[[float], datetime]
 
 def verdict(settings: AdviceSettings, advice: Advice) -> str:
     """The advice in a sentence."""
-    has, wanted = replicas_text(advice.has), advice.wanted
+    has, wanted = f"{advice.has} replica" + ("" if advice.has == 1 else "s"), advice.wanted
     if wanted is None:
         return f"None yet, since {_awaited(advice)}; {has} now"
     sure = ""
@@ -153,10 +153,6 @@ def spent_text(spent: Spent) -> str:
 def percent(share: float) -> str:
     """A share in whole percents."""
     return f"{share * 100:.0f} %"
-
-
-def replicas_text(count: int) -> str:
-    return f"{count} replica" + ("" if count == 1 else "s")
 
 
 def _awaited(advice: Advice) -> str:
