@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,10 @@ def request_of(slo: Targets, **given: Any) -> PlanRequest:
         if name not in known:
             raise BadInput(f"{name}: no such option{nearest(name, known)}")
     fields = {name: _value(known[name], value) for name, value in given.items() if value is not None}
-    return PlanRequest(**_targets(slo), **fields).consistent()
+    try:
+        return PlanRequest(**_targets(slo), **fields).consistent()
+    except BadInput as refusal:  # in words of the command line
+        raise BadInput(re.sub("--[a-z-]+", lambda of: of[0][2:].replace("-", "_"), str(refusal))) from None
 
 
 def _targets(slo: Targets) -> dict[str, Any]:

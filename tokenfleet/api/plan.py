@@ -182,6 +182,8 @@ def plan(
 
     An infeasible question is an answer with a `reason`. Raises BadInput and ProfileMissing.
     """
+    for name in options.keys() & {"gpu", "tp"}:
+        raise BadInput(f"{name}: no such argument (did you mean {name}s?)")
     request = request_of(
         slo,
         model=model,

@@ -149,7 +149,8 @@ def test_a_trace_of_arrays_is_sorted_by_arrival(tmp_path: Path) -> None:
     [
         ({"attainment": 2.0}, "attainment: must be above 0 and below 1, got 2"),
         ({"rat_scale": 2.0}, "rat_scale: no such option (did you mean rate_scale"),
-        ({"slo": "ttft=1s"}, "--slo"),
+        ({"slo": "ttft=1s"}, "slo: tpot is missing in"),
+        ({"gpu": ["h100"]}, "gpu: no such argument (did you mean gpus?)"),
         ({"slo": []}, "slo: expected a text such as ttft=1.6s,tpot=75ms, got []"),
         ({"gpus": "h9000"}, "h9000"),
         ({"max_gpus": "many"}, "max_gpus: expected a number, got 'many'"),
