@@ -1,7 +1,7 @@
 """Plans in sessions: 120 recorded coding sessions on four types of GPU, their growth, and their confidence.
 
     python experiments/planning/sessions.py [--quick] [--part plan|cliff|confidence|agents|most]
-        [--sessions N] [--cases N] [--seed 0] [--resume FOLDER]
+        [--cases N] [--seed 0] [--resume FOLDER]
 
 `plan`: `tokenfleet plan` as a user would run it, in a closed loop with prefix caches, on A100, H100, H200
 and RTX PRO 6000 (Llama-3.1-8B, TP 1). It has everything that the report explains, and its wall time on two

@@ -68,7 +68,7 @@ class AdviceState:
     """What is kept between two looks.
 
     `wanted`, `has`, `arrivals` and the recent ones (`recently`): of each type. `profiles`: of the types that
-    were calibrated. `outputs`: requests that ended, and their output tokens, both faded.
+    were calibrated.
     """
 
     scaling: Scaling = field(default_factory=Scaling)
@@ -82,7 +82,6 @@ class AdviceState:
     profiles: Mapping[int, Profile] = field(default_factory=dict)
     recent: Buckets = field(default_factory=dict)
     outcomes: ClassOutcomes | None = None
-    outputs: tuple[float, float] = (0.0, 0.0)
 
     @property
     def begun_s(self) -> float:

@@ -38,7 +38,6 @@ ORIGIN_S = 300.0 - 1e-3  # of the first look: it ends a bin of each length (10 s
 FEWEST_BINS = 2
 WITHDRAWN_S = 600.0
 SEEDED = 20.0  # requests that a server's whole life counts for at the first look
-OUTPUTS_HALF = 7000.0  # requests in which an output's weight halves: as old in the mean as `serve`'s
 _ONE = RunningRequest(RequestId(""), 0)
 
 
@@ -105,9 +104,6 @@ def _followed(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
     passed_s = max(traffic.at_s - (state.counted_s or traffic.at_s), 0.0)
     recent = blended(state.recent, traffic, passed_s)
     ended = outcomes(settings.slo, state.outcomes, traffic)
-    new, tokens = (_part(traffic) * max(one, 0.0) for one in (traffic.ended, traffic.output_tokens))
-    kept = 0.5 ** (new / OUTPUTS_HALF)
-    outputs = kept * state.outputs[0] + new, kept * state.outputs[1] + tokens
     has = tuple(traffic.has(kind) for kind in range(len(settings.types)))
     arrived = [traffic.arrived.get(kind, 0.0) for kind in range(len(has))]
     arrivals, recently = (
@@ -115,7 +111,7 @@ def _followed(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
         for before, kept in ((state.arrivals, 1.0), (state.recently, 0.5 ** (passed_s / HALF_LIFE_S)))
     )
     state = replace(state, counted_s=traffic.at_s, has=has, arrivals=arrivals, recently=recently)
-    return replace(state, recent=recent, outcomes=ended, outputs=outputs)
+    return replace(state, recent=recent, outcomes=ended)
 
 
 def _snapshot(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> Snapshot:
@@ -136,8 +132,10 @@ def _snapshot(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
     wanted = _kept(settings, state.has) if state.wanted is None else state.wanted
     by_class: tuple[ClassArrivals, ...] = ()
     if traffic.ended > 0 and not traffic.held:
-        ended, prompts = _part(traffic) * traffic.ended, _part(traffic) * max(traffic.prompt_tokens, 0.0)
-        by_class = (ClassArrivals(settings.slo, ended, prompts, ended * state.outputs[1] / state.outputs[0]),)
+        # The first look tells of whole lives, which are no more than a hint of the traffic of today.
+        part = min(SEEDED / traffic.ended, 1.0) if traffic.arrivals is None else 1.0
+        sums = traffic.ended, traffic.prompt_tokens, traffic.output_tokens
+        by_class = (ClassArrivals(settings.slo, *(max(value, 0.0) * part for value in sums)),)
     return Snapshot(
         now_s=traffic.at_s,
         workers=workers,
@@ -149,11 +147,6 @@ def _snapshot(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
         cold_start_s=settings.cold_start_s,
         outcomes=() if state.outcomes is None else (state.outcomes,),
     )
-
-
-def _part(traffic: FleetTraffic) -> float:
-    """What ended requests count for. The first look tells of whole lives: a hint of the traffic of today."""
-    return min(SEEDED / traffic.ended, 1.0) if traffic.arrivals is None and traffic.ended > 0 else 1.0
 
 
 def _published(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> tuple[int, ...] | None:
