@@ -21,6 +21,7 @@ from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.inputs import chosen_profiles, priced
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.profiles.library import find_profiles, read_profile, write_profile
+from tokenfleet.service.forms import in_field_names
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.traces.check import Checkup, check, verdict
 from tokenfleet.traces.prometheus import SINCE, MetricsRange
@@ -90,8 +91,11 @@ class RequestTrace:
         >>> tf.Trace.from_users(2_000).name
         'chat, 2,000 users'
         """
-        usage = Usage(users, requests_per_day, shape, growth, peak, prompt_tokens, output_tokens)
-        return cls(trace_of_usage(usage, seed))
+        try:
+            usage = Usage(users, requests_per_day, shape, growth, peak, prompt_tokens, output_tokens)
+            return cls(trace_of_usage(usage, seed))
+        except BadInput as refusal:
+            raise BadInput(in_field_names(str(refusal))) from None
 
     @classmethod
     def from_prometheus(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ from controlplane.errors import BadInput
 from controlplane.types import Slo
 from tokenfleet.field_errors import nearest
 from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
+from tokenfleet.service.forms import in_field_names
 
 Targets = Slo | str | Sequence[str]
 
@@ -29,8 +29,8 @@ def request_of(slo: Targets, **given: Any) -> PlanRequest:
     fields = {name: _value(known[name], value) for name, value in given.items() if value is not None}
     try:
         return PlanRequest(**_targets(slo), **fields).consistent()
-    except BadInput as refusal:  # in words of the command line
-        raise BadInput(re.sub("--[a-z-]+", lambda of: of[0][2:].replace("-", "_"), str(refusal))) from None
+    except BadInput as refusal:
+        raise BadInput(in_field_names(str(refusal).replace("--slo", "slo"))) from None
 
 
 def _targets(slo: Targets) -> dict[str, Any]:

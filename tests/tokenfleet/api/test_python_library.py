@@ -169,6 +169,8 @@ def test_a_wrong_fleet_or_trace_is_one_line() -> None:
         tf.Fleet.parse("h100 x3", model="llama-3.1-8b")
     with pytest.raises(tf.BadInput, match="trace: expected a Trace or paths of files, got int"):
         tf.plan(3, "llama-3.1-8b", slo="ttft=1s,tpot=50ms")  # type: ignore[arg-type]
+    with pytest.raises(tf.BadInput, match=r"^requests_per_day: -1, expected more than 0"):
+        tf.Trace.from_users(requests_per_day=-1)
     with pytest.raises(tf.BadInput, match="expected three columns of one length"):
         tf.Trace.of([0.0, 1.0], [1], [1])
 
