@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -22,10 +22,10 @@ from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes_flags
 from tokenfleet.cli.terminal import answer, console, counted_bar, warn
 from tokenfleet.files import refuse_to_replace
-from tokenfleet.report.tables import facts_table, table
+from tokenfleet.report.tables import PHASES, facts_table, phase_row, table
 from tokenfleet.traces.check import Checkup, Finding, as_json, check, verdict
 from tokenfleet.traces.distributions import PUBLISHED_SEED
-from tokenfleet.traces.phases import COLUMNS, Phase, phase_row
+from tokenfleet.traces.phases import Phase
 from tokenfleet.traces.readers import read_trace
 from tokenfleet.traces.reuse import KEEPS, TraceReuse
 from tokenfleet.traces.synth import SESSION_THINK, SessionLaws, synthesise, synthesise_sessions
@@ -215,8 +215,7 @@ def _facts(checkup: Checkup) -> Iterator[tuple[str, RenderableType]]:
     if len(shape.rates_rps):
         yield "Rate", f"{sparkline(shape.rates_rps)}  0 to {shape.rates_rps.max():.3g} req/s"
     for name, tail in (("Prompt tokens", shape.prompt), ("Output tokens", shape.output)):
-        figures = (("mean", tail.mean), ("p50", tail.p50), ("p95", tail.p95), ("p99", tail.p99))
-        yield name, "   ".join(f"{figure} {value:,.0f}" for figure, value in (*figures, ("max", tail.most)))
+        yield name, "   ".join(f"{figure} {value:,.0f}" for figure, value in asdict(tail).items())
     if checkup.reuse is not None:
         yield (
             "Prefix hit rate",
@@ -231,7 +230,7 @@ def _facts(checkup: Checkup) -> Iterator[tuple[str, RenderableType]]:
 
 def _phases_table(phases: Sequence[Phase]) -> Table:
     """The phases of a trace, the first ones where there are many."""
-    shown = table(COLUMNS, map(phase_row, phases[:SHOWN_PHASES]))
+    shown = table(PHASES, map(phase_row, phases[:SHOWN_PHASES]))
     if (more := len(phases) - SHOWN_PHASES) > 0:
         shown.caption = f"… {more} more with --format json"
     return shown

@@ -15,11 +15,10 @@ import yaml
 from controlplane.errors import BadInput
 from tokenfleet.advise.target import ScaleTarget
 from tokenfleet.export.deployment import PLAN, Deployment, serve_words
-from tokenfleet.export.grafana import dashboard_text
 from tokenfleet.export.keda import ADVISE_PORT, Followed, advise_words, asked_at, followed_plan, keda
 from tokenfleet.export.kuberay import KEYS, kuberay
+from tokenfleet.export.monitoring import dashboard_text, prometheus_rule_object, prometheus_rules, target_text
 from tokenfleet.export.production_stack import production_stack
-from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules, target_text
 from tokenfleet.field_errors import nearest
 
 UNIT = Path(__file__).with_name("tokenfleet.service")  # a template

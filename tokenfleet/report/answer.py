@@ -12,37 +12,22 @@ from datetime import date
 
 from controlplane.figures import duration_text
 from controlplane.perfmodel.uncertainty import calibrating_narrows
-from tokenfleet.planning.plan_file import (
-    Affinity,
-    BindingDetail,
-    Cliff,
-    Considered,
-    ExpectedLoop,
-    KvOffload,
-    OneFewer,
-    PlanFile,
-    PlannedClass,
-    PlannedMoves,
-    PlannedProfile,
-    Plateau,
-    Quantiles,
-    Reuse,
-    Shown,
-    TraceSample,
-)
+from tokenfleet.planning import plan_file as tree
+from tokenfleet.planning.plan_file import PlanFile, Shown
 from tokenfleet.profiles.prices import OWN
 from tokenfleet.report.origins import origins
 from tokenfleet.report.tables import (
+    PHASES,
     asked_text,
     count_text,
     fleet_text,
     gpus_text,
     kind_text,
+    phase_row,
     share_text,
     usd_text,
     workers_text,
 )
-from tokenfleet.traces.phases import COLUMNS, phase_row
 
 GUIDE = "docs/read-your-plan.md"
 GAP = "   "  # between the figures of a line
@@ -126,7 +111,7 @@ def _verdict(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield "Next best", f"{fleet_text(second.fleet, gpus)}{GAP}{cost}"
 
 
-def within_text(one: PlannedClass) -> str:
+def within_text(one: tree.PlannedClass) -> str:
     """The targets of a class: `TTFT 400 ms and TPOT 30 ms`, or when its answers are due."""
     if one.deadline_s is not None:
         return f"a deadline of {duration_text(one.deadline_s)}"
@@ -173,14 +158,14 @@ def _measured(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield "Sampling", sampling_text(plan.sampling)
 
 
-def _quantiles(of: Quantiles | None, limit_s: float | None) -> str:
+def _quantiles(of: tree.Quantiles | None, limit_s: float | None) -> str:
     if of is None or of.p50 is None or of.p90 is None or of.p99 is None:
         return "no request has one"
     row = [f"p50 {duration_text(of.p50)}", f"p90 {duration_text(of.p90)}", f"p99 {duration_text(of.p99)}"]
     return GAP.join(row if limit_s is None else [*row, f"(limit {duration_text(limit_s)})"])
 
 
-def sampling_text(sampled: TraceSample) -> str:
+def sampling_text(sampled: tree.TraceSample) -> str:
     """The sample of a long trace, and the result of replaying all of it."""
     text = (
         f"{sampled.windows:,} of {sampled.of_windows:,} windows ({count_text(sampled.requests)} requests)"
@@ -219,7 +204,7 @@ def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield "Classes", classes_text(plan)
 
 
-def fewer_text(fewer: OneFewer, plan: PlanFile) -> str:
+def fewer_text(fewer: tree.OneFewer, plan: PlanFile) -> str:
     """Why one worker less does not do."""
     workers, target, asked = _few(fewer, plan), plan.attainment.target, asked_text(plan.attainment.target)
     reaches, expects = ("reaches", "is") if fewer.workers == 1 else ("reach", "are")
@@ -238,7 +223,7 @@ def fewer_text(fewer: OneFewer, plan: PlanFile) -> str:
     return f"{workers} may do, too; the mix was chosen for its price."
 
 
-def _few(of: OneFewer | BindingDetail, plan: PlanFile) -> str:
+def _few(of: tree.OneFewer | tree.BindingDetail, plan: PlanFile) -> str:
     return fleet_text(of.fleet, gpus_of(plan)) if of.fleet else workers_text(of.workers)
 
 
@@ -250,7 +235,7 @@ def _cheaper_mixes(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield "Cheaper mixes", f"one up to {100 * may_save:.0f} % cheaper may exist. {stopped}."
 
 
-def moves_text(moves: PlannedMoves, plan: PlanFile) -> str:
+def moves_text(moves: tree.PlannedMoves, plan: PlanFile) -> str:
     """The saving by moves: workers, late requests, or nothing; else why the plan makes none."""
     on, off = moves.with_moves, moves.without_moves
     if on is None or off is None:
@@ -322,7 +307,7 @@ def _uncertainty(plan: PlanFile, shares: dict[str, float]) -> str:
     return f"{text}. `tokenfleet compare` on one engine shows the error."
 
 
-def plateau_text(flat: Plateau) -> str:
+def plateau_text(flat: tree.Plateau) -> str:
     """Between which counts workers hardly matter, and what would help instead."""
     text = (
         f"{flat.workers[0]} to {flat.workers[-1]} workers differ by {flat.span * 100:.2f} points on the"
@@ -383,9 +368,9 @@ def _reused(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield "KV offload", offload_text(plan.host_kv)
 
 
-def cliff_text(reuse: Reuse) -> str:
+def cliff_text(reuse: tree.Reuse) -> str:
     """The room for more sessions, and what fails first."""
-    cliff: Cliff = reuse.cliff
+    cliff: tree.Cliff = reuse.cliff
     most = max(grown.scale for grown in cliff.tried)
     hits = f"the hit rate falls below {share_text(LOST * reuse.hit_rate)}"
     found = [(cliff.hits_lost, hits), (cliff.target_lost, "attainment falls below the target")]
@@ -397,7 +382,7 @@ def cliff_text(reuse: Reuse) -> str:
     return text if len(lost) == 2 else f"{text}; {stays} up to {most:g}x"
 
 
-def affinity_text(other: Affinity) -> str:
+def affinity_text(other: tree.Affinity) -> str:
     """The saving of the plan's policy over the best that ignores caches, both on the recorded trace."""
     hits = "" if other.prefix_hit_rate is None else f" ({share_text(other.prefix_hit_rate)} hits)"
     if other.saved_workers <= 0:
@@ -407,7 +392,7 @@ def affinity_text(other: Affinity) -> str:
     return f"{saves} against {other.policy}{hits} on the recorded trace"
 
 
-def offload_text(host: KvOffload) -> str:
+def offload_text(host: tree.KvOffload) -> str:
     """The effect of KV offload on hits, workers and dollars on the recorded trace."""
     text = (
         f"{host.gib:.4g} GiB a worker at {host.gb_per_s:.3g} GB/s a GPU reload {share_text(host.loaded)} of"
@@ -446,7 +431,7 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield "Cold start", f"{duration_text(paid.cold_start_s)}: with it the schedule takes {cost}"
 
 
-def loop_text(loop: ExpectedLoop, fixed: int, fixed_usd: float | None) -> str:
+def loop_text(loop: tree.ExpectedLoop, fixed: int, fixed_usd: float | None) -> str:
     """The expected mean cost of `serve --plan`, compared with the `fixed` workers."""
     if loop.saved_share <= 0:
         needs = f"with the plan's margin the trace needs {workers_text(fixed)} throughout"
@@ -460,7 +445,7 @@ def loop_text(loop: ExpectedLoop, fixed: int, fixed_usd: float | None) -> str:
     return f"{mean} on average (expected{cold}), a fixed fleet {all_fixed}; {saved}"
 
 
-def ages(profiles: Sequence[PlannedProfile]) -> str:
+def ages(profiles: Sequence[tree.PlannedProfile]) -> str:
     """The dates of the prices and profiles that an answer rests on."""
     priced = [match[0] for p in profiles if (match := re.search(r"\d{4}-\d\d-\d\d", p.price or ""))]
     whose = "Your" if any((p.price or "").startswith(OWN) for p in profiles) else "List"
@@ -504,7 +489,7 @@ def tables(plan: PlanFile) -> Iterator[Shown]:
         yield Shown(title="Ruled out", columns=["Ruled out", "why"], rows=rows)
     if len(plan.inputs.phases) > 1:
         rows = [list(phase_row(phase)) for phase in plan.inputs.phases]
-        yield Shown(title="Traffic phases", columns=list(COLUMNS), rows=rows)
+        yield Shown(title="Traffic phases", columns=list(PHASES), rows=rows)
     yield from _schedule(plan)
     yield origins(plan, gpus)
 
@@ -532,7 +517,7 @@ ALTERNATIVES = ("Alternatives", "GPUs", "$/h", "attainment", "lower bound", "TTF
 CLASSES = ("Class", "requests", "target", "expected", "lower bound", "runs on", "adds", "without it", "alone")
 
 
-def _alternative_row(one: Considered, gpus: set[str]) -> list[str]:
+def _alternative_row(one: tree.Considered, gpus: set[str]) -> list[str]:
     reached = one.attainment
     expected = reached.on_trace if reached.expected is None else reached.expected
     p99 = (None if of is None else of.p99 for of in (one.ttft_s, one.tpot_s))
@@ -546,7 +531,7 @@ def _alternative_row(one: Considered, gpus: set[str]) -> list[str]:
     ]
 
 
-def _class_row(one: PlannedClass, gpus: set[str]) -> list[str]:
+def _class_row(one: tree.PlannedClass, gpus: set[str]) -> list[str]:
     """Size, target, attainment, where it runs, what it adds, fleets without it and its own."""
     reached, adds = one.attainment, one.marginal_usd_per_hour
     return [

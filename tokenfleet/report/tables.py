@@ -10,8 +10,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from controlplane.figures import duration_text
+
 if TYPE_CHECKING:
-    from tokenfleet.planning.plan_file import FleetPart, PassedOver, PlannedProfile, Shown
+    from tokenfleet.planning.plan_file import FleetPart, PassedOver, PlannedPhase, PlannedProfile, Shown
+    from tokenfleet.traces.phases import Phase
+
+PHASES = ("Traffic phase from", "length", "req/s", "prompt tokens", "output tokens")
 
 _FIGURE = re.compile(r"[-–?$]|\d[^x]*$")  # of a table: a number, or a dash where there is none
 # `h100-sxm`, `l40s`, `gb200`: a name of letters and digits, and how the board is built.
@@ -58,6 +63,17 @@ def lines_table(lines: Iterable[Sequence[str]], opens: Container[str], verdict: 
             made.add_row("", "")
         made.add_row(*(Text(cell, style="" if i else verdict) for cell in (topic, text)))
     return made
+
+
+def phase_row(phase: Phase | PlannedPhase) -> tuple[str, ...]:
+    """A phase of the traffic under `PHASES`."""
+    return (
+        duration_text(phase.start_s) if phase.start_s >= 1.0 else "0 s",
+        duration_text(phase.end_s - phase.start_s),
+        f"{phase.rate_rps:.3g}",
+        f"{phase.prompt_tokens:,.0f}",
+        f"{phase.output_tokens:,.0f}",
+    )
 
 
 def usd_text(usd: float | None) -> str:

@@ -24,19 +24,9 @@ from tokenfleet.planning.inputs import chosen_profiles
 from tokenfleet.planning.request import options
 from tokenfleet.profiles.library import find_profiles, library
 from tokenfleet.profiles.prices import Kind, read_prices
+from tokenfleet.service import forms
 from tokenfleet.service.data_folder import Database, made_folder
 from tokenfleet.service.forks import fork
-from tokenfleet.service.forms import (
-    OVER,
-    HistoryTrace,
-    InlineTrace,
-    PlanOrder,
-    PortfolioOrder,
-    Source,
-    UploadedTrace,
-    UsageTrace,
-    in_field_names,
-)
 from tokenfleet.service.job_runner import JobRunner
 from tokenfleet.service.jobs import PORTFOLIO, Jobs, Plans
 from tokenfleet.service.score_process import scorecard_beside
@@ -81,19 +71,21 @@ class PlanService:
         """Close the database."""
         self._database.close()
 
-    def order(self, order: PlanOrder, idempotency_key: str | None = None) -> dict[str, Any]:
+    def order(self, order: forms.PlanOrder, idempotency_key: str | None = None) -> dict[str, Any]:
         """Queue a job. Raises BadInput for what no plan can be made of, TooBusy when too many wait."""
         _check(order)
         trace = order.trace
         if order.bias_from not in (None, "last") and self.plans.text(order.bias_from or "") is None:
             raise UnknownName(f"bias_from: plan {order.bias_from}: no such plan is kept")
-        upload = self._drawn(trace, order.seed) if isinstance(trace, UsageTrace) else self._trace(trace)
+        upload = self._drawn(trace, order.seed) if isinstance(trace, forms.UsageTrace) else self._trace(trace)
         question = order.model_dump(mode="json", exclude={"timeout_s"})
-        if isinstance(trace, InlineTrace):  # kept once, not in every list of jobs
+        if isinstance(trace, forms.InlineTrace):  # kept once, not in every list of jobs
             question["trace"] = {"upload": upload["id"]}
         return self._queued(question, upload["id"], order.timeout_s, idempotency_key)
 
-    def order_portfolio(self, order: PortfolioOrder, idempotency_key: str | None = None) -> dict[str, Any]:
+    def order_portfolio(
+        self, order: forms.PortfolioOrder, idempotency_key: str | None = None
+    ) -> dict[str, Any]:
         """Queue the job of a portfolio. Raises BadInput for what is none, TooBusy when too many wait."""
         for model in order.read().models:
             try:
@@ -135,7 +127,7 @@ class PlanService:
         self.job(name, kind)
         self.jobs.cancel(name)
         job = self.job(name, kind)
-        if job["state"] in OVER and job["state"] != "cancelled":
+        if job["state"] in forms.OVER and job["state"] != "cancelled":
             raise Conflict(f"{kind} {name}: is {job['state']} already; what is over is kept")
         return job
 
@@ -190,24 +182,24 @@ class PlanService:
                 raise BadInput(f"trace: {str(error).removeprefix('--')}") from None
             return self.uploads.keep(forked.path, forked.name, forked.warnings)
 
-    def _drawn(self, source: UsageTrace, seed: int) -> dict[str, Any]:
+    def _drawn(self, source: forms.UsageTrace, seed: int) -> dict[str, Any]:
         """The summary of a drawn trace. Its answers are kept as its file, and its job draws it again."""
         try:
             drawn = trace_of_usage(source.usage(), seed)
         except BadInput as refusal:
-            raise BadInput(in_field_names(str(refusal))) from None
+            raise BadInput(forms.in_field_names(str(refusal))) from None
         return self.uploads.keep_text(f"{seed} {source.model_dump_json()}", drawn.name, drawn)
 
-    def _trace(self, source: Source) -> dict[str, Any]:
+    def _trace(self, source: forms.Source) -> dict[str, Any]:
         """The summary of an order's trace, which lies in the folder from now on."""
-        if isinstance(source, UploadedTrace):
+        if isinstance(source, forms.UploadedTrace):
             found = self.uploads.find(source.upload)
             if found["format"] == DRAWN:
                 raise BadInput(f"trace: {source.upload} was drawn for {found['name']}; order that again")
             return found
-        if isinstance(source, InlineTrace):
+        if isinstance(source, forms.InlineTrace):
             return self.uploads.keep_text(source.inline_csv, "inline trace")
-        if isinstance(source, HistoryTrace):
+        if isinstance(source, forms.HistoryTrace):
             return self._fork(source.since)
         sample = sample_path()
         if sample is None:
@@ -215,14 +207,14 @@ class PlanService:
         return self.uploads.keep_text(sample.read_text(encoding="utf-8"), SAMPLE)
 
 
-def _check(order: PlanOrder) -> None:
+def _check(order: forms.PlanOrder) -> None:
     """Raise BadInput or ProfileMissing for what the planner would refuse before it reads the trace."""
     try:
         request = order.request().consistent()
         if not request.profiles:
             chosen_profiles(request)
     except ControlPlaneError as refusal:
-        raise type(refusal)(in_field_names(str(refusal))) from None
+        raise type(refusal)(forms.in_field_names(str(refusal))) from None
 
 
 def known_options() -> list[dict[str, Any]]:

@@ -23,20 +23,9 @@ from dataplane.history.files import history_span, read_history
 from dataplane.http.rules import Conflict, TooBusy
 from tokenfleet.files import write_files
 from tokenfleet.planning.plan_file import PlanFile
+from tokenfleet.service import replan
 from tokenfleet.service.forms import OVER
 from tokenfleet.service.plan_service import PlanService
-from tokenfleet.service.replan import (
-    COLUMNS,
-    DAY_S,
-    RECENT_S,
-    AutoApply,
-    FleetChange,
-    Recorded,
-    due,
-    next_order,
-    too_short,
-    why_never,
-)
 from tokenfleet.texts import parse_duration_s
 
 log = logging.getLogger(__name__)
@@ -58,10 +47,10 @@ class Replanning:
     without an operator; None waits for one.
     """
 
-    every_s: float | None = DAY_S
+    every_s: float | None = replan.DAY_S
     why_not: str | None = None
     to_serve: Callable[[str, PlanFile], Any] | None = None
-    auto: AutoApply | None = None
+    auto: replan.AutoApply | None = None
 
 
 BY_ITSELF = Replanning()
@@ -114,7 +103,7 @@ class Proposals:
 
     async def keep(self) -> None:
         """Look whether a plan is due, until cancelled."""
-        while self._every_s is not None and why_never(self.plan) is None:
+        while self._every_s is not None and replan.why_never(self.plan) is None:
             try:
                 await self.look(time.time())
             except (BadInput, TooBusy, OSError) as refusal:
@@ -127,12 +116,12 @@ class Proposals:
         assert self._every_s is not None
         if self._is_planning or self.last.state == "applying":
             return
-        recent = await asyncio.to_thread(self._recorded, now_s, RECENT_S)
-        why = due(self.plan, self._planned_s, now_s, self._every_s, recent)
+        recent = await asyncio.to_thread(self._recorded, now_s, replan.RECENT_S)
+        why = replan.due(self.plan, self._planned_s, now_s, self._every_s, recent)
         if why is None:
             return
         kept = await asyncio.to_thread(self._span, now_s)
-        if (short := too_short(kept)) is not None:
+        if (short := replan.too_short(kept)) is not None:
             if self.last.plan is None:
                 self._note("none", short)
             return
@@ -147,7 +136,7 @@ class Proposals:
                 f"proposal: is {'being applied' if not self._is_planning else 'being made'} already"
             )
         since_s, now_s = parse_duration_s(since, "since"), time.time()
-        order = next_order(self.plan, since, datetime.fromtimestamp(now_s, UTC).date())
+        order = replan.next_order(self.plan, since, datetime.fromtimestamp(now_s, UTC).date())
         kept = await asyncio.to_thread(self._recorded, now_s, since_s)
         job = await asyncio.to_thread(self._service.order, order)
         self._planned_s = now_s
@@ -196,7 +185,7 @@ class Proposals:
     def _is_planning(self) -> bool:
         return self._planning is not None and not self._planning.done()
 
-    async def _await(self, job: str, why: str, kept: Recorded) -> None:
+    async def _await(self, job: str, why: str, kept: replan.Recorded) -> None:
         """Wait for a job, and keep what its plan would change."""
         while (found := await asyncio.to_thread(self._service.job, job))["state"] not in OVER:
             await asyncio.sleep(JOB_LOOK_S)
@@ -208,7 +197,7 @@ class Proposals:
                 "failed", f"no fleet within the plan's limits holds the targets: {plan.reason}", why=why
             )
         else:
-            change = FleetChange.between(self.plan, plan, kept.attainment)
+            change = replan.FleetChange.between(self.plan, plan, kept.attainment)
             self._note(
                 "same" if change.is_none else "ready",
                 f"{change.text()}; planned {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from"
@@ -222,7 +211,7 @@ class Proposals:
                 self._apply_within(self._by.auto, change, kept.seconds)
         log.info("proposal: %s", self.last.line)
 
-    def _apply_within(self, limits: AutoApply, change: FleetChange, recorded_s: float) -> None:
+    def _apply_within(self, limits: replan.AutoApply, change: replan.FleetChange, recorded_s: float) -> None:
         """Apply the proposal, or say why an operator has to."""
         why = limits.refusal(change, recorded_s)
         if why is None:
@@ -234,22 +223,22 @@ class Proposals:
         self._note("ready", f"{self.last.line}; not applied by itself: {why}", self.last)
 
     def _waits(self) -> str:
-        why = why_never(self.plan)
+        why = replan.why_never(self.plan)
         if why is None and self._every_s is None:
             return "none; `tokenfleet fleet proposal --now` makes one"
         return (
             f"none: {why}"
             if why
-            else f"none yet; the fleet plans again every {duration_text(self._every_s or DAY_S)}"
+            else f"none yet; the fleet plans again every {duration_text(self._every_s or replan.DAY_S)}"
         )
 
-    def _recorded(self, now_s: float, since_s: float) -> Recorded:
-        return Recorded.of(read_history(self._folder, now_s - since_s, now_s, COLUMNS), now_s)
+    def _recorded(self, now_s: float, since_s: float) -> replan.Recorded:
+        return replan.Recorded.of(read_history(self._folder, now_s - since_s, now_s, replan.COLUMNS), now_s)
 
-    def _span(self, now_s: float) -> Recorded:
+    def _span(self, now_s: float) -> replan.Recorded:
         """All that is recorded, without its latencies."""
         requests, first_s, _ = history_span(self._folder)
-        return Recorded(0.0 if first_s is None else now_s - first_s, requests, 0, 0, None, None)
+        return replan.Recorded(0.0 if first_s is None else now_s - first_s, requests, 0, 0, None, None)
 
     @property
     def _folder(self) -> Any:

@@ -26,21 +26,7 @@ from controlplane.errors import BadInput
 from dataplane.history.fleet_log import day_begin_s
 from dataplane.http.rules import ERRORS, ErrorReply, TooBusy
 from dataplane.http.server import Extension
-from tokenfleet.service.forms import (
-    OVER,
-    Catalogue,
-    Job,
-    JobBrief,
-    JobList,
-    PlanOrder,
-    PortfolioJob,
-    PortfolioJobBrief,
-    PortfolioJobList,
-    PortfolioOrder,
-    Scorecard,
-    State,
-    TraceSummary,
-)
+from tokenfleet.service import forms
 from tokenfleet.service.gap import Gap, last_kept_gap
 from tokenfleet.service.jobs import PORTFOLIO, Jobs
 from tokenfleet.service.plan_service import RETRY_AFTER_S, PlanService
@@ -60,6 +46,9 @@ _BUSY: dict[int | str, dict[str, Any]] = {
         "headers": {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}},
     }
 }
+# A job without its answer, a list of them, and a job with it.
+_OF_PLAN = forms.JobBrief, forms.JobList, forms.Job
+_OF_PORTFOLIO = forms.PortfolioJobBrief, forms.PortfolioJobList, forms.PortfolioJob
 _ID = {"job": "$response.body#/id"}
 
 
@@ -111,13 +100,13 @@ def plan_router(service: PlanService) -> APIRouter:
     _add_catalogue_and_traces(router, service)
     _add_orders(router, service)
     followers = asyncio.Semaphore(MOST_FOLLOWERS)
-    _add_jobs(router, service, "plan", (JobBrief, JobList, Job), followers)
-    _add_jobs(router, service, PORTFOLIO, (PortfolioJobBrief, PortfolioJobList, PortfolioJob), followers)
+    _add_jobs(router, service, "plan", _OF_PLAN, followers)
+    _add_jobs(router, service, PORTFOLIO, _OF_PORTFOLIO, followers)
 
     @router.get(
         "/plans/{job}/scorecard",
         operation_id="get_scorecard",
-        response_model=Scorecard,
+        response_model=forms.Scorecard,
         responses=_BUSY | _CONFLICT,
     )
     def scorecard(job: JobId) -> Response:
@@ -129,9 +118,9 @@ def plan_router(service: PlanService) -> APIRouter:
 
 def _add_catalogue_and_traces(router: APIRouter, service: PlanService) -> None:
     @router.get("/catalogue", operation_id="get_catalogue")
-    def catalogue() -> Catalogue:
+    def catalogue() -> forms.Catalogue:
         """Models, kinds of worker, prices and policies to plan with, and what history is here."""
-        return Catalogue.model_validate(service.catalogue())
+        return forms.Catalogue.model_validate(service.catalogue())
 
     @router.post(
         "/traces",
@@ -150,7 +139,7 @@ def _add_catalogue_and_traces(router: APIRouter, service: PlanService) -> None:
         name: Annotated[
             str, Query(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f]+$", description="for people")
         ] = "trace",
-    ) -> TraceSummary:
+    ) -> forms.TraceSummary:
         """Send a trace as the body; `id` of the reply is what `POST /v1/plans` calls it."""
         draft = await asyncio.to_thread(service.uploads.draft)
         try:
@@ -160,46 +149,46 @@ def _add_catalogue_and_traces(router: APIRouter, service: PlanService) -> None:
             summary = await asyncio.to_thread(service.uploads.keep, draft, name)
         finally:
             draft.unlink(missing_ok=True)
-        return TraceSummary.model_validate(summary)
+        return forms.TraceSummary.model_validate(summary)
 
 
 def _add_orders(router: APIRouter, service: PlanService) -> None:
     @router.post("/plans", operation_id="order_plan", status_code=202, responses=_ordered("plan"))
     def order(
         response: Response,
-        order: Annotated[PlanOrder, Body(openapi_examples=_EXAMPLES)],
+        order: Annotated[forms.PlanOrder, Body(openapi_examples=_EXAMPLES)],
         idempotency_key: Key = None,
-    ) -> JobBrief:
+    ) -> forms.JobBrief:
         """Queue a plan job. It outlives the service: after a crash it is begun again."""
         job = service.order(order, idempotency_key)
         response.headers["location"] = f"/v1/plans/{job['id']}"
-        return JobBrief.model_validate(job)
+        return forms.JobBrief.model_validate(job)
 
     @router.post(
         "/portfolios", operation_id="order_portfolio", status_code=202, responses=_ordered(PORTFOLIO)
     )
     def order_portfolio(
-        response: Response, order: PortfolioOrder, idempotency_key: Key = None
-    ) -> PortfolioJobBrief:
+        response: Response, order: forms.PortfolioOrder, idempotency_key: Key = None
+    ) -> forms.PortfolioJobBrief:
         """Queue the plan of several models within limits that they share."""
         job = service.order_portfolio(order, idempotency_key)
         response.headers["location"] = f"/v1/portfolios/{job['id']}"
-        return PortfolioJobBrief.model_validate(job)
+        return forms.PortfolioJobBrief.model_validate(job)
 
 
 def _add_jobs(
     router: APIRouter,
     service: PlanService,
     kind: str,
-    forms: tuple[type[BaseModel], type[BaseModel], type[BaseModel]],
+    of_kind: tuple[type[BaseModel], type[BaseModel], type[BaseModel]],
     followers: asyncio.Semaphore,
 ) -> None:
-    """What both kinds of job have; `forms` are those of a job without its answer, of a list, and whole."""
-    brief, listing, whole = forms
+    """What both kinds of job have; `of_kind`: the forms of a job without its answer, of a list, and whole."""
+    brief, listing, whole = of_kind
 
     @router.get(f"/{kind}s", operation_id=f"list_{kind}s", response_model=listing)
     def jobs(
-        limit: Annotated[int, Query(ge=1, le=500)] = 50, state: Annotated[State | None, Query()] = None
+        limit: Annotated[int, Query(ge=1, le=500)] = 50, state: Annotated[forms.State | None, Query()] = None
     ) -> Any:
         """The last jobs, newest first, without their answers."""
         return {f"{kind}s": service.jobs.newest(limit, state, kind)}
@@ -252,7 +241,7 @@ async def _changes(
             if text != last:
                 last, number = text, number + 1
                 yield {"id": str(number), "event": view["state"], "data": text}
-            if view["state"] in OVER:
+            if view["state"] in forms.OVER:
                 return
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -268,7 +257,7 @@ class JobCollector(Collector):
         family = GaugeMetricFamily(
             "tokenfleet_plan_jobs", "Plan jobs that are kept, by state", labels=["state"]
         )
-        for state in get_args(State):
+        for state in get_args(forms.State):
             family.add_metric([state], counts.get(state, 0))
         yield family
 

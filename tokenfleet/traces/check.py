@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from controlplane.figures import duration_text
 from tokenfleet.traces.phases import Phase, phases_json, phases_of
 from tokenfleet.traces.reuse import KEEPS, TraceReuse, reuse_of
-from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, Tail, half_width, shape_of
+from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, half_width, shape_of
 from tokenfleet.traces.trace import Trace
 
 SLOW_RPS = 0.02  # below: likelier milliseconds read as seconds than a service worth a fleet
@@ -61,8 +61,7 @@ def check(trace: Trace) -> Checkup:
 
 
 def _findings(trace: Trace, shape: Shape) -> tuple[Finding, ...]:
-    look = (_order, _duplicates, _units, _resolution, _lengths, _empty, _gaps, _bursts, _drift, _enough)
-    return tuple(each(trace, shape) for each in look)
+    return tuple(Finding(name, *look(trace, shape)) for name, look in LOOKS.items())
 
 
 # The others a plan takes into account: it replays the bursts, schedules the drift, and bounds what a short
@@ -78,111 +77,98 @@ def doctor_warnings(trace: Trace) -> list[str]:
     return [f"{trace.name}: {finding.name}: {finding.words}" for finding in warning]
 
 
-def _order(trace: Trace, shape: Shape) -> Finding:
+Found = tuple[bool, str]  # whether it warns, and what was found
+
+
+def _order(trace: Trace, shape: Shape) -> Found:
     if trace.out_of_order:
-        return Finding(
-            "order", True, f"{trace.out_of_order} rows were out of order and are sorted by arrival"
-        )
-    return Finding("order", False, "rows are in order of arrival")
+        return True, f"{trace.out_of_order} rows were out of order and are sorted by arrival"
+    return False, "rows are in order of arrival"
 
 
-def _duplicates(trace: Trace, shape: Shape) -> Finding:
+def _duplicates(trace: Trace, shape: Shape) -> Found:
     share = shape.same_rows / shape.requests
     words = (
         f"{shape.same_time:,} requests arrive with the one before, {shape.same_rows:,} have its lengths too"
     )
     if share > 0.01:
-        return Finding("duplicates", True, f"{words} ({100 * share:.1f} %): were rows written twice?")
-    return Finding("duplicates", False, words)
+        return True, f"{words} ({100 * share:.1f} %): were rows written twice?"
+    return False, words
 
 
-def _units(trace: Trace, shape: Shape) -> Finding:
+def _units(trace: Trace, shape: Shape) -> Found:
     rate = shape.rate_rps
     if trace.clock_start_s is not None and trace.clock_start_s > LATEST_DATE_S:
         scaled = f"as milliseconds they are a date, and arrive at {rate * 1000:.3g}/s"
         words = f"{rate:.3g} requests/s: arrivals begin at {trace.clock_start_s:.6g} s, which is no date"
-        return Finding("units", True, f"{words}; {scaled}; divide them by 1000")
+        return True, f"{words}; {scaled}; divide them by 1000"
     if 0 < rate < SLOW_RPS and shape.requests >= 100:
         scaled = f"in milliseconds it would be {rate * 1000:.3g}/s"
-        return Finding("units", True, f"{rate:.3g} requests/s over {shape.duration_s:.3g} s; {scaled}")
+        return True, f"{rate:.3g} requests/s over {shape.duration_s:.3g} s; {scaled}"
     if rate > FAST_RPS:
         scaled = f"read as seconds it would be {rate / 1000:.3g}/s"
-        return Finding("units", True, f"{rate:.3g} requests/s is more than one service sees; {scaled}")
+        return True, f"{rate:.3g} requests/s is more than one service sees; {scaled}"
     if shape.requests > 1 and shape.duration_s == 0:
-        return Finding("units", True, "every request arrives at the same instant: there is no rate")
-    return Finding("units", False, f"{rate:.3g} requests/s over {shape.duration_s:.0f} s is plausible")
+        return True, "every request arrives at the same instant: there is no rate"
+    return False, f"{rate:.3g} requests/s over {shape.duration_s:.0f} s is plausible"
 
 
-def _resolution(trace: Trace, shape: Shape) -> Finding:
+def _resolution(trace: Trace, shape: Shape) -> Found:
     if shape.resolution_s >= 0.1 and shape.rate_rps * shape.resolution_s > 0.1:
         hidden = "shorter bursts are hidden, and separate arrivals look simultaneous"
-        return Finding(
-            "resolution", True, f"arrivals are whole multiples of {shape.resolution_s:g} s: {hidden}"
-        )
+        return True, f"arrivals are whole multiples of {shape.resolution_s:g} s: {hidden}"
     step = duration_text(shape.resolution_s) if shape.resolution_s else "less than 1 ms"
-    return Finding("resolution", False, f"the resolution of arrival times is {step}")
+    return False, f"the resolution of arrival times is {step}"
 
 
-def _lengths(trace: Trace, shape: Shape) -> Finding:
-    if shape.prompt.most > LONG_PROMPT_TOKENS or shape.output.most > LONG_OUTPUT_TOKENS:
-        words = (
-            f"up to {shape.prompt.most} prompt and {shape.output.most} output tokens: are these characters?"
-        )
-        return Finding("lengths", True, words)
-    if (
-        shape.requests >= 100
-        and shape.prompt.p50 == shape.prompt.most
-        and shape.output.p50 == shape.output.most
-    ):
-        return Finding("lengths", True, "nearly all requests are of one length; real traffic has a tail")
-    words = f"p99/p50 is {shape.prompt.p99 / shape.prompt.p50:.1f} for prompts"
-    return Finding("lengths", False, f"{words}, {shape.output.p99 / shape.output.p50:.1f} for outputs")
+def _lengths(trace: Trace, shape: Shape) -> Found:
+    prompt, output = shape.prompt, shape.output
+    if prompt.max > LONG_PROMPT_TOKENS or output.max > LONG_OUTPUT_TOKENS:
+        return True, f"up to {prompt.max} prompt and {output.max} output tokens: are these characters?"
+    if shape.requests >= 100 and prompt.p50 == prompt.max and output.p50 == output.max:
+        return True, "nearly all requests are of one length; real traffic has a tail"
+    words = f"p99/p50 is {prompt.p99 / prompt.p50:.1f} for prompts"
+    return False, f"{words}, {output.p99 / output.p50:.1f} for outputs"
 
 
-def _empty(trace: Trace, shape: Shape) -> Finding:
-    if trace.empty_outputs:
-        share = trace.empty_outputs / (trace.empty_outputs + shape.requests)
-        words = f"{trace.empty_outputs} requests ({100 * share:.1f} %) had no output and are left out"
-        return Finding("empty outputs", True, words)
-    return Finding("empty outputs", False, "every request has an output")
+def _empty(trace: Trace, shape: Shape) -> Found:
+    if not trace.empty_outputs:
+        return False, "every request has an output"
+    share = trace.empty_outputs / (trace.empty_outputs + shape.requests)
+    return True, f"{trace.empty_outputs} requests ({100 * share:.1f} %) had no output and are left out"
 
 
-def _gaps(trace: Trace, shape: Shape) -> Finding:
+def _gaps(trace: Trace, shape: Shape) -> Found:
     words = f"the longest is {shape.longest_gap_s:.3g} s, at {shape.longest_gap_at_s:.0f} s"
     expected_s = (math.log(max(shape.requests, 2)) + SILENCE_FACTOR) * shape.duration_s / shape.requests
     if shape.longest_gap_s > expected_s:
-        return Finding(
-            "gaps", True, f"{words}: was recording interrupted? (more than {expected_s:.3g} s is unusual)"
-        )
-    return Finding("gaps", False, words)
+        return True, f"{words}: was recording interrupted? (more than {expected_s:.3g} s is unusual)"
+    return False, words
 
 
-def _bursts(trace: Trace, shape: Shape) -> Finding:
+def _bursts(trace: Trace, shape: Shape) -> Found:
     indices = {window: value for window, value in shape.fano.items() if not math.isnan(value)}
     fano = ", ".join(f"{value:.1f} at {window:g} s" for window, value in indices.items()) or "unknown"
     cv = "unknown" if math.isnan(shape.gap_cv) else f"{shape.gap_cv:.2f}"
     words = f"CV of gaps {cv}, Fano index {fano} (Poisson: 1)"
     if shape.gap_cv > BURSTY_CV or any(value > BURSTY_FANO for value in shape.fano.values()):
-        return Finding("bursts", True, f"{words}: a plan from the mean rate alone would be too small")
-    return Finding("bursts", False, words)
+        return True, f"{words}: a plan from the mean rate alone would be too small"
+    return False, words
 
 
-def _drift(trace: Trace, shape: Shape) -> Finding:
+def _drift(trace: Trace, shape: Shape) -> Found:
     drift = shape.drift
     if math.isnan(drift.rate):
-        return Finding(
-            "drift", False, "all requests arrive at one instant: no first and last third to compare"
-        )
+        return False, "all requests arrive at one instant: no first and last third to compare"
     ratios = {"rate": drift.rate, "prompt": drift.prompt_tokens, "output": drift.output_tokens}
-    words = "the last third against the first: " + ", ".join(
-        f"{name} ×{ratio:.2f}" for name, ratio in ratios.items()
-    )
+    named = ", ".join(f"{name} ×{ratio:.2f}" for name, ratio in ratios.items())
+    words = f"the last third against the first: {named}"
     if shape.requests >= 300 and any(not 1 / DRIFTED <= r <= DRIFTED for r in ratios.values()):
-        return Finding("drift", True, f"{words}; plan for the part that recurs (--window), or use a schedule")
-    return Finding("drift", False, words)
+        return True, f"{words}; plan for the part that recurs (--window), or use a schedule"
+    return False, words
 
 
-def _enough(trace: Trace, shape: Shape) -> Finding:
+def _enough(trace: Trace, shape: Shape) -> Found:
     minute = shape.fano[60.0]
     crowd = max(1.0, minute) if math.isfinite(minute) else 1.0
     apart, together = shape.half_width * 100, half_width(shape.requests / crowd) * 100
@@ -191,12 +177,18 @@ def _enough(trace: Trace, shape: Shape) -> Finding:
         statement += f" (±{together:.2f} if latency is correlated within a minute)"
     if shape.requests < shape.requests_needed:
         rule = f"{shape.requests_needed:,} would give ±{ASKED_HALF_WIDTH * 100:g} points (95 % confidence)"
-        few = f"{shape.requests:,} requests are too few for a p99: {statement}; {rule}"
-        return Finding("enough for p99", True, few)
+        return True, f"{shape.requests:,} requests are too few for a p99: {statement}; {rule}"
     if shape.duration_s < SHORTEST_S:
         short = f"the trace is only {shape.duration_s:.0f} s long and lacks slow swings of load"
-        return Finding("enough for p99", True, f"{short}; {statement}")
-    return Finding("enough for p99", False, statement)
+        return True, f"{short}; {statement}"
+    return False, statement
+
+
+LOOKS = {
+    "order": _order, "duplicates": _duplicates, "units": _units, "resolution": _resolution,
+    "lengths": _lengths, "empty outputs": _empty, "gaps": _gaps, "bursts": _bursts, "drift": _drift,
+    "enough for p99": _enough,
+}  # fmt: skip
 
 
 def verdict(checkup: Checkup) -> str:
@@ -242,13 +234,9 @@ def as_json(checkup: Checkup, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
         "longest_gap_at_s": shape.longest_gap_at_s,
         "resolution_s": shape.resolution_s,
         "fano": {f"{window_s:g}s": _or_null(value) for window_s, value in shape.fano.items()},
-        "prompt_tokens": _tail(shape.prompt),
-        "output_tokens": _tail(shape.output),
-        "drift": {
-            "rate": _or_null(shape.drift.rate),
-            "prompt_tokens": _or_null(shape.drift.prompt_tokens),
-            "output_tokens": _or_null(shape.drift.output_tokens),
-        },
+        "prompt_tokens": asdict(shape.prompt),
+        "output_tokens": asdict(shape.output),
+        "drift": {name: _or_null(ratio) for name, ratio in asdict(shape.drift).items()},
         "out_of_order": trace.out_of_order,
         "empty_outputs": trace.empty_outputs,
         "blank_rows": trace.blank_rows,
@@ -264,10 +252,6 @@ def as_json(checkup: Checkup, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
         "reading": trace.warnings,
         "warnings": checkup.warnings,
     }
-
-
-def _tail(tail: Tail) -> dict[str, float]:
-    return {"mean": tail.mean, "p50": tail.p50, "p95": tail.p95, "p99": tail.p99, "max": tail.most}
 
 
 def _or_null(value: float) -> float | None:

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
-from controlplane.figures import duration_text
 from controlplane.scaler.traffic import change_points
 from controlplane.workload import INSTANT_S, Workload
 
@@ -23,8 +21,6 @@ LEAST_S = 150.0
 OF_SHORT, OF_LONG = 1 / 16, 1 / 96  # of the trace: the least of a phase at most, and at least
 BINS = 15  # of the shortest phase
 IN_BIN = 10.0  # requests on average: fewer show no change
-
-COLUMNS = ("Traffic phase from", "length", "req/s", "prompt tokens", "output tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +80,3 @@ def phases_json(phases: Sequence[Phase]) -> list[dict[str, float]]:
         }
         for phase in phases
     ]
-
-
-class PhaseFigures(Protocol):
-    """What a table shows of a phase."""
-
-    @property
-    def start_s(self) -> float: ...
-    @property
-    def end_s(self) -> float: ...
-    @property
-    def rate_rps(self) -> float: ...
-    @property
-    def prompt_tokens(self) -> float: ...
-    @property
-    def output_tokens(self) -> float: ...
-
-
-def phase_row(phase: PhaseFigures) -> tuple[str, ...]:
-    """A phase under `COLUMNS`."""
-    return (
-        duration_text(phase.start_s) if phase.start_s >= 1.0 else "0 s",
-        duration_text(phase.end_s - phase.start_s),
-        f"{phase.rate_rps:.3g}",
-        f"{phase.prompt_tokens:,.0f}",
-        f"{phase.output_tokens:,.0f}",
-    )

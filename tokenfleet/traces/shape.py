@@ -33,7 +33,7 @@ class Tail:
     p50: float
     p95: float
     p99: float
-    most: int
+    max: int
 
 
 @dataclass(frozen=True, slots=True)

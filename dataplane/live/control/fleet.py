@@ -16,12 +16,10 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -29,19 +27,17 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Policy
-from controlplane.placement.queue import QueueSettings
-from controlplane.placement.strictness import NORMAL, Strictness
 from controlplane.scaler.bounds import Autoscale
-from controlplane.types import Slo, SloClass
+from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
-from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing, read_control_keys
-from dataplane.http.server import Extension, QuietServer, address, follow, until_answering
+from dataplane.http.server import QuietServer, address, follow, until_answering
 from dataplane.live.control.api import control_app
 from dataplane.live.control.controller_process import ControllerProcess, ControllerSettings
 from dataplane.live.control.fleet_state import DemandCount
 from dataplane.live.control.operations import FleetFacts, Operations
 from dataplane.live.control.replanned import Replanned, TypeParts, taken_up
+from dataplane.live.control.settings import FleetSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api.processes import OWN_RAY, Estate
 from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
@@ -52,17 +48,14 @@ from dataplane.live.gateway.idempotency import Answers
 from dataplane.live.gateway.metrics import EngineFamilies, Metrics
 from dataplane.live.gateway.middleware import DoorPolicy
 from dataplane.live.gateway.server import Gateway, engine_settings_of
-from dataplane.live.gateway.settings import GatewaySettings
 from dataplane.live.gateway.spans import Spans
 from dataplane.live.gateways.core_server import CoreServer
 from dataplane.live.gateways.keeper import Gateways
 from dataplane.live.gateways.wire import ProcessSettings
-from dataplane.live.kv.nixl import Asked
 from dataplane.live.ledger.placement import Placement
 from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.move import MoveBudget
-from dataplane.live.pool.fleet_types import ANYWHERE, FleetTypes, Site
-from dataplane.live.pool.learning import KeptProfiles, Learning
+from dataplane.live.pool.learning import Learning
 from dataplane.live.pool.member import Host, Revision
 from dataplane.live.pool.notice_watch import NoticeWatch
 from dataplane.live.pool.pool import WorkerPool
@@ -78,61 +71,6 @@ PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a hist
 DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
 LONE_TOKENS = 1024
 EASE = 3.0  # times what such a request takes alone, where the default targets are less
-
-
-@dataclass(frozen=True, slots=True)
-class FleetSettings:
-    """Everything `tokenfleet serve` was asked for. Types without a profile are measured as they start.
-
-    `slo` None: DEFAULT_SLO, eased where no engine of the fleet could meet it. `kept`: profiles of before.
-    `moves`: whether the controller may move requests between serving workers (else only draining ones are).
-    `attainment`: the share of requests that should be within their targets. `move_bytes_per_s`: what copies
-    may take of a worker, `move_share`: of a core's time. Both None: CPU_MOVES where copying takes the cores
-    that compute, no bound elsewhere. `strictness`: of placement. `headroom`: the share of KV kept free on a
-    worker with a high-priority request. `nodes_wait_s`: how long GPUs may be missing of a Ray cluster.
-    `share`: of one model of several, the most workers of each kind at first. `site`: where workers may be.
-    `emulated_start_s`: how long emulated engines take to start. `otlp`: where spans are sent.
-    """
-
-    gateway: GatewaySettings
-    engine: Literal["vllm", "emulated"]
-    types: FleetTypes
-    max_workers: int
-    control_host: str
-    control_port: int
-    slo: Slo | None
-    attainment: float
-    waiting: QueueSettings
-    autoscale: Autoscale | None = None
-    advisory: bool = False
-    policy: Policy = Policy.SPREAD
-    moves: bool = True
-    data: Path | None = None
-    history_limits: HistoryLimits | None = None
-    history_prefixes: bool = False
-    move_bytes_per_s: float | None = None
-    move_share: float | None = None
-    reclaim_notice: str | None = None
-    kept: KeptProfiles | None = None
-    strictness: Strictness = NORMAL
-    headroom: float = 0.0
-    nodes_wait_s: float = 0.0
-    kv_transport: Asked = "auto"
-    extensions: tuple[Extension, ...] = ()
-    keys: tuple[ApiKey, ...] = ()
-    control_keys: tuple[ApiKey, ...] = ()
-    control_keys_file: Path | None = None
-    gateways: int = 1
-    classes: tuple[SloClass, ...] = ()
-    share: Mapping[str, int] | None = None
-    site: Site = ANYWHERE
-    emulated_start_s: float = 0.0
-    otlp: str | None = None
-
-    @property
-    def targets_by_class(self) -> dict[str, Slo]:
-        """The targets of each class."""
-        return {one.name: one.slo for one in self.classes}
 
 
 async def run_fleet(

@@ -24,9 +24,15 @@ from tokenfleet.advise.target import ScaleTarget
 from tokenfleet.cli.main import main
 from tokenfleet.export.deployment import Deployment, deployment
 from tokenfleet.export.files import KINDS, ExportSettings, export_files
-from tokenfleet.export.grafana import dashboard, dashboard_text
 from tokenfleet.export.keda import followed_plan, keda
-from tokenfleet.export.prometheus import BURNS, prometheus_rules, rule_groups, threshold
+from tokenfleet.export.monitoring import (
+    BURNS,
+    dashboard,
+    dashboard_text,
+    prometheus_rules,
+    rule_groups,
+    threshold,
+)
 from tokenfleet.planning.plan_file import parse_plan, read_plan
 
 SLO, TARGET = Slo(1.6, 0.075), 0.99  # what `serve` promises by default; deploy/ has its rules and dashboard

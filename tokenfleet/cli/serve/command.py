@@ -8,19 +8,19 @@ from __future__ import annotations
 import os
 import secrets
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from controlplane.errors import BadInput
 from controlplane.placement.policies import ONLY_SIMULATED, Policy, read_policy
-from controlplane.types import Slo, SloClass
 from dataplane.http.keys import ApiKey, control_keys_of, keys_of
 from dataplane.http.tls import certificate_of
 from dataplane.live.engine_api.notices import checked_source
 from dataplane.live.kv.nixl import Asked as Transport
 from dataplane.live.kv.nixl import check_installed
 from tokenfleet.cli.flags import model_at, takes_flags
+from tokenfleet.cli.serve import workers
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.loop import autoscale_asked, check_budget, loop_lines, most_workers, replanning_of
 from tokenfleet.cli.serve.members import Asked, ServedFleet, members_of
@@ -33,54 +33,21 @@ from tokenfleet.cli.serve.processes import (
     supervise_all,
     teller,
 )
-from tokenfleet.cli.serve.workers import (
-    AS_IS_MEANS,
-    ATTAINMENT,
-    headroom_of,
-    strictness_of,
-    targets_asked,
-    types_asked,
-)
 from tokenfleet.cli.terminal import warn
 from tokenfleet.files import cache_folder
-from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import LearnedProfiles
 from tokenfleet.texts import parse_duration_s
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from controlplane.placement.strictness import Strictness
-    from controlplane.scaler.bounds import Autoscale
-    from dataplane.live.control.fleet import FleetSettings
-    from dataplane.live.pool.fleet_types import FleetTypes, Site
+    from dataplane.live.control.settings import FleetSettings
+    from dataplane.live.pool.fleet_types import Site
     from tokenfleet.cli.serve.processes import Say
 
     Locks = tuple[tuple[ApiKey, ...], tuple[ApiKey, ...], tuple[Path, Path] | None]
 
 DEFAULT_POLICY = "spread+migrate"
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What the flags stand for, once nothing in them is refused."""
-
-    plan: PlanFile | None
-    types: FleetTypes
-    max_workers: int
-    model: str
-    slo: Slo | None
-    classes: tuple[SloClass, ...]
-    queue_wait_s: float
-    nodes_wait_s: float
-    shutdown_s: int
-    policy: Policy
-    moves: bool
-    kv_transport: Transport
-    strictness: Strictness
-    headroom: float
-    autoscale: Autoscale | None
-    lines: tuple[str, ...] = ()  # what the start prints of the loop
 
 
 @takes_flags()
@@ -108,7 +75,7 @@ def serve_command(flags: ServeFlags) -> None:
     operators = control_keys_of(flags.control_key, flags.control_keys, {"--control-host": flags.control_host})
     hosts = {"--host": flags.host, "--control-host": flags.control_host}
     certificate = certificate_of(flags.tls_cert, flags.tls_key, flags.insecure, hosts)
-    for model in dict.fromkeys(one.model for one in checked.values()):
+    for model in dict.fromkeys(one.gateway.model for one in checked.values()):
         _look_at_host(flags, model)
     prepare_process(flags.verbose)
     tell = teller()
@@ -116,24 +83,25 @@ def serve_command(flags: ServeFlags) -> None:
     from dataplane.http.server import allow_open_files
 
     for name, member in asked.members.items():
-        _check_plan_fits(member.flags, checked[name])
+        _check_plan_fits(member, checked[name])
     if flags.as_is:
-        warn([AS_IS_MEANS])
-    for name, one in checked.items():
-        for line in one.lines:
-            tell(f"{name}: {line}" if name else line)
+        warn([workers.AS_IS_MEANS])
+    for name, member in asked.members.items():
+        if member.plan is not None and (autoscale := checked[name].autoscale) is not None:
+            for line in loop_lines(member.plan, autoscale, member.flags.autoscale is None):
+                tell(f"{name}: {line}" if name else line)
     allow_open_files()
     files = None if certificate is None else certificate.files
     with ExitStack() as held:
+        doors = bound(flags.host, flags.port, flags.control_host, flags.control_port, held)
         if flags.portfolio is None:
-            settings = _settings(flags, checked[""], (keys, operators, files), held)
-            supervise(settings, _bound(flags, held), tell)
+            supervise(_opened(asked.members[""], checked[""], (keys, operators, files), held), doors, tell)
         else:
-            _serve_all(asked, checked, (keys, operators, files), tell, held)
+            _serve_all(asked, checked, (keys, operators, files), doors, tell, held)
 
 
 def _serve_all(
-    asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell: Say, held: ExitStack
+    asked: Asked, checked: Mapping[str, FleetSettings], locks: Locks, doors: Doors, tell: Say, held: ExitStack
 ) -> None:
     """Run a portfolio: a fleet for each model, on ports of this machine alone, and the front."""
     from dataplane.http.server import address
@@ -141,16 +109,22 @@ def _serve_all(
 
     keys, operators, certificate = locks
     own = ApiKey("the portfolio", secrets.token_hex(32))
-    doors, fleets, controls = _bound(asked.flags, held), {}, {}
+    fleets, controls = {}, {}
     gateways: dict[str, str] = {}
     for name, member in asked.members.items():
-        of_fleet = _bound(replace(member.flags, port=0, control_port=0), held)
+        of_fleet = bound(member.flags.host, 0, member.flags.control_host, 0, held)
         port, control_port = (door.getsockname()[1] for door in of_fleet)
-        flags = replace(member.flags, port=port, control_port=control_port)
         fleet_locks = keys, (*operators, own) if operators else (), None
-        settings = _settings(flags, checked[name], fleet_locks, held, name)
-        fleets[name] = replace(settings, share=member.share, site=_site(name, asked, checked)), of_fleet
-        gateway, controls[name] = (address(flags.host, p, None) for p in (port, control_port))
+        settings = _opened(member, checked[name], fleet_locks, held, name)
+        settings = replace(
+            settings,
+            gateway=replace(settings.gateway, port=port),
+            control_port=control_port,
+            share=member.share,
+            site=_site(name, asked, checked),
+        )
+        fleets[name] = settings, of_fleet
+        gateway, controls[name] = (address(member.flags.host, p, None) for p in (port, control_port))
         gateways |= dict.fromkeys((name, *member.adapters), gateway)
     front = FrontSettings(
         asked.flags.host,
@@ -159,7 +133,7 @@ def _serve_all(
         asked.flags.control_port,
         gateways,
         controls,
-        next(iter(checked.values())).shutdown_s,
+        next(iter(checked.values())).gateway.shutdown_s,
         certificate,
         tuple(tenant for member in asked.members.values() for tenant in member.tenants),
         asked.limits,
@@ -169,7 +143,7 @@ def _serve_all(
     supervise_all(fleets, front, doors, tell)
 
 
-def _site(name: str, asked: Asked, checked: Mapping[str, Checked]) -> Site:
+def _site(name: str, asked: Asked, checked: Mapping[str, FleetSettings]) -> Site:
     """The site of a portfolio model's workers, with the other models' groups that begin there."""
     from dataplane.live.pool.fleet_types import Begun, Site
 
@@ -184,33 +158,36 @@ def _site(name: str, asked: Asked, checked: Mapping[str, Checked]) -> Site:
     return Site(zones[name], tuple(beside), name == there[0], asked.members[name].on_demand)
 
 
-def _bound(flags: ServeFlags, held: ExitStack) -> Doors:
-    return bound(flags.host, flags.port, flags.control_host, flags.control_port, held)
-
-
-def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
+def _check_plan_fits(member: ServedFleet, checked: FleetSettings) -> None:
     """Raise BadInput where engines or flags are not the plan's. Its GPUs are looked for once Ray runs."""
     from dataplane.live.engine_api.vllm_surface import current_platform
     from dataplane.live.gateway.server import parse_flags
 
-    if flags.engine == "vllm" and current_platform.is_cpu():
+    if checked.engine == "vllm" and current_platform.is_cpu():
         checked.types.check_cpus()
-    arguments = parse_flags(["--model", checked.model, *flags.engine_words()])
-    if checked.plan is not None:
+    arguments = parse_flags(["--model", checked.gateway.model, *checked.gateway.engine_flags])
+    if member.plan is not None:
         checked.types.check_flags(arguments)
-    if flags.engine == "vllm":
+    if checked.engine == "vllm":
         checked.types.check_drafts(arguments.speculative_config)
         checked.types.check_host_memory(arguments)
 
 
-def _checked(member: ServedFleet) -> Checked:
+def _checked(member: ServedFleet) -> FleetSettings:
+    """What flags and plan say of a fleet, without what `_opened` adds. Raises BadInput."""
+    from controlplane.placement.queue import QueueSettings
+    from dataplane.history.files import HistoryLimits
+    from dataplane.live.control.settings import FleetSettings
+    from dataplane.live.gateway.settings import GatewaySettings
+    from dataplane.live.gateway.spans import endpoint_of
+
     flags, plan = member.flags, member.plan
     if flags.engine not in ("vllm", "emulated"):
         raise BadInput(f"--engine: expected vllm or emulated, got {flags.engine!r}")
     model = model_at(*flags.model)
-    types = types_asked(flags, plan, model)
-    flags.engine_words()  # refused here, if at all
-    replanning_of(flags, "")
+    types = workers.types_asked(flags, plan, model)
+    engine_flags = tuple(flags.engine_words())
+    replanning_of(flags, "")  # refused here, if at all
     autoscale = autoscale_asked(flags, plan, types.workers)
     if autoscale is not None and len(member.tenants) > 1:
         autoscale = replace(autoscale, most_kinds=member.share or {})
@@ -218,31 +195,42 @@ def _checked(member: ServedFleet) -> Checked:
     check_budget(flags, types)
     if flags.reclaim_notice is not None:
         checked_source(flags.reclaim_notice)
-    if flags.otlp is not None:
-        from dataplane.live.gateway.spans import endpoint_of
-
-        endpoint_of(flags.otlp)  # refused here, if at all
+    otlp = None if flags.otlp is None else endpoint_of(flags.otlp)
     policy, moves = _policy(flags.policy or (DEFAULT_POLICY if plan is None else plan.policy))
-    slo, classes = targets_asked(flags.slo or (), plan)
-    return Checked(
-        plan=plan,
+    slo, classes = workers.targets_asked(flags.slo or (), plan)
+    waiting = QueueSettings(flags.queue, parse_duration_s(flags.queue_wait, "--queue-wait"))
+    nodes_wait_s = parse_duration_s(flags.nodes_wait, "--nodes-wait")
+    shutdown_s = max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait")))
+    return FleetSettings(
+        gateway=GatewaySettings(
+            model, flags.host, flags.port, engine_flags, shutdown_s, keys_file=flags.api_keys
+        ),
+        engine="emulated" if flags.engine == "emulated" else "vllm",
         types=types,
         max_workers=most,
-        model=model,
+        control_host=flags.control_host,
+        control_port=flags.control_port,
+        control_keys_file=flags.control_keys,
         slo=slo,
-        classes=classes,
-        queue_wait_s=parse_duration_s(flags.queue_wait, "--queue-wait"),
-        nodes_wait_s=parse_duration_s(flags.nodes_wait, "--nodes-wait"),
-        shutdown_s=max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait"))),
+        attainment=workers.ATTAINMENT if plan is None else plan.attainment.target,
+        waiting=waiting,
+        autoscale=autoscale,
+        advisory=flags.advisory,
         policy=policy,
         moves=moves,
         kv_transport=_kv_transport(flags),
-        strictness=strictness_of(flags.strictness, plan),
-        headroom=headroom_of(flags.priority_headroom, plan),
-        autoscale=autoscale,
-        lines=()
-        if plan is None or autoscale is None
-        else tuple(loop_lines(plan, autoscale, flags.autoscale is None)),
+        history_limits=HistoryLimits(flags.history_days, flags.history_mb << 20),
+        history_prefixes=flags.history_prefixes,
+        otlp=otlp,
+        move_bytes_per_s=None if flags.move_bandwidth is None else flags.move_bandwidth * 1e6,
+        move_share=flags.move_share,
+        reclaim_notice=flags.reclaim_notice,
+        strictness=workers.strictness_of(flags.strictness, plan),
+        headroom=workers.headroom_of(flags.priority_headroom, plan),
+        nodes_wait_s=nodes_wait_s,
+        gateways=flags.gateways,
+        classes=classes,
+        emulated_start_s=0.0 if plan is None else plan.cold_start_s,
     )
 
 
@@ -261,64 +249,27 @@ def _kv_transport(flags: ServeFlags) -> Transport:
     return asked
 
 
-def _settings(
-    flags: ServeFlags, checked: Checked, locks: Locks, held: ExitStack, name: str = ""
+def _opened(
+    member: ServedFleet, checked: FleetSettings, locks: Locks, held: ExitStack, name: str = ""
 ) -> FleetSettings:
-    """All settings of a fleet, with its data folder, which `held` keeps. `name`: the model of several."""
-    from controlplane.placement.queue import QueueSettings
-    from dataplane.history.files import HistoryLimits
-    from dataplane.live.control.fleet import FleetSettings
-    from dataplane.live.gateway.settings import GatewaySettings
-    from dataplane.live.gateway.spans import endpoint_of
+    """The settings with keys, certificate, extensions, and the data folder, which `held` keeps.
+
+    `name`: the model of several.
+    """
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
-    keys, operators, certificate = locks
+    flags, (keys, operators, certificate) = member.flags, locks
     folder = held.enter_context(folder_of_fleet(flags.data, flags.history, name))
-    planning = fleet_extension(folder, checked.plan, flags.history is not False, replanning_of(flags, name))
-    bandwidth = flags.move_bandwidth
-    gateway = GatewaySettings(
-        checked.model,
-        flags.host,
-        flags.port,
-        tuple(flags.engine_words()),
-        checked.shutdown_s,
-        certificate=certificate,
-        keys_file=flags.api_keys,
-    )
-    return FleetSettings(
-        gateway=gateway,
-        engine="emulated" if flags.engine == "emulated" else "vllm",
-        types=checked.types,
-        max_workers=checked.max_workers,
-        control_host=flags.control_host,
-        control_port=flags.control_port,
-        control_keys_file=flags.control_keys,
-        slo=checked.slo,
-        attainment=ATTAINMENT if checked.plan is None else checked.plan.attainment.target,
-        waiting=QueueSettings(flags.queue, checked.queue_wait_s),
-        autoscale=checked.autoscale,
-        advisory=flags.advisory,
-        policy=checked.policy,
-        moves=checked.moves,
-        kv_transport=checked.kv_transport,
+    planning = fleet_extension(folder, member.plan, flags.history is not False, replanning_of(flags, name))
+    return replace(
+        checked,
+        gateway=replace(checked.gateway, certificate=certificate),
         data=None if flags.history is False else folder,
-        history_limits=HistoryLimits(flags.history_days, flags.history_mb << 20),
-        history_prefixes=flags.history_prefixes,
-        otlp=None if flags.otlp is None else endpoint_of(flags.otlp),
-        move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
-        move_share=flags.move_share,
-        reclaim_notice=flags.reclaim_notice,
         kept=LearnedProfiles(cache_folder("learned")),
-        strictness=checked.strictness,
-        headroom=checked.headroom,
-        nodes_wait_s=checked.nodes_wait_s,
         extensions=(planning, console_extension("live.html")),
         keys=keys,
         control_keys=operators,
-        gateways=flags.gateways,
-        classes=checked.classes,
-        emulated_start_s=0.0 if checked.plan is None else checked.plan.cold_start_s,
     )
 
 

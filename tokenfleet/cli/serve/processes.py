@@ -26,7 +26,7 @@ from dataplane.live.engine_api.processes import QUIET
 from dataplane.startup import log_to_stderr
 
 if TYPE_CHECKING:
-    from dataplane.live.control.fleet import FleetSettings
+    from dataplane.live.control.settings import FleetSettings
     from dataplane.live.engine_api.processes import Estate, Pulse
     from dataplane.live.portfolio.broker import FrontSettings
     from dataplane.processes.fork_server import Job
