@@ -9,14 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput
 from dataplane.http.keys import KeyRing, control_keys_of, read_control_keys
 from dataplane.http.tls import certificate_of
-from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, takes_flags
+from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, flag, takes_flags
 from tokenfleet.cli.terminal import warn
 from tokenfleet.texts import parse_duration_s
 
@@ -34,20 +32,18 @@ if TYPE_CHECKING:
 class ApiFlags:
     """What `tokenfleet api` is asked."""
 
-    port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on")] = 8001
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1"
-    data: Annotated[
-        Path | None, typer.Option(help="folder for jobs, plans and uploads (default: $TOKENFLEET_DATA)")
-    ] = None
+    port: int = flag(8001, "port to listen on", min=1, max=65535)
+    host: str = flag("127.0.0.1", "address to listen on")
+    data: Path | None = flag(None, "folder for jobs, plans and uploads (default: $TOKENFLEET_DATA)")
     control_key: ControlKey = None
     control_keys: ControlKeys = None
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
     insecure: Insecure = False
-    parallel: Annotated[int, typer.Option(min=1, max=64, help="plans computed at the same time")] = 1
-    queue: Annotated[int, typer.Option(min=1, max=100_000, help="longest queue of plans; more get 429")] = 100
-    job_timeout: Annotated[str, typer.Option(help="longest time for a plan")] = "15m"
-    max_upload_mb: Annotated[int, typer.Option(min=1, max=4096, help="largest upload of a trace, MB")] = 64
+    parallel: int = flag(1, "plans computed at the same time", min=1, max=64)
+    queue: int = flag(100, "longest queue of plans; more get 429", min=1, max=100_000)
+    job_timeout: str = flag("15m", "longest time for a plan")
+    max_upload_mb: int = flag(64, "largest upload of a trace, MB", min=1, max=4096)
 
 
 @takes_flags()

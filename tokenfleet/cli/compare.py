@@ -16,7 +16,7 @@ from controlplane.errors import BadInput
 from controlplane.figures import duration_text
 from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Frontend
 from dataplane.http.tls import client_context
-from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes_flags
+from tokenfleet.cli.flags import ControlKey, EndpointKey, Format, OutputFormat, TlsCa, flag, takes_flags
 from tokenfleet.cli.terminal import counted_bar, show, warn
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.tables import share_text, table, workers_text
@@ -74,35 +74,24 @@ class CompareFlags:
     endpoint: Annotated[str, typer.Option(help="the OpenAI endpoint, e.g. http://127.0.0.1:8000")]
     profile: Annotated[Path, typer.Option(help="fitted profile of the workers")]
     slo: Annotated[str, typer.Option(help="both targets with units: ttft=1.6s,tpot=75ms")]
-    control: Annotated[str | None, typer.Option(help="the fleet's control API: workers, moves")] = None
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="workers behind the endpoint (default: as the control API reports)"),
-    ] = None
-    policy: Annotated[str, typer.Option(help="placement policy of the fleet")] = "spread"
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint")] = (
-        None
+    control: str | None = flag(None, "the fleet's control API: workers, moves")
+    workers: int | None = flag(
+        None, "workers behind the endpoint (default: as the control API reports)", min=1
     )
-    control_key: Annotated[
-        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="API key of the control API")
-    ] = None
+    policy: str = flag("spread", "placement policy of the fleet")
+    api_key: EndpointKey = None
+    control_key: ControlKey = None
     tls_ca: TlsCa = None
-    rate_scale: Annotated[float, typer.Option(help="multiply the request rate by this")] = 1.0
-    window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None
-    overhead: Annotated[
-        str | None,
-        typer.Option(help="time HTTP adds to a first token (default: measured on single requests)"),
-    ] = None
-    steps: Annotated[
-        Path | None,
-        typer.Option(help="the fleet's steps.csv (serve --data), to learn HTTP's time under this load"),
-    ] = None
-    per_request: Annotated[
-        Path | None, typer.Option(help="write each request's latencies, live and simulated, to this CSV")
-    ] = None
-    seed: Annotated[
-        int, typer.Option(min=0, help="random seed of prompts and of policies that choose at random")
-    ] = 0
+    rate_scale: float = flag(1.0, "multiply the request rate by this")
+    window: str | None = flag(None, "only this part of the trace: 10m..20m")
+    overhead: str | None = flag(
+        None, "time HTTP adds to a first token (default: measured on single requests)"
+    )
+    steps: Path | None = flag(
+        None, "the fleet's steps.csv (serve --data), to learn HTTP's time under this load"
+    )
+    per_request: Path | None = flag(None, "write each request's latencies, live and simulated, to this CSV")
+    seed: int = flag(0, "random seed of prompts and of policies that choose at random", min=0)
     output_format: Format = OutputFormat.TABLE
 
 

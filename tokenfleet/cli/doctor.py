@@ -35,7 +35,7 @@ from dataplane.live.worker.host_checks import (
     hosts_of_cluster,
     look_at_host,
 )
-from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes_flags
+from tokenfleet.cli.flags import Format, OutputFormat, Verbose, flag, takes_flags
 from tokenfleet.cli.fleet import ControlClient
 from tokenfleet.cli.terminal import answer
 
@@ -52,19 +52,14 @@ NEAR_TIE = 0.1  # log probability: nearer than this, bf16 sums in another order 
 class DoctorFlags:
     """The flags of `tokenfleet doctor`."""
 
-    model: Annotated[str, typer.Option(help="model to serve; check that its weights are there")] = ""
-    host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=1, max=65535, help="port of the OpenAI endpoint")] = 8000
-    control_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the control API")] = 8001
-    cluster: Annotated[
-        str, typer.Option(envvar="RAY_ADDRESS", help="address of a Ray cluster; check each of its nodes")
-    ] = ""
-    nic: Annotated[str, typer.Option(help="network interface by which workers are reached")] = ""
-    engine: Annotated[
-        bool,
-        typer.Option("--engine", help="also start two engines and move a request between them"),
-    ] = False
-    tp: Annotated[int, typer.Option(min=1, help="GPUs of each of those engines")] = 1
+    model: str = flag("", "model to serve; check that its weights are there")
+    host: str = flag("127.0.0.1", "address of the OpenAI endpoint")
+    port: int = flag(8000, "port of the OpenAI endpoint", min=1, max=65535)
+    control_port: int = flag(8001, "port of the control API", min=1, max=65535)
+    cluster: str = flag("", "address of a Ray cluster; check each of its nodes", envvar="RAY_ADDRESS")
+    nic: str = flag("", "network interface by which workers are reached")
+    engine: bool = flag(False, "also start two engines and move a request between them", "--engine")
+    tp: int = flag(1, "GPUs of each of those engines", min=1)
     verbose: Verbose = False
     output_format: Format = OutputFormat.TABLE
     engine_flags: Annotated[

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import takes_flags
+from tokenfleet.cli.flags import flag, takes_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,43 +22,31 @@ class ExportFlags:
         typer.Argument(help="one or more of kuberay, production-stack, keda, prometheus, grafana, systemd"),
     ]
     output_dir: Annotated[Path, typer.Option(help="folder to write to; each target gets a folder in it")]
-    plan: Annotated[Path | None, typer.Option(help="a plan.json")] = None
-    advice: Annotated[
-        Path | None,
-        typer.Option(help="keda without a plan: what `advise --format json` printed; needs --target"),
-    ] = None
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND/NAME",
-            help="keda: what to scale, deployment/NAME or statefulset/NAME; TYPE=deployment/NAME for each"
-            " worker type of a mixed fleet",
-        ),
-    ] = None
-    weights: Annotated[
-        str | None, typer.Option(help="weights that engines load: a Hugging Face name or a folder")
-    ] = None
-    gpu_product: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GPU=LABEL", help="nvidia.com/gpu.product of the nodes with this GPU; repeatable"
-        ),
-    ] = None
-    home_claim: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="kuberay: PersistentVolumeClaim for weights and compile caches"),
-    ] = ""
-    name: Annotated[str, typer.Option(help="name of the objects and of the Helm release")] = "tokenfleet"
-    image: Annotated[str, typer.Option(help="container image, built from deploy/Containerfile")] = (
-        "tokenfleet:latest"
+    plan: Path | None = flag(None, "a plan.json")
+    advice: Path | None = flag(
+        None, "keda without a plan: what `advise --format json` printed; needs --target"
     )
-    prometheus: Annotated[str, typer.Option(help="Prometheus server that KEDA asks for the advice")] = (
-        "http://prometheus-operated:9090"
+    target: list[str] | None = flag(
+        None,
+        "keda: what to scale, deployment/NAME or statefulset/NAME; TYPE=deployment/NAME for each worker"
+        " type of a mixed fleet",
+        metavar="KIND/NAME",
     )
-    scaler: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="keda: ask `advise --scaler` there, without Prometheus"),
-    ] = None
+    weights: str | None = flag(None, "weights that engines load: a Hugging Face name or a folder")
+    gpu_product: list[str] | None = flag(
+        None, "nvidia.com/gpu.product of the nodes with this GPU; repeatable", metavar="GPU=LABEL"
+    )
+    home_claim: str = flag(
+        "", "kuberay: PersistentVolumeClaim for weights and compile caches", metavar="NAME"
+    )
+    name: str = flag("tokenfleet", "name of the objects and of the Helm release")
+    image: str = flag("tokenfleet:latest", "container image, built from deploy/Containerfile")
+    prometheus: str = flag(
+        "http://prometheus-operated:9090", "Prometheus server that KEDA asks for the advice"
+    )
+    scaler: str | None = flag(
+        None, "keda: ask `advise --scaler` there, without Prometheus", metavar="HOST:PORT"
+    )
 
 
 @takes_flags()

@@ -31,7 +31,16 @@ from controlplane.perfmodel.profile import (
 from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
 from controlplane.types import EngineMode
-from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes_flags
+from tokenfleet.cli.flags import (
+    EndpointKey,
+    Format,
+    MaxBatchedTokens,
+    MaxSeqs,
+    OutputFormat,
+    TlsCa,
+    flag,
+    takes_flags,
+)
 from tokenfleet.cli.terminal import console, counted_bar, show
 from tokenfleet.profiles.diagnostics import Break, HostSpeed, form_of, linear_breaks
 from tokenfleet.profiles.fit_log import calibrated, fit_log, judged
@@ -65,35 +74,23 @@ class FitFlags:
     model: Annotated[str, typer.Option(help="the model measured, e.g. llama-3.1-8b")]
     gpu: Annotated[str, typer.Option(help="the GPU measured, e.g. h100-sxm")]
     out: Annotated[Path, typer.Option("--output", help="the profile to write")]
-    tp: Annotated[int, typer.Option(min=1, help="GPUs of the engine (tensor parallel)")] = 1
-    kv_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="KV cache size in tokens, as vLLM prints it at start (default: the shipped profile's)"
-        ),
-    ] = None
-    block_tokens: Annotated[int, typer.Option(min=1, help="tokens of a KV block")] = 16
-    context_limit: Annotated[
-        int, typer.Option(min=0, help="the model's longest prompt and output; 0 = not stated")
-    ] = 0
-    engine: Annotated[EngineMode, typer.Option(help="how the engine forms its batches")] = EngineMode.CHUNKED
-    engine_version: Annotated[
-        str, typer.Option(help="e.g. 0.19.0; since 0.14 vLLM plans a step ahead on GPUs")
-    ] = ""
-    max_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", min=1, help="vLLM's setting of that name")
-    ] = 2048
-    max_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="vLLM's setting of that name")] = 256
-    robust: Annotated[bool, typer.Option("--robust", help="give outliers less weight")] = False
-    as_measured: Annotated[
-        bool,
-        typer.Option("--as-measured", help="keep outliers, and steps from the machine's slow and fast times"),
-    ] = False
-    licence: Annotated[str, typer.Option(help="licence of the measurements")] = "own measurements"
-    measured_on: Annotated[
-        str | None, typer.Option(help="date of the measurements, YYYY-MM-DD; today if not given")
-    ] = None
-    seed: Annotated[int, typer.Option(help="random seed of the search over a request log")] = 0
+    tp: int = flag(1, "GPUs of the engine (tensor parallel)", min=1)
+    kv_tokens: int | None = flag(
+        None, "KV cache size in tokens, as vLLM prints it at start (default: the shipped profile's)", min=1
+    )
+    block_tokens: int = flag(16, "tokens of a KV block", min=1)
+    context_limit: int = flag(0, "the model's longest prompt and output; 0 = not stated", min=0)
+    engine: EngineMode = flag(EngineMode.CHUNKED, "how the engine forms its batches")
+    engine_version: str = flag("", "e.g. 0.19.0; since 0.14 vLLM plans a step ahead on GPUs")
+    max_batched_tokens: int = flag(2048, "vLLM's setting of that name", "--max-num-batched-tokens", min=1)
+    max_seqs: int = flag(256, "vLLM's setting of that name", "--max-num-seqs", min=1)
+    robust: bool = flag(False, "give outliers less weight", "--robust")
+    as_measured: bool = flag(
+        False, "keep outliers, and steps from the machine's slow and fast times", "--as-measured"
+    )
+    licence: str = flag("own measurements", "licence of the measurements")
+    measured_on: str | None = flag(None, "date of the measurements, YYYY-MM-DD; today if not given")
+    seed: int = flag(0, "random seed of the search over a request log")
     output_format: Format = OutputFormat.TABLE
 
     def worker(self, kv: KvModel) -> Profile:
@@ -290,37 +287,19 @@ class CalibrateFlags:
 
     profile: Annotated[str, typer.Option(help="profile to correct: a file, or a model of the library")]
     output: Annotated[Path, typer.Option(help="the profile to write, for plan, simulate and serve --profile")]
-    metrics: Annotated[
-        list[str] | None,
-        typer.Option(help="address of an engine's metrics, e.g. http://host:8000/metrics; repeat for more"),
-    ] = None
-    log: Annotated[
-        Path | None, typer.Option(help="read an access log instead (JSONL: arrival, tokens, TTFT, E2E)")
-    ] = None
-    endpoint: Annotated[
-        str | None,
-        typer.Option(help="send 48 test requests to this idle OpenAI endpoint; takes a minute"),
-    ] = None
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint")] = (
-        None
+    metrics: list[str] | None = flag(
+        None, "address of an engine's metrics, e.g. http://host:8000/metrics; repeat for more"
     )
+    log: Path | None = flag(None, "read an access log instead (JSONL: arrival, tokens, TTFT, E2E)")
+    endpoint: str | None = flag(None, "send 48 test requests to this idle OpenAI endpoint; takes a minute")
+    api_key: EndpointKey = None
     tls_ca: TlsCa = None
-    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="with --metrics: minutes to watch")] = 15.0
-    gpu: Annotated[str | None, typer.Option(help="with a model's name: the GPU, e.g. h100")] = None
-    tp: Annotated[int | None, typer.Option(min=1, help="with a model's name: GPUs of a worker")] = None
-    workers: Annotated[
-        int, typer.Option(min=1, help="with --log or --endpoint: engines that serve the requests in turn")
-    ] = 1
-    max_seqs: Annotated[
-        int | None,
-        typer.Option("--max-num-seqs", min=1, help="vLLM's setting of that name (default: the profile's)"),
-    ] = None
-    max_batched_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-num-batched-tokens", min=1, help="vLLM's setting of that name (default: the profile's)"
-        ),
-    ] = None
+    minutes: float = flag(15.0, "with --metrics: minutes to watch", min=0.1, max=1440)
+    gpu: str | None = flag(None, "with a model's name: the GPU, e.g. h100")
+    tp: int | None = flag(None, "with a model's name: GPUs of a worker", min=1)
+    workers: int = flag(1, "with --log or --endpoint: engines that serve the requests in turn", min=1)
+    max_seqs: MaxSeqs = None
+    max_batched_tokens: MaxBatchedTokens = None
     output_format: Format = OutputFormat.TABLE
 
 

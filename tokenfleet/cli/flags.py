@@ -13,11 +13,11 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -25,6 +25,9 @@ from controlplane.errors import BadInput
 from tokenfleet.field_errors import load_yaml, nearest, read_text
 from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
 from tokenfleet.profiles.library import has_model
+
+T = TypeVar("T")
+OPTION = "option"  # where the fields of a record have what Typer makes a flag of
 
 
 class OutputFormat(StrEnum):
@@ -47,6 +50,12 @@ ControlKey = Annotated[
 ControlKeys = Annotated[
     Path | None, typer.Option(help="YAML list of further control keys (name, key), reloaded when it changes")
 ]
+EndpointKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="plan everything again and keep nothing")]
+FleetFolder = Annotated[Path | None, typer.Option(help="the fleet's folder (default: $TOKENFLEET_DATA)")]
+_OF_PROFILE = "vLLM's setting of that name (default: the profile's)"
+MaxSeqs = Annotated[int | None, typer.Option("--max-num-seqs", min=1, help=_OF_PROFILE)]
+MaxBatchedTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", min=1, help=_OF_PROFILE)]
 Insecure = Annotated[
     bool,
     typer.Option(
@@ -62,20 +71,18 @@ TlsCa = Annotated[
 ]
 
 
+def flag(default: T, help: str, *names: str, **settings: Any) -> T:
+    """An optional flag of a record: its default, its line in the help, and Typer's further settings of it."""
+    return field(default=default, metadata={OPTION: typer.Option(*names, help=help, **settings)})
+
+
 @dataclass(frozen=True, slots=True)
 class TraceSource:
     """Where the requests to plan for come from: files, or what a fleet has served."""
 
-    trace: Annotated[
-        list[Path] | None, typer.Option(help="trace of requests in any known format; repeat to merge several")
-    ] = None
-    since: Annotated[
-        str | None,
-        typer.Option(help="plan from what the fleet served in the last 1h, 7d, … instead of a trace"),
-    ] = None
-    data: Annotated[
-        Path | None, typer.Option(help="the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")
-    ] = None
+    trace: list[Path] | None = flag(None, "trace of requests in any known format; repeat to merge several")
+    since: str | None = flag(None, "plan from what the fleet served in the last 1h, 7d, … instead of a trace")
+    data: Path | None = flag(None, "the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")
 
 
 # Options by their old names, which still work, and by their new ones: vLLM's, and one for one thing.
@@ -89,8 +96,8 @@ RENAMED = {
 def takes_flags(without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A Typer command of a function: a parameter that is a dataclass is made of a flag for each field.
 
-    A PlanRequest is made of the options of a plan but those `without`. With one, the flags that are needed
-    come first, the others where their parameter stands.
+    A field is a `flag`, or is annotated for Typer. A PlanRequest is made of the options of a plan but those
+    `without`. With one, the flags that are needed come first, the others where their parameter stands.
     """
 
     def made_of_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,6 +138,7 @@ def _of_record(record: Any) -> list[Parameter]:
     if record is None:
         return []
     hints = get_type_hints(record, include_extras=True)
+    hints |= {f.name: Annotated[hints[f.name], f.metadata[OPTION]] for f in fields(record) if f.metadata}
     of_record = inspect.signature(record).parameters.values()
     return [p.replace(annotation=hints[p.name]) for p in of_record]
 

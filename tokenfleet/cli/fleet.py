@@ -20,7 +20,7 @@ from rich.table import Table
 from controlplane.errors import BadInput
 from controlplane.figures import counted, duration_text
 from dataplane.http.tls import client_context, distrust
-from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, Verbose
+from tokenfleet.cli.flags import ControlKey, Format, OutputFormat, TlsCa, Verbose
 from tokenfleet.cli.terminal import answer
 
 fleet_app = typer.Typer(
@@ -38,9 +38,7 @@ NO_ADDRESS = ("Not Found", "HTTP 404")  # of servers that do not know what was a
 def fleet(
     context: typer.Context,
     control: Annotated[str, typer.Option(help="address of the control API")] = "http://127.0.0.1:8001",
-    control_key: Annotated[
-        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
-    ] = None,
+    control_key: ControlKey = None,
     tls_ca: TlsCa = None,
     model: Annotated[str | None, typer.Option(help="model whose fleet is meant, in a portfolio")] = None,
 ) -> None:

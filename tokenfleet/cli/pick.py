@@ -16,7 +16,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
 from tokenfleet.advise.target import host_port, listening_at
 from tokenfleet.cli.advise.flags import ServerFlags
-from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, takes_flags
+from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, flag, takes_flags
 from tokenfleet.cli.terminal import warn
 from tokenfleet.profiles.library import find_profiles, read_profile
 from tokenfleet.texts import parse_duration_s
@@ -38,27 +38,23 @@ class PickFlags(ServerFlags):
     """What `tokenfleet pick` is asked."""
 
     slo: Annotated[list[str], typer.Option(help="targets: ttft=1s,tpot=50ms; of a class: NAME:ttft=…,tpot=…")]
-    tokenizer: Annotated[
-        str | None, typer.Option(help="folder of the model's tokenizer, to count prompts and know prefixes")
-    ] = None
-    policy: Annotated[str, typer.Option(help="placement policy, as of `tokenfleet serve`")] = "spread"
-    max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, help="vLLM's --max-num-seqs (default: the profile's, else 256)")
-    ] = None
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="vLLM's flag of that name (default: the profile's, else 2048)")
-    ] = None
-    kv_events: Annotated[str | None, typer.Option(help="ZMQ port of KV events: PORT or +N")] = None
-    kv_replay: Annotated[str | None, typer.Option(help="ZMQ port that replays KV events: PORT, or +N")] = None
-    queue: Annotated[int, typer.Option(min=0, help="most requests that wait for room")] = 1000
-    queue_wait: Annotated[str, typer.Option(help="longest wait for room; then a 429")] = "30s"
-    fallbacks: Annotated[int, typer.Option(min=1, max=16, help="addresses a request; 1 for ORIGINAL_DST")] = 3
-    data: Annotated[Path | None, typer.Option(help="folder for the history of requests")] = None
-    listen: Annotated[str, typer.Option(help="HOST:PORT for the gateway (gRPC)")] = "127.0.0.1:9002"
-    metrics_listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve /metrics at")] = None
+    tokenizer: str | None = flag(None, "folder of the model's tokenizer, to count prompts and know prefixes")
+    policy: str = flag("spread", "placement policy, as of `tokenfleet serve`")
+    max_num_seqs: int | None = flag(None, "vLLM's --max-num-seqs (default: the profile's, else 256)", min=1)
+    max_num_batched_tokens: int | None = flag(
+        None, "vLLM's flag of that name (default: the profile's, else 2048)", min=1
+    )
+    kv_events: str | None = flag(None, "ZMQ port of KV events: PORT or +N")
+    kv_replay: str | None = flag(None, "ZMQ port that replays KV events: PORT, or +N")
+    queue: int = flag(1000, "most requests that wait for room", min=0)
+    queue_wait: str = flag("30s", "longest wait for room; then a 429")
+    fallbacks: int = flag(3, "addresses a request; 1 for ORIGINAL_DST", min=1, max=16)
+    data: Path | None = flag(None, "folder for the history of requests")
+    listen: str = flag("127.0.0.1:9002", "HOST:PORT for the gateway (gRPC)")
+    metrics_listen: str | None = flag(None, "HOST:PORT to serve /metrics at")
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
-    client_ca: Annotated[Path | None, typer.Option(help="PEM file of the authority for gateways")] = None
+    client_ca: Path | None = flag(None, "PEM file of the authority for gateways")
     insecure: Insecure = False
 
 

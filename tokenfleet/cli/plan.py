@@ -16,7 +16,7 @@ import typer
 
 from controlplane.errors import BadInput
 from dataplane.startup import loading
-from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, takes_flags
+from tokenfleet.cli.flags import Format, NoCache, OutputFormat, TraceSource, flag, takes_flags
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.tables import lines_table, plan_table
 
@@ -41,26 +41,17 @@ MISSING = (
 class UsageFlags:
     """The flags that stand in for a trace."""
 
-    users: Annotated[
-        int | None, typer.Option(help="plan without a trace: for this many users, of a published shape")
-    ] = None
-    requests_per_day: Annotated[float | None, typer.Option(help="the same, by requests a day")] = None
-    shape: Annotated[
-        str | None, typer.Option(help="shape of use: chat, long-chat, code, rag or agents (default: chat)")
-    ] = None
-    growth: Annotated[float | None, typer.Option(help="traffic to add: 0.3 plans for 30 % more")] = None
-    peak: Annotated[
-        float | None, typer.Option(help="requests of the busiest hour over the day's mean (default: 1.8)")
-    ] = None
-    prompt_tokens: Annotated[float | None, typer.Option(help="mean tokens of a prompt, as billed")] = None
-    output_tokens: Annotated[float | None, typer.Option(help="mean tokens of an answer, as billed")] = None
-    prometheus: Annotated[
-        str | None,
-        typer.Option(help="plan from vLLM's metrics at this Prometheus server, of --since (default: 24h)"),
-    ] = None
-    selector: Annotated[
-        str | None, typer.Option(help='with --prometheus: the servers, as {job="vllm"} (default: all)')
-    ] = None
+    users: int | None = flag(None, "plan without a trace: for this many users, of a published shape")
+    requests_per_day: float | None = flag(None, "the same, by requests a day")
+    shape: str | None = flag(None, "shape of use: chat, long-chat, code, rag or agents (default: chat)")
+    growth: float | None = flag(None, "traffic to add: 0.3 plans for 30 % more")
+    peak: float | None = flag(None, "requests of the busiest hour over the day's mean (default: 1.8)")
+    prompt_tokens: float | None = flag(None, "mean tokens of a prompt, as billed")
+    output_tokens: float | None = flag(None, "mean tokens of an answer, as billed")
+    prometheus: str | None = flag(
+        None, "plan from vLLM's metrics at this Prometheus server, of --since (default: 24h)"
+    )
+    selector: str | None = flag(None, 'with --prometheus: the servers, as {job="vllm"} (default: all)')
 
 
 @takes_flags()
@@ -266,9 +257,7 @@ def portfolio_command(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="processes at the same time (default: one per core)")
     ] = None,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="plan everything again and keep nothing")
-    ] = False,
+    no_cache: NoCache = False,
     output_dir: Annotated[
         Path | None, typer.Option(help="write portfolio.json, portfolio.html and NAME.plan.json there")
     ] = None,

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,7 @@ import numpy as np
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, OutputFormat, model_at, takes_flags
+from tokenfleet.cli.flags import Format, OutputFormat, flag, model_at, takes_flags
 from tokenfleet.cli.terminal import console, counted_bar
 from tokenfleet.texts import parse_duration_s, parse_speculation
 
@@ -47,53 +47,35 @@ class ProfileFlags:
     out: Annotated[
         Path, typer.Option("--output", help="CSV of the measurements; an unfinished file is continued")
     ]
-    budget: Annotated[str, typer.Option(help="stop after this long; run again to go on")] = "30m"
-    repeats: Annotated[
-        int, typer.Option(min=1, max=50, help="measurements of every grid point, after one to warm up")
-    ] = 3
-    points: Annotated[int | None, typer.Option(min=1, help="measure at most this many grid points")] = None
-    max_context: Annotated[int | None, typer.Option(min=64, help="longest context measured")] = None
-    clock: Annotated[str, typer.Option(help="wall, or cpu: processor time, for a busy CPU host")] = "wall"
-    cores: Annotated[str, typer.Option(help="cores of a CPU engine, as VLLM_CPU_OMP_THREADS_BIND")] = ""
-    seed: Annotated[int, typer.Option(min=0, help="random seed of the order and the prompts")] = 0
+    budget: str = flag("30m", "stop after this long; run again to go on")
+    repeats: int = flag(3, "measurements of every grid point, after one to warm up", min=1, max=50)
+    points: int | None = flag(None, "measure at most this many grid points", min=1)
+    max_context: int | None = flag(None, "longest context measured", min=64)
+    clock: str = flag("wall", "wall, or cpu: processor time, for a busy CPU host")
+    cores: str = flag("", "cores of a CPU engine, as VLLM_CPU_OMP_THREADS_BIND")
+    seed: int = flag(0, "random seed of the order and the prompts", min=0)
     output_format: Format = OutputFormat.TABLE
-    predict: Annotated[
-        bool, typer.Option("--predict", help="compose a profile from operation tables, without an engine")
-    ] = False
-    gpu: Annotated[str | None, typer.Option(help="with --predict: the GPU, e.g. h100_sxm")] = None
-    tp: Annotated[int, typer.Option(min=1, help="with --predict: GPUs of a worker")] = 1
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="with --predict: precision of weights: bf16, fp8, int4, nvfp4 (default: config.json)"
-        ),
-    ] = None
-    kv_precision: Annotated[str | None, typer.Option(help="with --predict: precision of KV: bf16 or fp8")] = (
-        None
+    predict: bool = flag(False, "compose a profile from operation tables, without an engine", "--predict")
+    gpu: str | None = flag(None, "with --predict: the GPU, e.g. h100_sxm")
+    tp: int = flag(1, "with --predict: GPUs of a worker", min=1)
+    precision: str | None = flag(
+        None, "with --predict: precision of weights: bf16, fp8, int4, nvfp4 (default: config.json)"
     )
-    expert_parallel: Annotated[
-        bool,
-        typer.Option("--expert-parallel", help="with --predict: whole experts on each GPU, like vLLM's flag"),
-    ] = False
-    data_parallel: Annotated[
-        int,
-        typer.Option(min=1, help="with --predict: attention ranks that share the experts, --tp GPUs each"),
-    ] = 1
-    pipeline_parallel: Annotated[
-        int, typer.Option(min=1, help="with --predict: pipeline stages, --tp GPUs each")
-    ] = 1
-    degrees: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            help="with --predict: a profile of another TP degree; two of them replace the operation tables",
-        ),
-    ] = None
-    speculate: Annotated[
-        str,
-        typer.Option(help="with --predict: draft acceptance by position, e.g. 0.8/0.6@1ms+0.5ms"),
-    ] = "off"
-    host: Annotated[str, typer.Option(help="with --predict: host time per step (no table has it)")] = "1ms"
+    kv_precision: str | None = flag(None, "with --predict: precision of KV: bf16 or fp8")
+    expert_parallel: bool = flag(
+        False, "with --predict: whole experts on each GPU, like vLLM's flag", "--expert-parallel"
+    )
+    data_parallel: int = flag(
+        1, "with --predict: attention ranks that share the experts, --tp GPUs each", min=1
+    )
+    pipeline_parallel: int = flag(1, "with --predict: pipeline stages, --tp GPUs each", min=1)
+    degrees: list[Path] | None = flag(
+        None,
+        "with --predict: a profile of another TP degree; two of them replace the operation tables",
+        "--from",
+    )
+    speculate: str = flag("off", "with --predict: draft acceptance by position, e.g. 0.8/0.6@1ms+0.5ms")
+    host: str = flag("1ms", "with --predict: host time per step (no table has it)")
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
     ] = None
@@ -120,10 +102,7 @@ def profile_command(flags: ProfileFlags) -> None:
     if flags.predict:
         _predict(flags)
         return
-    for flag in fields(ProfileFlags):
-        if flag.name in PREDICTED and getattr(flags, flag.name) != flag.default:
-            option = {"degrees": "from"}.get(flag.name, flag.name.replace("_", "-"))
-            raise BadInput(f"--{option}: only with --predict; an engine runs where and as it runs")
+    _refuse(flags, PREDICTED, "only with --predict; an engine runs where and as it runs")
     if flags.clock not in ("wall", "cpu"):
         raise BadInput(f"--clock: wall or cpu, got {flags.clock!r}")
     budget_s = parse_duration_s(flags.budget, "--budget")
@@ -135,6 +114,14 @@ def profile_command(flags: ProfileFlags) -> None:
     _prepare_process(flags.cores)
     summary = asyncio.run(_measure(flags, name, budget_s))
     _say(summary, flags.out, flags.output_format)
+
+
+def _refuse(flags: ProfileFlags, names: Collection[str], why: str) -> None:
+    """Raise BadInput where one of these was given."""
+    for one in fields(ProfileFlags):
+        if one.name in names and getattr(flags, one.name) != one.default:
+            option = {"degrees": "from"}.get(one.name, one.name.replace("_", "-"))
+            raise BadInput(f"--{option}: {why}")
 
 
 def _predict(flags: ProfileFlags) -> None:
@@ -201,9 +188,7 @@ def _of_degrees(flags: ProfileFlags) -> Profile:
     from tokenfleet.profiles.library import canonical_model, read_profile
 
     tables = ("gpu", "precision", "kv_precision", "expert_parallel", "data_parallel", "pipeline_parallel")
-    for flag in fields(ProfileFlags):
-        if flag.name in tables and getattr(flags, flag.name) != flag.default:
-            raise BadInput(f"--{flag.name.replace('_', '-')}: the profiles of --from say it; leave it out")
+    _refuse(flags, tables, "the profiles of --from say it; leave it out")
     known = [read_profile(path) for path in flags.degrees or ()]
     if len(known) != 2:
         raise BadInput(f"--from: two profiles are needed, got {len(known)}")

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, OutputFormat
+from tokenfleet.cli.flags import FleetFolder, Format, OutputFormat
 from tokenfleet.cli.terminal import answer, console
 from tokenfleet.report.tables import plan_table, table
 
 
 def scorecard_command(
     plan: Annotated[str, typer.Argument(help="id of a kept plan (default: the one served last)")] = "last",
-    data: Annotated[Path | None, typer.Option(help="the fleet's folder (default: $TOKENFLEET_DATA)")] = None,
+    data: FleetFolder = None,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """Compare predicted with observed TTFT, TPOT, SLO attainment and capacity.
@@ -47,7 +47,7 @@ def scorecard_tables(card: dict[str, Any]) -> list[Any]:
 
 
 def gap_command(
-    data: Annotated[Path | None, typer.Option(help="the fleet's folder (default: $TOKENFLEET_DATA)")] = None,
+    data: FleetFolder = None,
     days: Annotated[int, typer.Option(min=1, help="number of days, up to the last one")] = 7,
     output_format: Format = OutputFormat.TABLE,
 ) -> int:

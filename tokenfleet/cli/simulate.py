@@ -19,7 +19,7 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.figures import duration_text
 from controlplane.types import Slo, SloClass
-from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes_flags
+from tokenfleet.cli.flags import Format, MaxBatchedTokens, MaxSeqs, OutputFormat, Verbose, flag, takes_flags
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.tables import (
     asked_text,
@@ -46,37 +46,24 @@ MOST_WORKERS = 10_000  # beyond any fleet; a slip of the finger would fill the m
 class OneWorker:
     """The worker that is simulated, and what its engine takes."""
 
-    profile: Annotated[Path | None, typer.Option(help="profile file of the workers")] = None
-    gpu: Annotated[str | None, typer.Option(help="GPU of the workers, with --model and --tp")] = None
-    tp: Annotated[int | None, typer.Option(min=1, help="TP degree of the workers")] = None
-    prefill_workers: Annotated[
-        int | None, typer.Option(min=1, help="prefill workers among them, in split mode")
-    ] = None
-    max_batched_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-num-batched-tokens", min=1, help="the engine's token budget for a step, as in vLLM"
-        ),
-    ] = None
-    max_seqs: Annotated[
-        int | None, typer.Option("--max-num-seqs", min=1, help="running sequences per engine, as in vLLM")
-    ] = None
+    profile: Path | None = flag(None, "profile file of the workers")
+    gpu: str | None = flag(None, "GPU of the workers, with --model and --tp")
+    tp: int | None = flag(None, "TP degree of the workers", min=1)
+    prefill_workers: int | None = flag(None, "prefill workers among them, in split mode", min=1)
+    max_batched_tokens: MaxBatchedTokens = None
+    max_seqs: MaxSeqs = None
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFlags:
     """Sessions as load: turns that wait for answers, or do not."""
 
-    open_loop: Annotated[
-        bool,
-        typer.Option("--open-loop", help="send each turn at its recorded time, even before the last answer"),
-    ] = False
-    most_agents: Annotated[
-        bool,
-        typer.Option(
-            "--most-agents", help="find the largest --agents that meets --attainment at --confidence"
-        ),
-    ] = False
+    open_loop: bool = flag(
+        False, "send each turn at its recorded time, even before the last answer", "--open-loop"
+    )
+    most_agents: bool = flag(
+        False, "find the largest --agents that meets --attainment at --confidence", "--most-agents"
+    )
 
 
 @takes_flags(

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, OutputFormat, Verbose, takes_flags
+from tokenfleet.cli.flags import Format, OutputFormat, Verbose, flag, takes_flags
 from tokenfleet.cli.terminal import answer, console, counted_bar, warn
 from tokenfleet.files import refuse_to_replace
 from tokenfleet.report.tables import PHASES, facts_table, phase_row, table
@@ -98,19 +98,15 @@ class MadeUp:
     ]
     requests: Annotated[int, typer.Option(help="number of requests", show_default=False)]
     out: Annotated[Path, typer.Option("--output", help="FILE.csv, .jsonl or .parquet", show_default=False)]
-    turns: Annotated[
-        str | None, typer.Option(help="turns of a session: fixed:N, uniform:LOW:HIGH or lognormal:MEAN:CV")
-    ] = None
-    think: Annotated[
-        str, typer.Option(help="think time before each further turn, in seconds, by the same laws")
-    ] = SESSION_THINK
-    system_tokens: Annotated[int, typer.Option(help="a system prompt that all sessions share", min=0)] = 0
-    context_tokens: Annotated[int, typer.Option(help="sessions end before they are longer", min=2)] = 131_072
-    seed: Annotated[
-        int, typer.Option(help="the same seed gives the same trace; default: that of the published workloads")
-    ] = PUBLISHED_SEED
-    decimals: Annotated[int, typer.Option(help="decimals of arrival times; -1 keeps all", min=-1, max=15)] = 6
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace FILE if it exists")] = False
+    turns: str | None = flag(None, "turns of a session: fixed:N, uniform:LOW:HIGH or lognormal:MEAN:CV")
+    think: str = flag(SESSION_THINK, "think time before each further turn, in seconds, by the same laws")
+    system_tokens: int = flag(0, "a system prompt that all sessions share", min=0)
+    context_tokens: int = flag(131_072, "sessions end before they are longer", min=2)
+    seed: int = flag(
+        PUBLISHED_SEED, "the same seed gives the same trace; default: that of the published workloads"
+    )
+    decimals: int = flag(6, "decimals of arrival times; -1 keeps all", min=-1, max=15)
+    overwrite: bool = flag(False, "replace FILE if it exists", "--overwrite")
 
 
 @trace_app.command(

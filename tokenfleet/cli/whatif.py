@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, Verbose, takes_flags
+from tokenfleet.cli.flags import Format, NoCache, OutputFormat, TraceSource, Verbose, takes_flags
 from tokenfleet.planning.request import PlanRequest
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ def whatif_command(
     cache: Annotated[
         Path | None, typer.Option(help="folder for finished scenarios (default: the user's cache folder)")
     ] = None,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="plan everything again and keep nothing")
-    ] = False,
+    no_cache: NoCache = False,
     output_dir: Annotated[Path | None, typer.Option(help="write whatif.json and whatif.html there")] = None,
     verbose: Verbose = False,
     output_format: Format = OutputFormat.TABLE,

@@ -12,7 +12,7 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.advise.bearer import VARIABLE
 from tokenfleet.advise.view import MOST
-from tokenfleet.cli.flags import Format, OutputFormat
+from tokenfleet.cli.flags import Format, OutputFormat, flag
 from tokenfleet.texts import parse_duration_s
 
 NAMES = ("gpu", "tp", "profile", "min", "max", "apply")
@@ -28,17 +28,11 @@ class ServerFlags:
         list[str] | None,
         typer.Argument(metavar="ADDRESS", help="servers: HOST:PORT, http://HOST:PORT, dns:NAME:PORT"),
     ] = None
-    servers: Annotated[
-        Path | None, typer.Option(help="file with an address on each line; read again at each look")
-    ] = None
-    model: Annotated[str | None, typer.Option(help="model in the library, if the served name differs")] = None
-    gpu: Annotated[str | None, typer.Option(help="GPU of a server, e.g. h100")] = None
-    tp: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of a server, vLLM's --tensor-parallel-size (default: 1)")
-    ] = None
-    profile: Annotated[
-        Path | None, typer.Option(help="step times of a server, instead of --gpu and --tp")
-    ] = None
+    servers: Path | None = flag(None, "file with an address on each line; read again at each look")
+    model: str | None = flag(None, "model in the library, if the served name differs")
+    gpu: str | None = flag(None, "GPU of a server, e.g. h100")
+    tp: int | None = flag(None, "GPUs of a server, vLLM's --tensor-parallel-size (default: 1)", min=1)
+    profile: Path | None = flag(None, "step times of a server, instead of --gpu and --tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,81 +40,48 @@ class AdviseFlags(ServerFlags):
     """What `tokenfleet advise` is asked."""
 
     slo: Annotated[str, typer.Option(help="targets of each request, e.g. ttft=1s,tpot=50ms")]
-    kind: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="a worker type of a mixed fleet and its servers, once for each type:"
-            " gpu=h100,max=8,servers=ADDRESSES, or the pods' labels; servers= comes last"
-        ),
-    ] = None
-    prometheus: Annotated[
-        str | None, typer.Option(help="Prometheus server that scrapes the servers, instead of addresses")
-    ] = None
-    selector: Annotated[
-        str | None,
-        typer.Option(
-            help="""labels of the servers: of pods, app=vllm; with --prometheus, {namespace="llm"}"""
-        ),
-    ] = None
-    pool: Annotated[
-        str | None, typer.Option(help="InferencePool whose pods are the servers, instead of --selector")
-    ] = None
-    namespace: Annotated[
-        str | None, typer.Option(help="Kubernetes namespace (default: the context's, or this pod's)")
-    ] = None
-    port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="port of the pods' metrics (default: the pool's, or 8000)"),
-    ] = None
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help=f"bearer token that metrics or Prometheus are asked with (or ${VARIABLE})"),
-    ] = None
-    attainment: Annotated[
-        float, typer.Option(min=0.5, max=0.9999, help="share of requests to be within the targets")
-    ] = 0.99
-    replicas: Annotated[
-        str | None, typer.Option(help="floor and ceiling of the advice, MIN..MAX (default: 1, no ceiling)")
-    ] = None
-    cold_start: Annotated[str, typer.Option(help="time until a new replica serves")] = "2m"
-    scale_in_after: Annotated[str, typer.Option(help="how long fewer replicas must be enough")] = "80s"
-    every: Annotated[
-        str | None, typer.Option(help="time between two looks (default: 5s; 15s with --prometheus)")
-    ] = None
-    prices: Annotated[Path | None, typer.Option(help="price list instead of the shipped one")] = None
-    listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT to serve the advice at /metrics, for KEDA and Prometheus")
-    ] = None
-    scaler: Annotated[
-        str | None, typer.Option(help="HOST:PORT to answer KEDA's external scaler (gRPC, without TLS)")
-    ] = None
-    picker: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="--scaler: metrics of `tokenfleet pick`, for a fleet that goes to zero; once a picker",
-        ),
-    ] = None
-    apply: Annotated[
-        str | None,
-        typer.Option(
-            help="what to scale: deployment/NAME, statefulset/NAME, or a command with {replicas}; needs"
-            " --replicas, and --yes or it is a dry run"
-        ),
-    ] = None
-    yes: Annotated[bool, typer.Option("--yes", help="--apply: really set the replicas")] = False
-    replay: Annotated[
-        list[Path] | None,
-        typer.Option(help="show what the advice would have done on a recorded day; a trace of requests"),
-    ] = None
-    plan: Annotated[
-        str | None,
-        typer.Option(help="watch for this long, e.g. 10m, then plan for the traffic seen, and end"),
-    ] = None
-    output_dir: Annotated[Path | None, typer.Option(help="--plan: write plan.json and report.html there")] = (
-        None
+    kind: list[str] | None = flag(
+        None,
+        "a worker type of a mixed fleet and its servers, once for each type:"
+        " gpu=h100,max=8,servers=ADDRESSES, or the pods' labels; servers= comes last",
     )
-    once: Annotated[bool, typer.Option("--once", help="print the first advice and end")] = False
+    prometheus: str | None = flag(None, "Prometheus server that scrapes the servers, instead of addresses")
+    selector: str | None = flag(
+        None, 'labels of the servers: of pods, app=vllm; with --prometheus, {namespace="llm"}'
+    )
+    pool: str | None = flag(None, "InferencePool whose pods are the servers, instead of --selector")
+    namespace: str | None = flag(None, "Kubernetes namespace (default: the context's, or this pod's)")
+    port: int | None = flag(
+        None, "port of the pods' metrics (default: the pool's, or 8000)", min=1, max=65535
+    )
+    token_file: Path | None = flag(
+        None, f"bearer token that metrics or Prometheus are asked with (or ${VARIABLE})"
+    )
+    attainment: float = flag(0.99, "share of requests to be within the targets", min=0.5, max=0.9999)
+    replicas: str | None = flag(None, "floor and ceiling of the advice, MIN..MAX (default: 1, no ceiling)")
+    cold_start: str = flag("2m", "time until a new replica serves")
+    scale_in_after: str = flag("80s", "how long fewer replicas must be enough")
+    every: str | None = flag(None, "time between two looks (default: 5s; 15s with --prometheus)")
+    prices: Path | None = flag(None, "price list instead of the shipped one")
+    listen: str | None = flag(None, "HOST:PORT to serve the advice at /metrics, for KEDA and Prometheus")
+    scaler: str | None = flag(None, "HOST:PORT to answer KEDA's external scaler (gRPC, without TLS)")
+    picker: list[str] | None = flag(
+        None,
+        "--scaler: metrics of `tokenfleet pick`, for a fleet that goes to zero; once a picker",
+        metavar="ADDRESS",
+    )
+    apply: str | None = flag(
+        None,
+        "what to scale: deployment/NAME, statefulset/NAME, or a command with {replicas}; needs"
+        " --replicas, and --yes or it is a dry run",
+    )
+    yes: bool = flag(False, "--apply: really set the replicas", "--yes")
+    replay: list[Path] | None = flag(
+        None, "show what the advice would have done on a recorded day; a trace of requests"
+    )
+    plan: str | None = flag(None, "watch for this long, e.g. 10m, then plan for the traffic seen, and end")
+    output_dir: Path | None = flag(None, "--plan: write plan.json and report.html there")
+    once: bool = flag(False, "print the first advice and end", "--once")
     output_format: Format = OutputFormat.TABLE
 
 
