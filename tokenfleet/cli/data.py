@@ -11,7 +11,9 @@ import typer
 
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.terminal import answer
-from tokenfleet.profiles.own import own_folder
+from tokenfleet.profiles.library import library
+from tokenfleet.profiles.own import own_folder, own_prices
+from tokenfleet.profiles.prices import read_prices
 from tokenfleet.profiles.updates import OwnFile, forget, kept, update
 
 data_app = typer.Typer(
@@ -59,11 +61,12 @@ def _print(files: list[OwnFile], output_format: OutputFormat) -> None:
         table = Table("in use", "dated", "updated", "source", box=None, header_style="bold")
         for one in files:
             table.add_row(one.name, one.dated, one.updated, one.source)
-        return [table]
+        return [table, *(f"No profile is of {gpu!r}: no plan uses its price." for gpu in unused)]
 
+    unused = sorted(set(read_prices().gpus) - {p.gpu for p in library()}) if own_prices() else []
     rows = [asdict(one) for one in files]
     answer(
         output_format,
-        json.dumps({"folder": str(own_folder()), "files": rows}, indent=1),
+        json.dumps({"folder": str(own_folder()), "files": rows, "gpus_without_profile": unused}, indent=1),
         lambda: iter(shown()),
     )

@@ -5,6 +5,7 @@ It is readable on a phone, in light and dark, and without scripts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -18,6 +19,7 @@ from tokenfleet.report.tables import kind_text
 from tokenfleet.version import VERSION
 
 PAGE = Path(__file__).with_name("report_page.html")
+COMMAND = re.compile("`((?:tokenfleet |--)[^`]+|serve|compare|fit)`")  # other backticks may be a name's own
 
 
 def plan_report(plan: PlanFile) -> str:
@@ -67,7 +69,7 @@ def lines_section(lines: Iterable[Sequence[str]]) -> str:
     for topic, text in lines:
         if topic in OPENS and blocks[-1]:
             blocks.append([])
-        blocks[-1].append(f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>")
+        blocks[-1].append(f"<dt>{escape(topic)}</dt><dd>{_coded(text)}</dd>")
     return "\n".join(f"<section><dl>{''.join(rows)}</dl></section>" for rows in blocks)
 
 
@@ -76,7 +78,7 @@ def _tables(plan: PlanFile) -> Iterator[str]:
     columns = ("worker type", "profile", "date", "mean error", "price of a GPU-hour")
     yield section("Profiles and prices", columns, [_basis(plan, one) for one in plan.inputs.profiles])
     if warnings := [w for w in plan.inputs.warnings if w not in plan.inputs.ages]:
-        lines = "".join(f"<li>{escape(w)}</li>" for w in warnings)
+        lines = "".join(f"<li>{_coded(w)}</li>" for w in warnings)
         yield f"<section><h2>Warnings</h2><ul>{lines}</ul></section>"
 
 
@@ -97,8 +99,13 @@ def section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -
     return f"<section><h2>{escape(title)}</h2>{_table(columns, rows)}</section>"
 
 
+def _coded(text: str) -> str:
+    """Text as HTML, with its commands and flags as code, where the terminal's text has backticks."""
+    return COMMAND.sub(r"<code>\1</code>", escape(text))
+
+
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(f"<td>{_coded(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="scroll" tabindex="0">{table}</div>'

@@ -1,6 +1,7 @@
 """Prices and profiles of the user's own: what `data update` keeps, and how plans use it."""
 
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from datetime import date
@@ -84,6 +85,18 @@ def test_several_documents_are_kept_together_and_shown_with_their_dates(
     assert {one.updated for one in kept()} == {"2026-11-25"}
     assert main(["data", "show"]) == 0
     assert "2026-11-01" in capsys.readouterr().out
+
+
+def test_a_price_of_a_gpu_that_no_profile_is_of_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = source(tmp_path, PRICES.replace("a100-sxm", "a10O-sxm"))
+    assert main(["data", "update", given]) == 0
+    shown = capsys.readouterr().out
+    assert "No profile is of 'a10o-sxm': no plan uses its price." in shown
+    assert "h100" not in shown
+    assert main(["data", "show", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus_without_profile"] == ["a10o-sxm"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tokenfleet.planning.plan_file import ExpectedLoop, KvOffload, PlanFile
 from tokenfleet.planning.result import Plan
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.report.answer import loop_text, offload_text, says
-from tokenfleet.report.page import plan_report
+from tokenfleet.report.page import lines_section, plan_report
 from tokenfleet.report.plan_figures import plan_figures
 from tokenfleet.report.plan_json import plan_json
 from tokenfleet.report.tables import gpu_text
@@ -217,6 +217,11 @@ def test_the_terminal_prints_the_same_lines_and_its_next_command_works(
     (command,) = re.findall(r"^Next: tokenfleet (.*)$", said.out, re.MULTILINE)
     assert main(command.split()) == 0
     assert list((tmp_path / "out/deploy").rglob("*.yaml"))
+
+
+def test_the_report_shows_commands_as_code_and_a_name_of_backticks_as_it_is() -> None:
+    shown = lines_section([("Note", "`tokenfleet fit --log <x>` or `--prices`, of `<b>`")])
+    assert "<code>tokenfleet fit --log &lt;x&gt;</code> or <code>--prices</code>, of `&lt;b&gt;`" in shown
 
 
 def test_the_loops_expected_cost_is_compared_with_the_fixed_fleets() -> None:

@@ -2,7 +2,7 @@
    the server can be as hostile as it likes. */
 
 const SVG = "http://www.w3.org/2000/svg";
-const COMMAND = /\x60((?:tokenfleet |--)[^\x60]+|serve|compare)\x60/; // other backticks (x60) may be a name's own
+const COMMAND = /\x60((?:tokenfleet |--)[^\x60]+|serve|compare|fit)\x60/; // other backticks (x60) may be a name's own
 
 /** An HTML element. Functions among `attributes` are listeners (`onclick`), false and null are left out. */
 export function make(tag, attributes = {}, ...children) {
