@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -27,6 +28,15 @@ class Parsed(Generic[T]):
 
     def __str__(self) -> str:
         return self.text
+
+
+def as_text(value: object) -> str:
+    """A Python or YAML value as the text of a flag: `yes`, `ttft=1s,tpot=75ms`, `h100+a100`."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={as_text(one)}" for key, one in value.items())
+    return "+".join(map(as_text, value)) if isinstance(value, list | tuple) else str(value)
 
 
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}

@@ -12,6 +12,7 @@ from controlplane.types import Slo
 from tokenfleet.field_errors import nearest
 from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
 from tokenfleet.service.forms import in_field_names
+from tokenfleet.texts import as_text
 
 Targets = Slo | str | Sequence[str]
 
@@ -66,16 +67,8 @@ def _item(option: Option, value: Any, where: str) -> Any:
 
 def as_vary(axes: dict[str, Sequence[Any]]) -> list[str]:
     """Axes as the command line's `--vary` takes them: `rate=1,2`; `ttft` and `tpot` are of the targets."""
-    return [f"{_key(name)}={','.join(map(_text, values))}" for name, values in axes.items()]
+    return [f"{_key(name)}={','.join(map(as_text, values))}" for name, values in axes.items()]
 
 
 def _key(name: str) -> str:
     return f"slo.{name}" if name in ("ttft", "tpot") else name.replace("_", "-")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return "+".join(map(_text, value))
-    return str(value)

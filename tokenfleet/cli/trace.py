@@ -7,9 +7,8 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import typer
@@ -42,14 +41,6 @@ trace_app = typer.Typer(
 BARS = "▁▂▃▄▅▆▇█"
 _READING = ("order", "empty outputs")  # these the reader of the file has told already
 SHOWN_PHASES = 8
-
-
-class Written(StrEnum):
-    """The formats `convert` writes."""
-
-    PLAIN = "plain"
-    MOONCAKE = "mooncake"
-    AZURE = "azure"
 
 
 @trace_app.command(
@@ -147,7 +138,7 @@ def synth_command(asked: MadeUp) -> None:
 def convert_command(
     source: Annotated[Path, typer.Argument(metavar="IN", help="a trace in any known format")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="FILE.csv, .jsonl or .parquet")],
-    to: Annotated[Written, typer.Option(help="format of OUT")] = Written.PLAIN,
+    to: Annotated[Literal["plain", "mooncake", "azure"], typer.Option(help="format of OUT")] = "plain",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT if it exists")] = False,
 ) -> None:
     """Rewrite a trace in another format.
@@ -155,11 +146,11 @@ def convert_command(
     `plain` keeps every column. `mooncake` (.jsonl) keeps whole milliseconds and shared prefixes, in blocks of
     512 tokens. `azure` (.csv) keeps arrival dates and lengths.
     """
-    kind_for(target, to.value)
+    kind_for(target, to)
     refuse_to_replace(target, overwrite)
     trace = _read(source)
     warn(trace.warnings)
-    _write(trace, target, to.value, overwrite)
+    _write(trace, target, to, overwrite)
 
 
 def _kv_tokens(model: str) -> dict[str, int]:

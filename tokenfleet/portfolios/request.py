@@ -38,6 +38,7 @@ from tokenfleet.planning.plan_file import SCHEMA as PLAN_SCHEMA
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
 from tokenfleet.profiles.library import canonical_gpus
+from tokenfleet.texts import as_text
 
 if TYPE_CHECKING:
     from controlplane.scaler.shares import Limits
@@ -360,18 +361,8 @@ def _values(option: Option, value: Any, find: Find) -> dict[str, Any]:
     """A setting as fields of a request; YAML's mappings and lists stand for the text of a flag."""
     listed = value if isinstance(value, list) else [value]
     if option.field == "slo":
-        return read_targets([_text(one) for one in listed])
+        return read_targets(list(map(as_text, listed)))
     if option.kind == "file":
         paths = [find(str(one)) for one in listed]
         return {option.field: option.checked(tuple(paths) if option.is_list else paths[0])}
-    return {option.field: option.read(_text(value))}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, Mapping):
-        return ",".join(f"{key}={_text(one)}" for key, one in value.items())
-    if isinstance(value, list):
-        return "+".join(_text(one) for one in value)
-    return str(value)
+    return {option.field: option.read(as_text(value))}

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from controlplane.figures import counted
 from tokenfleet.planning.plan_file import Shown
 from tokenfleet.portfolios.offers import GpuPurchase
 from tokenfleet.portfolios.plan import PortfolioPlan, Row, Use
@@ -91,8 +92,8 @@ def _verdict(plan: PortfolioPlan) -> tuple[str, str]:
         for gpu, count in zip(plan.gpu_types, plan.gpus.max(axis=0), strict=True)
         if count
     )
-    models = f"{len(plan.rows)} model" + ("" if len(plan.rows) == 1 else "s")
     meet = "meet their targets" if len(plan.rows) > 1 else "meets its targets"
+    models = counted(len(plan.rows), "model")
     figures = (models, usd_text(plan.usd_per_h), f"at peak {most}", f"{meet} within the limits")
     return "Recommended fleets", GAP.join(figures)
 

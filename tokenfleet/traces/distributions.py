@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +23,6 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 
 PUBLISHED_SEED = 0xCADE
-
-
-class Side(Protocol):
-    """One side of a mix: prompts or outputs."""
-
-    def draw(self, requests: int, rng: Randomness) -> NDArray[np.int64]:
-        """Lengths [requests] in tokens, each at least 1."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +101,9 @@ class Uniform:
             return np.full(requests, self.least_tokens, np.int64)
         width = self.most_tokens - self.least_tokens + 1
         return self.least_tokens + np.floor(rng.uniform(0.0, width, requests)).astype(np.int64)
+
+
+Side = PowerLaw | Percentiles | Lognormal | Uniform  # of a mix: prompts or outputs
 
 
 @dataclass(frozen=True, slots=True)

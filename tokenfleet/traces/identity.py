@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.prefixes import Prefixes, Sessions
-from tokenfleet.traces.sessions import Floats, Ints, Links, RequestRows, links_of
+from tokenfleet.traces.sessions import Floats, Ints, Links, RequestRows, codes_of, links_of
 
 BLOCK_TOKENS = 16  # the unit of what follows from lengths
 
@@ -236,11 +235,7 @@ def _systems(rows: RequestRows, order: Ints) -> SystemPrompts | None:
     if not rows.has("system_tokens"):
         raise BadInput(f"{rows.where}: system: expected system_tokens too, the length of each system prompt")
     names = rows.table["system"]
-    known = names.unique(maintain_order=True).drop_nulls()
-    of = names.replace_strict(
-        known, pl.Series(np.arange(len(known), dtype=np.int64)), default=-1, return_dtype=pl.Int64
-    )
-    codes = of.fill_null(-1).to_numpy().astype(np.int64)
+    codes, known = codes_of(names)
     tokens, prompt = rows.whole("system_tokens"), rows.table["prompt"].to_numpy()
     declared = np.zeros(len(known), np.int64)
     declared[codes[::-1][codes[::-1] >= 0]] = tokens[::-1][codes[::-1] >= 0]
@@ -253,7 +248,7 @@ def _systems(rows: RequestRows, order: Ints) -> SystemPrompts | None:
         rows.refuse(
             row, "system_tokens", f"{tokens[row]}, expected at most the {prompt[row]:.0f} of the prompt"
         )
-    return SystemPrompts(tuple(known.to_list()), declared, codes[order])
+    return SystemPrompts(known, declared, codes[order])
 
 
 def _dense(ids: NDArray[np.generic]) -> Ints:

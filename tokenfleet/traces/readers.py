@@ -25,7 +25,7 @@ from controlplane.workload import LONGEST_S, Workload
 from tokenfleet.traces.container import ROW, UNREADABLE, TableFile, blame, open_container
 from tokenfleet.traces.formats import ANSWERED, ArrivalUnit, Match, match
 from tokenfleet.traces.identity import identify
-from tokenfleet.traces.sessions import RequestRows
+from tokenfleet.traces.sessions import RequestRows, codes_of
 from tokenfleet.traces.trace import Trace, merged
 
 MOST_TOKENS = 100_000_000
@@ -265,12 +265,7 @@ def _seconds(form: Match, arrival: NDArray[np.generic]) -> tuple[NDArray[np.floa
 
 def _names(table: pl.DataFrame, column: str) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """A text column as indices into its distinct values, in order of first appearance."""
-    if column not in table.columns:
-        return _none(), ("default",)
-    values = table[column].unique(maintain_order=True)
-    index = pl.DataFrame({column: values, "index": np.arange(len(values))})
-    joined = table.select(column).join(index, on=column, how="left", maintain_order="left")
-    return joined["index"].to_numpy().astype(np.int64), tuple(values.cast(pl.String).to_list())
+    return codes_of(table[column]) if column in table.columns else (_none(), ("default",))
 
 
 def _none() -> NDArray[np.int64]:

@@ -57,6 +57,15 @@ class RequestRows:
         raise BadInput(f"{self.where}: row {self.table[ROW][int(row)] + 1}: {column}: {words}")
 
 
+def codes_of(names: pl.Series) -> tuple[Ints, tuple[str, ...]]:
+    """Each name as a place among the distinct ones, which are in order of first appearance; -1: null."""
+    known = names.unique(maintain_order=True).drop_nulls()
+    places = pl.DataFrame({"name": known, "place": np.arange(len(known), dtype=np.int64)})
+    joined = names.alias("name").to_frame().join(places, on="name", how="left", maintain_order="left")
+    codes = joined["place"].fill_null(-1).to_numpy().astype(np.int64)
+    return codes, tuple(known.cast(pl.String).to_list())
+
+
 @dataclass(frozen=True)
 class Links:
     """Turns of sessions, by rows of the file. `before` [links] precede `owner` [links], first the one that
@@ -73,11 +82,7 @@ class Links:
 
 def links_of(rows: RequestRows) -> Links:
     """The turns of each session and what they wait for."""
-    names = rows.table["session"]
-    known = names.unique(maintain_order=True).drop_nulls()
-    codes = pl.DataFrame({"session": known, "code": np.arange(len(known), dtype=np.int64)})
-    joined = rows.table.select("session").join(codes, on="session", how="left", maintain_order="left")
-    session = joined["code"].fill_null(-1).to_numpy().astype(np.int64)
+    session, _ = codes_of(rows.table["session"])
     if rows.form.format.name == "weka":
         return _agents(rows, session)
     n = len(session)

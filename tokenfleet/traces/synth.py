@@ -138,10 +138,8 @@ def _side(flag: str, text: str, unit: float) -> Side:
             return Lognormal(first * unit, rest[0], round(MOST_FIGURE * unit))
         return Uniform(round(first * unit), round((rest[0] if rest else first) * unit))
     except BadInput:
-        expected = (
-            f"at least {1 / unit:g}, at most {MOST_FIGURE}, LOW before HIGH, CV above 0 and at most 100"
-        )
-        raise BadInput(f"{flag}: {text!r}, expected {expected}") from None
+        bounds = f"at least {1 / unit:g}, at most {MOST_FIGURE}, LOW before HIGH, CV above 0 and at most 100"
+        raise BadInput(f"{flag}: {text!r}, expected {bounds}") from None
 
 
 def arrival_law_of(text: str) -> Arrive:
@@ -162,8 +160,8 @@ def length_mix_of(text: str) -> LengthMix:
     """The length mix of `--lengths`: one name for both sides, or PROMPT-OUTPUT."""
     kind, *words = text.split(":")
     if kind == "fixed" and len(words) == 2 and "-" not in text:
-        prompt, output = _figures("--lengths", text, words, ("PROMPT", "OUTPUT"))
-        return LengthMix(_fixed(text, prompt), _fixed(text, output))
+        figures = _figures("--lengths", text, words, ("PROMPT", "OUTPUT"))
+        return LengthMix(*(_uniform(text, [tokens]) for tokens in figures))
     for cut in (n for n, letter in enumerate(text) if letter == "-"):
         prompts, outputs = _mix(text[:cut]), _mix(text[cut + 1 :])
         if prompts is not None and outputs is not None:
@@ -183,19 +181,14 @@ def _mix(text: str) -> LengthMix | None:
     kind, *words = text.split(":")
     if kind not in SIDES or len(words) != len(SIDES[kind]):
         return None
-    first, *rest = _figures("--lengths", text, words, SIDES[kind])
-    side: Side
-    if kind == "fixed":
-        side = _fixed(text, first)
-    elif kind == "uniform":
-        side = Uniform(_whole(text, first), _whole(text, rest[0]))
-    else:
-        side = Lognormal(first, rest[0])
+    figures = _figures("--lengths", text, words, SIDES[kind])
+    side: Side = Lognormal(figures[0], figures[1]) if kind == "lognormal" else _uniform(text, figures)
     return LengthMix(side, side)
 
 
-def _fixed(text: str, tokens: float) -> Uniform:
-    return Uniform(_whole(text, tokens), _whole(text, tokens))
+def _uniform(text: str, tokens: list[float]) -> Uniform:
+    """From the first length to the last."""
+    return Uniform(_whole(text, tokens[0]), _whole(text, tokens[-1]))
 
 
 def _whole(text: str, tokens: float) -> int:

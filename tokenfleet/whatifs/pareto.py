@@ -7,8 +7,8 @@ not known.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from math import inf
 
@@ -87,9 +87,11 @@ def _against(scenarios: Sequence[Scenario], key: str) -> Figure:
     drawn: list[Series] = []
     for number, (name, members) in enumerate(series.items()):
         line, dearer = _cheapest(members, key, is_priced(scenarios))
-        points = _Points(key, is_priced(scenarios), TONES[number % len(TONES)])
-        drawn += points.joined(line, stars, name if len(series) > 1 else "")
-        drawn.append(points.of(dearer, "", "crosses"))
+        starred = [one for one in line if id(one) in stars]
+        others = [one for one in line if id(one) not in stars]
+        draw = partial(_series, key=key, priced=is_priced(scenarios), tone=TONES[number % len(TONES)])
+        drawn += [draw(line, "line", name=name if len(series) > 1 else ""), draw(starred, "dots")]
+        drawn += [draw(others, "open dots"), draw(dearer, "crosses")]
     caption = (
         "Each line joins the cheapest fleets. A full dot is Pareto-optimal: nothing cheaper meets this"
         " target. Crosses are dearer fleets for the same target."
@@ -121,23 +123,12 @@ def _cheapest(members: Sequence[Scenario], key: str, priced: bool) -> tuple[list
     return line, [one for one in members if id(one) not in chosen]
 
 
-@dataclass(frozen=True)
-class _Points:
-    """Where scenarios that compete are drawn."""
-
-    key: str
-    priced: bool
-    tone: str
-
-    def joined(self, line: Sequence[Scenario], stars: Container[int], name: str) -> Iterator[Series]:
-        """A line through scenarios, with a full dot for each whose id is in `stars`."""
-        yield self.of(line, name, "line")
-        yield self.of([one for one in line if id(one) in stars], "", "dots")
-        yield self.of([one for one in line if id(one) not in stars], "", "open dots")
-
-    def of(self, scenarios: Sequence[Scenario], name: str, kind: Kind) -> Series:
-        points = [(_promised(one, self.key), cost(one, self.priced)) for one in scenarios]
-        return Series(name, kind, points, self.tone, [_label(one) for one in scenarios])
+def _series(
+    scenarios: Sequence[Scenario], kind: Kind, *, key: str, priced: bool, tone: str, name: str = ""
+) -> Series:
+    """Scenarios that compete, each at its promise and cost."""
+    points = [(_promised(one, key), cost(one, priced)) for one in scenarios]
+    return Series(name, kind, points, tone, [_label(one) for one in scenarios])
 
 
 def _scale(key: str) -> tuple[float, str]:

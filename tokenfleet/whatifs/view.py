@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from controlplane.figures import counted
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.report.answer import ages
 from tokenfleet.report.page import page, section
@@ -48,11 +49,7 @@ def whatif_tables(scenarios: Sequence[Scenario], verbose: bool) -> Iterable[Rend
     """The verdict, a row for each scenario, and the dearest steps; `verbose`: more steps, and commands."""
     keys = tuple(scenarios[0].changes)
     yield Text(verdict(scenarios), style="bold green" if any(s.feasible for s in scenarios) else "bold red")
-    rows = (
-        (*one.changes.values(), *cells(one, scenarios), "*" if is_best else "")
-        for one, is_best in zip(scenarios, unbeaten(scenarios), strict=True)
-    )
-    yield table((*keys, *columns(scenarios), ""), rows, left=(*keys, "fleet", ""))
+    yield table((*keys, *columns(scenarios), ""), _rows(scenarios, "*"), left=(*keys, "fleet", ""))
     yield Text(f"* {_PARETO}", style="dim")
     yield from _notes([one.plan for one in scenarios if one.plan])
     told = sentences(scenarios)
@@ -72,16 +69,12 @@ def verdict(scenarios: Sequence[Scenario]) -> str:
     """How many scenarios can meet their target, and the fleet of the cheapest that does."""
     met = [one for one in scenarios if one.feasible]
     if not met:
-        return f"No fleet meets the target in any of {scenarios_text(len(scenarios))}"
-    head = f"{len(met)} of {scenarios_text(len(scenarios))} can meet the target"
+        return f"No fleet meets the target in any of {counted(len(scenarios), 'scenario')}"
+    head = f"{len(met)} of {counted(len(scenarios), 'scenario')} can meet the target"
     best = min(met, key=lambda one: cost(one, is_priced(scenarios)))
     assert best.plan is not None
     fleet = f"{fleet_text(best.plan.fleet)} ({gpus_text(best.plan.gpus)}, {usd_text(best.plan.usd_per_hour)})"
     return f"{head}; the cheapest is {fleet} at {_changes(best.changes)}"
-
-
-def scenarios_text(count: int) -> str:
-    return f"{count} scenario" + ("" if count == 1 else "s")
 
 
 def sentences(scenarios: Sequence[Scenario]) -> list[str]:
@@ -136,6 +129,12 @@ def cells(one: Scenario, scenarios: Sequence[Scenario]) -> tuple[str, ...]:
     return row if width == len(row) else (*row, usd_text(plan.paid.usd_per_hour) if plan.paid else "-")
 
 
+def _rows(scenarios: Sequence[Scenario], mark: str) -> Iterator[tuple[str, ...]]:
+    """A row for each scenario; `mark` ends those that no other beats."""
+    for one, is_best in zip(scenarios, unbeaten(scenarios), strict=True):
+        yield (*one.changes.values(), *cells(one, scenarios), mark * is_best)
+
+
 def _of_which_spare(plan: PlanFile) -> str:
     return f", {plan.spares.workers} of them standby" if plan.spares and plan.spares.workers else ""
 
@@ -143,11 +142,6 @@ def _of_which_spare(plan: PlanFile) -> str:
 def whatif_report(scenarios: Sequence[Scenario]) -> str:
     """The page: what each scenario costs, what a step along each axis costs, and the command of each row."""
     keys = tuple(scenarios[0].changes)
-    best = unbeaten(scenarios)
-    rows = [
-        (*one.changes.values(), *cells(one, scenarios), "yes" if is_best else "")
-        for one, is_best in zip(scenarios, best, strict=True)
-    ]
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(scenarios))
     prices = f"<section><h2>What steps cost</h2><ul>{items}</ul></section>" if items else ""
     return page(
@@ -157,7 +151,7 @@ def whatif_report(scenarios: Sequence[Scenario]) -> str:
         prices,
         [cost_figure(scenarios)],
         [
-            section("Scenarios", (*keys, *columns(scenarios), "Pareto-optimal"), rows),
+            section("Scenarios", (*keys, *columns(scenarios), "Pareto-optimal"), _rows(scenarios, "yes")),
             *_steps(scenarios),
             section(
                 "The command of each scenario",
