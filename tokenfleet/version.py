@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 VERSION = "0.1.0"
@@ -35,8 +36,6 @@ def _commit() -> str:
 
 
 def _profile_dates() -> list[str]:
-    import re
-
     from tokenfleet.profiles.library import library_folder
 
     dated = re.compile(r"^\s+date: ['\"]?(\d{4}-\d{2}-\d{2})", re.MULTILINE)

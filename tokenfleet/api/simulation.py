@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -21,7 +21,7 @@ from controlplane.types import SloClass
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
 from dataplane.simulated.simulate import simulate as replay
-from tokenfleet.api.inputs import NamedFleet, fleet_of, trace_of
+from tokenfleet.api.inputs import NamedFleet, RequestTrace, fleet_of, trace_of
 from tokenfleet.api.options import Targets, request_of
 from tokenfleet.planning.classes import classed, present
 from tokenfleet.planning.fleet import Fleet
@@ -33,9 +33,6 @@ from tokenfleet.planning.reuse import sessions_per_h
 from tokenfleet.report.tables import share_text
 from tokenfleet.traces import Trace
 from tokenfleet.traces.check import doctor_warnings
-
-if TYPE_CHECKING:
-    from tokenfleet.api.inputs import RequestTrace
 
 SCHEMA = "tokenfleet.simulation/1"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput
 from dataplane.http.keys import KeyRing, control_keys_of, read_control_keys
-from dataplane.http.tls import certificate_of
+from dataplane.http.tls import ServerCertificate, certificate_of
 from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, flag, takes_flags
 from tokenfleet.cli.terminal import warn
 from tokenfleet.texts import parse_duration_s
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import socket
 
     from fastapi import FastAPI
-
-    from dataplane.http.tls import ServerCertificate
 
     Followed = tuple[Sequence[Path], Callable[[], None]]
 

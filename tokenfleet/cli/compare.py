@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.figures import duration_text
-from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Frontend
+from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Frontend, Profile
+from controlplane.types import Slo
 from dataplane.http.tls import client_context
 from tokenfleet.cli.flags import ControlKey, EndpointKey, Format, OutputFormat, TlsCa, flag, takes_flags
 from tokenfleet.cli.terminal import counted_bar, show, warn
+from tokenfleet.files import write_files
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.profiles.library import read_profile
 from tokenfleet.report.tables import share_text, table, workers_text
 from tokenfleet.texts import Parsed, parse_duration_s, parse_slo, parse_window_s
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from controlplane.perfmodel.profile import Profile
-    from controlplane.types import Slo
     from controlplane.workload import Workload
     from tokenfleet.compare.replay import Replay
 
@@ -107,7 +107,6 @@ def compare_command(flags: CompareFlags) -> int:
     targets = request.slo
     from tokenfleet.compare.replay import read_steps
     from tokenfleet.planning.inputs import trimmed
-    from tokenfleet.profiles.library import read_profile
     from tokenfleet.traces import read_traces
 
     worker = replace(read_profile(flags.profile), frontend=Frontend())  # here it is measured
@@ -241,8 +240,6 @@ def _learned_s(replayed: Replay, steps: Path, lone_s: NDArray[np.float64]) -> ND
 def _write_requests(path: Path, replayed: Replay, simulated: dict[str, Any]) -> None:
     """A row for each finished request, in the order they were sent; empty: a single token has no TPOT."""
     import polars as pl
-
-    from tokenfleet.files import write_files
 
     log = replayed.log
     columns = {

@@ -8,6 +8,7 @@ from datetime import date
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.terminal import answer
@@ -53,8 +54,6 @@ def forget_command() -> None:
 
 
 def _print(files: list[OwnFile], output_format: OutputFormat) -> None:
-    from rich.table import Table
-
     def shown() -> list[Table | str]:
         if not files:
             return [f"Nothing of your own in {own_folder()}; plans use the shipped prices and profiles."]

@@ -11,6 +11,8 @@ import typer
 
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import flag, takes_flags
+from tokenfleet.field_errors import read_text
+from tokenfleet.files import write_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,6 @@ def export_command(flags: ExportFlags) -> None:
     from tokenfleet.export.deployment import deployment, dns_name
     from tokenfleet.export.files import ExportSettings, advice_files, export_files, known_kinds, next_steps
     from tokenfleet.export.keda import followed_advice
-    from tokenfleet.field_errors import read_text
-    from tokenfleet.files import write_files
     from tokenfleet.planning.plan_file import read_plan
 
     kinds = known_kinds(flags.kind)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from controlplane.errors import ControlPlaneError, Infeasible
+from tokenfleet.version import version_text
 
 DONE, INFEASIBLE, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 70, 130
 
@@ -116,8 +117,6 @@ def _run(arguments: list[str]) -> int:
         print(_help())
         return DONE if arguments else BAD_INPUT
     if arguments[0] in ("--version", "-V"):
-        from tokenfleet.version import version_text
-
         print(version_text())
         return DONE
     words = 2 if " ".join(arguments[:2]) in VERBS else 1

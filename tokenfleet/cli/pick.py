@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput, ProfileMissing
-from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.profile import EngineLimits, Profile
 from controlplane.types import EngineMode
 from tokenfleet.advise.target import host_port, listening_at
 from tokenfleet.cli.advise.flags import ServerFlags
 from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, flag, takes_flags
 from tokenfleet.cli.terminal import warn
+from tokenfleet.planning.request import tightest
+from tokenfleet.profiles.engine_metrics import EngineCounts
 from tokenfleet.profiles.library import find_profiles, read_profile
 from tokenfleet.texts import parse_duration_s
 
@@ -185,7 +187,6 @@ def _known(flags: PickFlags, profile: Profile | None) -> str:
 def _targets(texts: list[str]) -> PickTargets:
     from tokenfleet.cli.serve.workers import targets_asked
     from tokenfleet.pick.asked import PickTargets
-    from tokenfleet.planning.request import tightest
 
     plain, classes = targets_asked(texts, None)
     return PickTargets(plain or tightest(classes), {one.name: one for one in classes})
@@ -193,8 +194,6 @@ def _targets(texts: list[str]) -> PickTargets:
 
 async def _served_model(servers: Servers) -> str:
     """The model that the servers say they serve, or nothing where none answers. Raises BadInput for two."""
-    from tokenfleet.profiles.engine_metrics import EngineCounts
-
     pages = await servers.pages(0.0)
     if not pages:
         raise BadInput("pick: the list of servers is empty")
@@ -230,7 +229,6 @@ def _profile(flags: PickFlags, served: str) -> Profile | None:
 
 
 def _limits(flags: PickFlags, profile: Profile | None) -> ServerLimits:
-    from controlplane.perfmodel.profile import EngineLimits
     from tokenfleet.pick.watch import UNKNOWN_KV, ServerLimits
 
     engine = EngineLimits() if profile is None else profile.engine

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 
 from controlplane.errors import BadInput
 from dataplane.startup import loading
 from tokenfleet.cli.flags import Format, NoCache, OutputFormat, TraceSource, flag, takes_flags
+from tokenfleet.files import refuse_unwritable, write_files
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.tables import lines_table, plan_table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from tokenfleet.planning.inputs import Gathered
     from tokenfleet.planning.plan_file import PlanFile
     from tokenfleet.traces import Trace
@@ -104,8 +105,6 @@ def plan_command(
 
 def refuse_unwritable_plan(output_dir: Path | None) -> None:
     """Raise BadInput where a plan's files could not be written."""
-    from tokenfleet.files import refuse_unwritable
-
     refuse_unwritable([output_dir / name for name in ("plan.json", "report.html")] if output_dir else [])
 
 
@@ -121,7 +120,6 @@ def answer_plan(
     with loading():
         from tokenfleet.api.plan import answered, plan_texts
         from tokenfleet.cli.terminal import answer, progress_bar
-        from tokenfleet.files import write_files
 
     with progress_bar() as bar:
         plan = answered(gathered, request, jobs, bar)
@@ -211,8 +209,6 @@ def answered_usage() -> Usage:
 
 def plan_answer(plan: PlanFile, written: Path | None, show_all: bool) -> Iterator[RenderableType]:
     """The answer on a terminal: its lines, its tables, the files, and the next command."""
-    from rich.text import Text
-
     from tokenfleet.report.answer import GUIDE, OPENS
 
     *lines, (_, note) = plan.says
@@ -241,7 +237,6 @@ def plan_answer(plan: PlanFile, written: Path | None, show_all: bool) -> Iterato
 
 def is_exported(plan: PlanFile) -> bool:
     """Whether `export` takes the plan without a flag more."""
-    from controlplane.errors import BadInput
     from tokenfleet.export.deployment import deployment
 
     try:
@@ -272,7 +267,6 @@ def portfolio_command(
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.api.portfolio import chosen_fleets, portfolio_texts
     from tokenfleet.cli.terminal import answer, warn
-    from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.portfolios.request import read_portfolio
     from tokenfleet.portfolios.view import portfolio_tables
 

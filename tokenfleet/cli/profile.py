@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +17,14 @@ import numpy as np
 import typer
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import Profile, speculating
+from dataplane.startup import log_to_stderr
 from tokenfleet.cli.flags import Format, OutputFormat, flag, model_at, takes_flags
 from tokenfleet.cli.terminal import console, counted_bar
+from tokenfleet.profiles.library import canonical_model, read_profile, write_profile
 from tokenfleet.texts import parse_duration_s, parse_speculation
 
 if TYPE_CHECKING:
-    from controlplane.perfmodel.profile import Profile
     from controlplane.perfmodel.samples import Burst
     from dataplane.live.engine_api.link import Step
     from dataplane.live.worker.profiling import ProfiledEngine
@@ -125,9 +128,6 @@ def _refuse(flags: ProfileFlags, names: Collection[str], why: str) -> None:
 
 
 def _predict(flags: ProfileFlags) -> None:
-    from controlplane.perfmodel.profile import speculating
-    from tokenfleet.profiles.library import write_profile
-
     host_s, drafts = parse_duration_s(flags.host, "--host"), parse_speculation(flags.speculate)
     profile = _of_degrees(flags) if flags.degrees else _of_tables(flags, host_s)
     if drafts is not None:
@@ -162,8 +162,6 @@ def _predict(flags: ProfileFlags) -> None:
 
 
 def _of_tables(flags: ProfileFlags, host_s: float) -> Profile:
-    from datetime import date
-
     from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
     if flags.gpu is None:
@@ -185,7 +183,6 @@ def _of_tables(flags: ProfileFlags, host_s: float) -> Profile:
 
 def _of_degrees(flags: ProfileFlags) -> Profile:
     from controlplane.perfmodel.degrees import at_degree
-    from tokenfleet.profiles.library import canonical_model, read_profile
 
     tables = ("gpu", "precision", "kv_precision", "expert_parallel", "data_parallel", "pipeline_parallel")
     _refuse(flags, tables, "the profiles of --from say it; leave it out")
@@ -298,7 +295,6 @@ def is_outlying(measured: Sequence[Sequence[Step]], repeat: int) -> bool:
 def _prepare_process(cores: str) -> None:
     """Logs to stderr and no telemetry to anyone, for this process and the engine's."""
     from dataplane.live.engine_api.processes import QUIET
-    from dataplane.startup import log_to_stderr
 
     for name, value in {
         **QUIET,

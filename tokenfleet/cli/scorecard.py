@@ -12,6 +12,7 @@ import typer
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import FleetFolder, Format, OutputFormat
 from tokenfleet.cli.terminal import answer, console
+from tokenfleet.profiles.library import read_profile
 from tokenfleet.report.tables import plan_table, table
 
 
@@ -109,7 +110,6 @@ def accuracy_command(
     tokenfleet scorecard accuracy runs/llama-70b.yaml runs/llama-8b.yaml
     """
     from tokenfleet.profiles.accuracy import ACCURACY, CALIBRATED_ON, accuracy_of, overall, read_ladder
-    from tokenfleet.profiles.library import read_profile
 
     own = None if profile is None else read_profile(profile)
     ladders = [(ladder, ladder.worker(own)) for ladder in map(read_ladder, runs)]

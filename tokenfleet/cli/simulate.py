@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 
 from controlplane.errors import BadInput
 from controlplane.figures import duration_text
+from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo, SloClass
 from tokenfleet.cli.flags import Format, MaxBatchedTokens, MaxSeqs, OutputFormat, Verbose, flag, takes_flags
+from tokenfleet.files import refuse_unwritable, write_files
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.tables import (
     asked_text,
@@ -31,9 +35,6 @@ from tokenfleet.report.tables import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from controlplane.perfmodel.profile import Profile
     from controlplane.workload import Workload
     from dataplane.simulated.simulate import Outcome
     from tokenfleet.planning.fleet import Fleet
@@ -99,7 +100,6 @@ def simulate_command(
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.api.simulation import as_asked, outcome_of, placed, request_rows, requests_for
     from tokenfleet.cli.terminal import answer, console, warn
-    from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import what_drafts_do, without_work
     from tokenfleet.report.progress import tell_compiling
     from tokenfleet.traces import read_traces
@@ -195,8 +195,6 @@ def simulation_lines(
 
     `told`: the same as JSON. `verbose`: engines' figures too.
     """
-    from rich.text import Text
-
     from tokenfleet.planning.fleet import parts_of
 
     asked, within = request.attainment, told["sessions"] and told["sessions"].get("within_target")

@@ -21,6 +21,7 @@ from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat, Verbose, flag, takes_flags
 from tokenfleet.cli.terminal import answer, console, counted_bar, warn
 from tokenfleet.files import refuse_to_replace
+from tokenfleet.profiles.library import find_profiles
 from tokenfleet.report.tables import PHASES, facts_table, phase_row, table
 from tokenfleet.traces.check import Checkup, Finding, as_json, check, verdict
 from tokenfleet.traces.distributions import PUBLISHED_SEED
@@ -155,8 +156,6 @@ def convert_command(
 
 def _kv_tokens(model: str) -> dict[str, int]:
     """The KV memory of the model's types of worker. Raises ProfileMissing."""
-    from tokenfleet.profiles.library import find_profiles
-
     return {p.type_name: p.kv.capacity_tokens for p in find_profiles(model)}
 
 

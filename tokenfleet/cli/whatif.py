@@ -12,6 +12,7 @@ import typer
 
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, NoCache, OutputFormat, TraceSource, Verbose, takes_flags
+from tokenfleet.files import cache_folder, refuse_unwritable, write_files
 from tokenfleet.planning.request import PlanRequest
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ def whatif_command(
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.api.grid import grid_of, grid_texts
     from tokenfleet.cli.terminal import answer, console, warn
-    from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.service.forks import asked_traces
     from tokenfleet.service.scorecard import kept_bias
     from tokenfleet.traces import read_traces
@@ -86,7 +86,6 @@ def _check_at_once(jobs: int | None, ray: str | None) -> None:
 
 
 def _cache(folder: Path | None, is_off: bool) -> Cache:
-    from tokenfleet.files import cache_folder
     from tokenfleet.whatifs.solve import Cache
 
     if folder is not None and is_off:

@@ -33,6 +33,7 @@ from tokenfleet.service.score_process import scorecard_beside
 from tokenfleet.service.uploads import SAMPLE, Uploads, sample_path, summary_of
 from tokenfleet.traces import read_trace
 from tokenfleet.traces.usage import DRAWN, SHAPES, trace_of_usage
+from tokenfleet.version import VERSION
 
 RETRY_AFTER_S = 10
 KEPT_UPLOAD_BYTES = 1 << 30
@@ -147,8 +148,6 @@ class PlanService:
 
     def catalogue(self) -> dict[str, Any]:
         """The models, workers, prices and policies of plans here (forms.Catalogue)."""
-        from tokenfleet.version import VERSION
-
         if self._fixed is None:
             sample = sample_path()
             self._fixed = {

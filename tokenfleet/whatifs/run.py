@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from multiprocessing.context import ForkServerProcess
+from typing import Any
 
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.startup import packages_path, use_kernel_cache
@@ -25,10 +26,6 @@ from tokenfleet.planning.request import PlanRequest, command_line
 from tokenfleet.traces import Trace
 from tokenfleet.whatifs.axes import Changes, Scenario, Task, changed, prepared
 from tokenfleet.whatifs.solve import Cache, Family, Result, families, solve
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerProcess
-
 
 # Axes whose price shows in the schedule: when more traffic needs a worker, what a cold start costs.
 _SCHEDULED = ("rate", "cold-start")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,21 +13,19 @@ from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
 from controlplane.worker_type import WorkerType
+from tokenfleet.advise.advice import AdviceSettings
 from tokenfleet.advise.target import listening_at
 from tokenfleet.cli.advise.flags import AdviseFlags, bounds, of_types, refuse_contradictions, seconds, watch_s
 from tokenfleet.cli.advise.shown import ShownAdvice, replay_day
 from tokenfleet.cli.flags import OutputFormat, takes_flags
 from tokenfleet.cli.terminal import warn
+from tokenfleet.profiles.engine_metrics import EngineCounts, kv_of
 from tokenfleet.profiles.library import find_profiles, read_profile
 from tokenfleet.profiles.prices import read_prices
 from tokenfleet.texts import parse_slo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tokenfleet.advise.advice import AdviceSettings
     from tokenfleet.cli.advise.plan import WatchedTraffic
-    from tokenfleet.profiles.engine_metrics import EngineCounts
 
 
 @takes_flags()
@@ -60,7 +58,6 @@ def advise_command(flags: AdviseFlags) -> int:
     given = [None if one.profile is None else read_profile(one.profile) for one in each]
 
     from controlplane.scaler.bounds import Autoscale
-    from tokenfleet.advise.advice import AdviceSettings
 
     follows = Autoscale(low, high, hold_s=hold_s, attainment=flags.attainment)
 
@@ -169,8 +166,6 @@ def _profile(
     flags: AdviseFlags, first: Mapping[str, EngineCounts], given: Profile | None, kind: int = 0
 ) -> Profile:
     """The step times of a replica, with the KV that the servers of its type tell of."""
-    from tokenfleet.profiles.engine_metrics import kv_of
-
     profile = _chunked(given or _of_library(flags, next(iter(first.values())).model))
     first = {server: page for server, page in first.items() if page.kind == kind}
     if not first:  # none of this type answers yet

@@ -12,6 +12,7 @@ from tokenfleet.cli.advise.flags import AdviseFlags
 from tokenfleet.cli.advise.shown import ShownAdvice
 from tokenfleet.cli.flags import OutputFormat
 from tokenfleet.cli.terminal import console, warn
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.traces.from_metrics import CountedTraffic, trace_of_metrics
 
 
@@ -42,7 +43,6 @@ def planned_for(seen: WatchedTraffic, flags: AdviseFlags) -> int:
     """Print the plan for the traffic that was seen, on every GPU of the library or the given profile."""
     from tokenfleet.cli.plan import answer_plan
     from tokenfleet.planning.inputs import gather
-    from tokenfleet.planning.request import PlanRequest
 
     settings = seen.settings
     request = PlanRequest(

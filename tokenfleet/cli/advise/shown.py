@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.live import Live
+from rich.text import Text
 
 from controlplane.errors import BadInput, Infeasible
+from controlplane.figures import duration_text
+from controlplane.perfmodel.profile import Profile
 from tokenfleet.cli.flags import OutputFormat
 from tokenfleet.cli.terminal import answer, console, warn
+from tokenfleet.report.progress import tell_compiling
+from tokenfleet.report.tables import asked_text, lines_table, share_text, table
 
 if TYPE_CHECKING:
-    from controlplane.perfmodel.profile import Profile
     from controlplane.workload import Workload
     from tokenfleet.advise.advice import Advice, AdviceSettings
     from tokenfleet.advise.gauges import AdviceGauges
@@ -47,8 +52,6 @@ class ShownAdvice:
         self._live = None
         is_live = self._console.is_terminal and not once and output_format == OutputFormat.TABLE
         if is_live:
-            from rich.live import Live
-
             self._live = cleanup.enter_context(Live(console=self._console, auto_refresh=False))
 
     def __call__(self, advice: Advice, clock: Callable[[float], datetime]) -> bool:
@@ -70,7 +73,6 @@ class ShownAdvice:
 
     def _show(self, advice: Advice, clock: Callable[[float], datetime]) -> None:
         from tokenfleet.advise.view import OPENS, document, lines, verdict
-        from tokenfleet.report.tables import lines_table
 
         if self._output_format is None:
             return
@@ -99,7 +101,6 @@ def replay_day(
 ) -> None:
     """Replay the day and show each rule's row. Raises BadInput for a trace that cannot be replayed."""
     from tokenfleet.advise.replay import ReplayedDay, best
-    from tokenfleet.report.progress import tell_compiling
 
     with console(stderr=True).status("reading"):
         load, name, notes = _read(paths, [one.profile for one in settings.types])
@@ -168,11 +169,7 @@ def _document(
 
 def _lines(name: str, load: Workload, settings: AdviceSettings, rows: Sequence[ReplayRow]) -> Iterable[Any]:
     """The verdict, a row for each rule, and what the figures mean."""
-    from rich.text import Text
-
-    from controlplane.figures import duration_text
     from tokenfleet.advise.replay import ADVICE, HINDSIGHT
-    from tokenfleet.report.tables import asked_text, share_text, table
 
     slo, optimum = settings.slo, rows[0].rule.replace(HINDSIGHT, HINDSIGHT.lower())
     advice = next(row for row in rows if row.rule == ADVICE)

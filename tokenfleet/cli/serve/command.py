@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, get_args
 
 from controlplane.errors import BadInput
 from controlplane.placement.policies import ONLY_SIMULATED, Policy, read_policy
+from controlplane.placement.queue import QueueSettings
 from dataplane.http.keys import ApiKey, control_keys_of, keys_of
 from dataplane.http.tls import certificate_of
 from dataplane.live.engine_api.notices import checked_source
@@ -26,6 +28,7 @@ from tokenfleet.cli.serve.loop import autoscale_asked, check_budget, loop_lines,
 from tokenfleet.cli.serve.members import Asked, ServedFleet, members_of
 from tokenfleet.cli.serve.processes import (
     Doors,
+    Say,
     bound,
     needs_live_extra,
     prepare_process,
@@ -39,11 +42,8 @@ from tokenfleet.profiles.library import LearnedProfiles
 from tokenfleet.texts import parse_duration_s
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dataplane.live.control.settings import FleetSettings
     from dataplane.live.pool.fleet_types import Site
-    from tokenfleet.cli.serve.processes import Say
 
     Locks = tuple[tuple[ApiKey, ...], tuple[ApiKey, ...], tuple[Path, Path] | None]
 
@@ -175,7 +175,6 @@ def _check_plan_fits(member: ServedFleet, checked: FleetSettings) -> None:
 
 def _checked(member: ServedFleet) -> FleetSettings:
     """What flags and plan say of a fleet, without what `_opened` adds. Raises BadInput."""
-    from controlplane.placement.queue import QueueSettings
     from dataplane.history.files import HistoryLimits
     from dataplane.live.control.settings import FleetSettings
     from dataplane.live.gateway.settings import GatewaySettings

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
-from controlplane.scaler.bounds import ClockFloor
+from controlplane.scaler.bounds import Autoscale, ClockFloor
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.workers import planned_types
 from tokenfleet.planning.loop import expected_loop, planned_loop
@@ -24,7 +24,6 @@ from tokenfleet.report.tables import workers_text
 from tokenfleet.texts import parse_duration_s
 
 if TYPE_CHECKING:
-    from controlplane.scaler.bounds import Autoscale
     from dataplane.live.control.replanned import PlanToServe
     from dataplane.live.pool.fleet_types import FleetTypes
     from tokenfleet.service.proposals import Replanning
@@ -59,8 +58,6 @@ def autoscale_of(
 ) -> Autoscale:
     """--autoscale and --scale-in-after, with a plan's limits and target, and its line where workers are as
     planned. `budget_usd_per_h`: in place of the plan's."""
-    from controlplane.scaler.bounds import Autoscale
-
     low, high = bounds_of(text)
     hold_s = parse_duration_s(hold, "--scale-in-after")
     if budget_usd_per_h is None and plan is not None:

@@ -22,12 +22,11 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
-from dataplane.live.engine_api.processes import QUIET
+from dataplane.live.engine_api.processes import QUIET, Estate, Pulse, Record
 from dataplane.startup import log_to_stderr
 
 if TYPE_CHECKING:
     from dataplane.live.control.settings import FleetSettings
-    from dataplane.live.engine_api.processes import Estate, Pulse
     from dataplane.live.portfolio.broker import FrontSettings
     from dataplane.processes.fork_server import Job
 
@@ -84,7 +83,6 @@ def supervise_all(
 ) -> None:
     """The same for the fleets of a portfolio, by model, and the front before them."""
     from dataplane.live.control.supervisor import Supervised, run_supervised
-    from dataplane.live.engine_api.processes import Pulse
 
     jobs, own_ray = _shared_jobs([settings for settings, _ in fleets.values()])
     pulse, pulses = Pulse(), {}
@@ -113,8 +111,6 @@ def _shared_jobs(fleets: Sequence[FleetSettings]) -> tuple[dict[str, Job], bool]
 
 def core_job(settings: FleetSettings, doors: Doors, tell: Say, name: str = "") -> tuple[Job, int]:
     """The job that is a whole core, and the descriptor of the pulse that it shows."""
-    from dataplane.live.engine_api.processes import Estate, Pulse, Record
-
     pulse, loads = Pulse(), os.memfd_create("tokenfleet-gateways")
 
     def core(told: bytes) -> int:
