@@ -7,8 +7,7 @@ not known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 from math import inf
 
@@ -86,12 +85,8 @@ def _against(scenarios: Sequence[Scenario], key: str) -> Figure:
     stars = {id(one) for one, is_best in zip(scenarios, best, strict=True) if is_best}
     drawn: list[Series] = []
     for number, (name, members) in enumerate(series.items()):
-        line, dearer = _cheapest(members, key, is_priced(scenarios))
-        starred = [one for one in line if id(one) in stars]
-        others = [one for one in line if id(one) not in stars]
-        draw = partial(_series, key=key, priced=is_priced(scenarios), tone=TONES[number % len(TONES)])
-        drawn += [draw(line, "line", name=name if len(series) > 1 else ""), draw(starred, "dots")]
-        drawn += [draw(others, "open dots"), draw(dearer, "crosses")]
+        tone, named = TONES[number % len(TONES)], name if len(series) > 1 else ""
+        drawn += _drawn(members, stars, key, is_priced(scenarios), tone, named)
     caption = (
         "Each line joins the cheapest fleets. A full dot is Pareto-optimal: nothing cheaper meets this"
         " target. Crosses are dearer fleets for the same target."
@@ -123,12 +118,20 @@ def _cheapest(members: Sequence[Scenario], key: str, priced: bool) -> tuple[list
     return line, [one for one in members if id(one) not in chosen]
 
 
-def _series(
-    scenarios: Sequence[Scenario], kind: Kind, *, key: str, priced: bool, tone: str, name: str = ""
-) -> Series:
-    """Scenarios that compete, each at its promise and cost."""
-    points = [(_promised(one, key), cost(one, priced)) for one in scenarios]
-    return Series(name, kind, points, tone, [_label(one) for one in scenarios])
+def _drawn(
+    members: Sequence[Scenario], stars: Container[int], key: str, priced: bool, tone: str, name: str
+) -> Iterator[Series]:
+    """A line through the cheapest scenarios, a full dot for each whose id is in `stars`, and crosses."""
+    line, dearer = _cheapest(members, key, priced)
+    kinds: dict[Kind, list[Scenario]] = {
+        "line": line,
+        "dots": [one for one in line if id(one) in stars],
+        "open dots": [one for one in line if id(one) not in stars],
+        "crosses": dearer,
+    }
+    for kind, some in kinds.items():
+        points = [(_promised(one, key), cost(one, priced)) for one in some]
+        yield Series(name * (kind == "line"), kind, points, tone, [_label(one) for one in some])
 
 
 def _scale(key: str) -> tuple[float, str]:
