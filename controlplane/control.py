@@ -2,7 +2,7 @@
 
 Four rules, each with a memory in `State` so that it does not act twice on one observation:
 
-    room       what waits at the gateway is let in                                        migration.room
+    room       what waits at the gateway is let in                                        migration.overload
     shed       a worker whose TPOT or KV forecast broke gives to one with slack            migration.overload
     balance    without targets: the least free workers give to the most free               migration.balance
     scale      by demand where a line is known, else by load              scaler.autoscale, scaler.load
@@ -25,14 +25,14 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from controlplane.migration.balance import MoveSettings, balance
-from controlplane.migration.overload import ShedSettings, shed
-from controlplane.migration.room import make_room
+from controlplane.migration.move import Terms
+from controlplane.migration.overload import ShedSettings, make_room, shed
 from controlplane.migration.usage import Reading, WorkerView, worker_views
 from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Policy
 from controlplane.scaler.autoscale import scale
 from controlplane.scaler.load import LoadSettings, scale_by_load
 from controlplane.scaler.state import Scaling, ScalingSettings, has_line
-from controlplane.scaler.target import Stabilized, may_give_back
+from controlplane.scaler.target import Stabilized
 from controlplane.snapshot import SERVING, Action, Move, Note, Scale, Snapshot
 from controlplane.types import RequestId, WorkerId
 from controlplane.worker_type import WorkerType
@@ -119,7 +119,7 @@ def _moves(
     A worker takes part in at most one move, those of waiting requests aside.
     """
     workers = worker_views(snapshot.workers, reading)
-    resting = recent.requests.keys() | snapshot.moving
+    terms = Terms(recent.requests.keys() | snapshot.moving, recent.pairs, snapshot.transport)
     promises = settings.shed or ShedSettings()
     moves: list[Move] = []
 
@@ -129,11 +129,11 @@ def _moves(
         return [w for w in workers if w.id not in ends and w.worker.state == SERVING]
 
     if settings.shed is not None or settings.moves is not None:
-        moves += make_room(promises, free(), snapshot.held, resting, recent.pairs, snapshot.transport)
+        moves += make_room(promises, free(), snapshot.held, terms)
     if settings.shed is not None:
-        moves += shed(promises, free(), resting, recent.pairs, snapshot.transport)
+        moves += shed(promises, free(), terms)
     if settings.moves is not None:
-        moves += balance(settings.moves, free(), resting, recent.pairs, snapshot.transport)
+        moves += balance(settings.moves, free(), terms)
     return workers, moves
 
 
@@ -156,7 +156,7 @@ def _size(
     used_tokens = sum(w.load.held_tokens + w.load.waiting_tokens for w in workers) + snapshot.waiting_tokens
     by_load, change = scale_by_load(settings.load, state.by_load, snapshot, used_tokens, types)
     is_fall = change is not None and change.workers < snapshot.wanted
-    if is_fall and settings.scaling is not None and not may_give_back(snapshot):
+    if is_fall and settings.scaling is not None and not snapshot.may_give_back:
         return state, None
     return replace(state, by_load=by_load), change
 
@@ -239,7 +239,7 @@ def together(
     there = {name: snapshot.wanted_kinds.get(name, 0) for name in changes}
     told = {name: change for name, change in changes.items() if change is not None}
     wanted = there | {name: change.workers for name, change in told.items()}
-    if not may_give_back(snapshot, by_demand=False):
+    if snapshot.waiting_requests:
         wanted = {name: max(n, there[name]) for name, n in wanted.items()}
     wanted = _with_roles_changed(settings, snapshot.now_s, there, wanted, states)
     first, limit = settings.worker_types[:1], limit_of(settings.worker_types)

@@ -4,27 +4,42 @@
     pairs    sources by F rising with targets by F falling, each kind of worker by itself
 
 KV moves between workers of one kind only. Sources left over are paired with targets left over, whatever their
-kinds, for requests that have not started. Draining workers take no part: migration.room empties them.
+kinds, for requests that have not started. Draining workers take no part: migration.drain empties them.
 
 No worker is both source and target, so a heartbeat never has A→B together with B→A. Across heartbeats a pair
 is not reversed within `rest_s`. A move must leave the target freer than the source was. So no move is undone
 by the next, and a burst causes no storm of moves. Of a source's requests those of low priority go first, then
 those that take least time to copy, what the target has cached left out. No important request waits for them.
+
+A move is made only where it gains more request-seconds than it costs. While `copy_s` = bytes / bandwidth
+lasts, every step of both workers is `slowdown` longer. The moved request pauses for `fixed_s`.
+
+    cost = fixed_s + slowdown · copy_s · (b_source + b_target + 1)
+
+Only the bytes of the tokens that are sent count, not those of first tokens that the target has cached.
+
+The gain is over the n steps that the moved request is still expected to take. The request adds
+m = c2 + k2·tokens to every step that it is part of. Its neighbours at the source no longer bear that, and
+those at the target do. Its own step times change.
+
+    gain = n · [ m·(b_source - 1 - b_target) + t_source - (t_target + m) ]
+
+Where requests wait at the source for memory, the move also shortens the wait of each request in its queue. It
+saves the share min(moved tokens / missing tokens, 1) of the time until the source's next expected finish.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from controlplane.errors import BadInput
 from controlplane.migration import usage
-from controlplane.migration.move import Price, cost_s, gain_s, price_of
+from controlplane.migration.move import Price, Terms, price_of
 from controlplane.migration.usage import Reading, WorkerView
-from controlplane.snapshot import SERVING, Migrate, Move, Reassign, RunningRequest, Transport
-from controlplane.types import RequestId, WorkerId
+from controlplane.perfmodel.step import StepModel
+from controlplane.snapshot import SERVING, Load, Migrate, Move, Reassign, RunningRequest
 
 _TRIED = 8  # requests of a source that are looked at for one target: the order puts the likely ones first
 
@@ -49,10 +64,6 @@ class MoveSettings:
         if self.most < 0 or not self.rest_s >= 0:
             raise BadInput("moves: most and rest_s must not be negative")
 
-    def in_order(self, requests: Sequence[RunningRequest], target: WorkerId) -> Iterable[RunningRequest]:
-        """A source's decoding requests, the one that should go first: low priority, then soonest copied."""
-        return sorted(decoding(requests), key=lambda r: (r.priority, r.to_send(target), r.request))
-
     def requeues(self, target: WorkerView, request: RunningRequest) -> bool:
         """Whether a head of line goes to the target, which admits it now: no queue, memory and a seat free.
 
@@ -66,7 +77,7 @@ class MoveSettings:
         self, source: WorkerView, target: WorkerView, request: RunningRequest, price: Price | None
     ) -> bool:
         """Whether the target stays freer than the source was, and the move gains more than it costs."""
-        after = usage.with_request(target.load, request, target.id)
+        after = target.load.with_request(request, target.id)
         capacity = target.worker.capacity_tokens
         if usage.freeness(after, capacity, False, self.reading) <= source.freeness:
             return False
@@ -77,26 +88,8 @@ class MoveSettings:
         return price is None or _pays(price, source, target, request)
 
 
-def decoding(requests: Iterable[RunningRequest]) -> Iterator[RunningRequest]:
-    """Those that have a token: what is in its prefill has no KV yet that could be copied whole."""
-    return (r for r in requests if r.generated != 0)
-
-
-Pairs = Container[tuple[WorkerId, WorkerId]]
-
-
-def balance(
-    settings: MoveSettings,
-    workers: Sequence[WorkerView],
-    resting: Set[RequestId],
-    recent: Pairs,
-    transport: Transport,
-) -> list[Move]:
-    """This heartbeat's moves between `workers`, at most one each.
-
-    `resting`: requests that must stay where they are. `recent`: pairs (source, target) that are not turned
-    round yet. `transport`: at its pace a move must gain more than it costs, where speeds are known.
-    """
+def balance(settings: MoveSettings, workers: Sequence[WorkerView], terms: Terms) -> list[Move]:
+    """This heartbeat's moves between `workers`, at most one each."""
     serving = [w for w in workers if w.worker.state == SERVING]
     sources = sorted((w for w in serving if _is_source(w, settings)), key=lambda w: (w.freeness, w.id))
     targets = sorted(
@@ -107,9 +100,9 @@ def balance(
     for source, target in _pairs(sources, targets):
         if len(moves) >= settings.most:
             break
-        if (target.id, source.id) in recent:
+        if (target.id, source.id) in terms.recent:
             continue
-        chosen = _choose(settings, resting, source, target, transport)
+        chosen = _choose(settings, terms, source, target)
         if chosen is None:
             continue
         request, waits = chosen
@@ -134,29 +127,23 @@ def _pairs(
 
 
 def _choose(
-    settings: MoveSettings,
-    resting: Set[RequestId],
-    source: WorkerView,
-    target: WorkerView,
-    transport: Transport,
+    settings: MoveSettings, terms: Terms, source: WorkerView, target: WorkerView
 ) -> tuple[RunningRequest, bool] | None:
     """The request of `source` that should go to `target`, and whether it waits there; None if none may.
 
     Only one that waits may go to another kind of worker.
     """
     waiting = source.worker.waiting
-    if waiting and waiting[0].request not in resting and settings.requeues(target, waiting[0]):
+    if waiting and waiting[0].request not in terms.resting and settings.requeues(target, waiting[0]):
         return waiting[0], True
-    low_only = _full_for_headroom_alone(settings, source)
-    free_ones = (
-        r
-        for r in settings.in_order(source.worker.requests, target.id)
-        if r.request not in resting and not (low_only and r.priority)
-    )
-    same_kind = source.worker.kind == target.worker.kind
-    price = price_of(transport, source.worker, target.worker)
-    for r in islice(free_ones, _TRIED if same_kind else 0):
-        if _may_go(settings, source, target, r, price):
+    if source.worker.kind != target.worker.kind:
+        return None
+    movable = terms.movable(source.worker)
+    if _full_for_headroom_alone(settings, source):
+        movable = [r for r in movable if not r.priority]
+    price = price_of(terms.transport, source.worker, target.worker)
+    for r in sorted(movable, key=lambda r: (r.priority, r.to_send(target.id), r.request))[:_TRIED]:
+        if target.has_room(r) and settings.helps(source, target, r, price):
             return r, False
     return None
 
@@ -177,31 +164,39 @@ def _full_for_headroom_alone(settings: MoveSettings, s: WorkerView) -> bool:
     return usage.freeness(s.load, s.worker.capacity_tokens, False, bare) >= settings.out_below
 
 
-def _may_go(
-    settings: MoveSettings, source: WorkerView, target: WorkerView, r: RunningRequest, price: Price | None
-) -> bool:
-    if target.load.running + target.load.waiting >= target.worker.max_seqs:
-        return False
-    room = target.free_tokens - target.load.waiting_tokens
-    if r.new_at(target.id) + target.load.running + 1 > room:
-        return False
-    return settings.helps(source, target, r, price)
-
-
 def _pays(price: Price, source: WorkerView, target: WorkerView, r: RunningRequest) -> bool:
     if source.worker.step is None or target.worker.step is None:
         return True
-    ends = min((o.remaining_tokens for o in source.worker.requests if o is not r), default=1)
-    gain = gain_s(
-        r,
-        source.load,
-        target.load,
-        source.worker.step,
-        target.worker.step,
-        source.free_tokens,
-        max(ends, 1),
-    )
+    gain = gain_s(r, source, target, source.worker.step, target.worker.step)
     return gain > cost_s(price, r.to_send(target.id), source.load, target.load)
+
+
+def cost_s(price: Price, tokens: int, source: Load, target: Load) -> float:
+    """Request-seconds that sending `tokens` tokens takes from all requests that the move touches."""
+    busy = source.running + target.running + 1
+    return price.fixed_s + price.slowdown * price.copy_s(tokens) * busy
+
+
+def gain_s(
+    r: RunningRequest,
+    source: WorkerView,
+    target: WorkerView,
+    at_source: StepModel,
+    at_target: StepModel,
+) -> float:
+    """Request-seconds that a move is expected to save, by the two workers' step times; below 0: it costs."""
+    here, there = source.load, target.load
+    t_source = float(at_source.step_s(0, here.running, here.held_tokens))
+    t_target = float(at_target.step_s(0, there.running, there.held_tokens))
+    spared = at_source.per_sequence_s + at_source.per_context_token_s * r.tokens
+    borne = at_target.per_sequence_s + at_target.per_context_token_s * r.tokens
+    others = spared * (here.running - 1) - borne * there.running
+    gain = max(r.remaining_tokens, 1) * (others + t_source - (t_target + borne))
+    lacks = here.head_tokens - source.free_tokens
+    if here.waiting and lacks > 0:
+        next_end = min((o.remaining_tokens for o in source.worker.requests if o is not r), default=1)
+        gain += min(r.tokens / lacks, 1.0) * max(next_end, 1) * t_source * here.waiting
+    return gain
 
 
 def _reason(source: WorkerView, target: WorkerView) -> str:

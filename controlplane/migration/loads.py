@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.compiled import compiled
-from controlplane.migration.usage import WorkerView, with_request
+from controlplane.migration.usage import WorkerView
 from controlplane.perfmodel import coefficients as speed
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement import batch, hits
@@ -212,7 +212,7 @@ def views_of(
         running: Sequence[RunningRequest] = Listed(ledger, w, False, load.running, rows.__getitem__)
         for r in (r for r, to in coming if to == w):
             request = request_at(ledger, r, rows.__getitem__)
-            load, running = with_request(load, request, name), (*running, request)
+            load, running = load.with_request(request, name), (*running, request)
         queue = Listed(ledger, w, True, load.waiting, rows.__getitem__)
         tokens = int(k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS])
         worker = WorkerLoad(name, SERVING, tokens, running, queue, step, int(k[speed.MAX_SEQS]), load, kind)

@@ -1,21 +1,4 @@
-"""A move of one request: its price and its gain, and the legal stages that it passes.
-
-**Price and gain** are in request-seconds; a move is made only where it pays for itself. While `copy_s` =
-bytes / bandwidth lasts, every step of both workers is `slowdown` longer; the moved request pauses for
-`fixed_s`.
-
-    cost = fixed_s + slowdown · copy_s · (b_source + b_target + 1)
-
-Only the bytes of the tokens that are sent count, not those of first tokens that the target has cached.
-
-The gain is over the n steps that the moved request is still expected to take. The request adds
-m = c2 + k2·tokens to every step that it is part of. Its neighbours at the source no longer bear that, and
-those at the target do. Its own step times change.
-
-    gain = n · [ m·(b_source - 1 - b_target) + t_source - (t_target + m) ]
-
-Where requests wait at the source for memory, the move also shortens the wait of each request in its queue. It
-saves the share min(moved tokens / missing tokens, 1) of the time until the source's next expected finish.
+"""Moves of requests: the terms and the price by which rules choose them, and the legal stages of each.
 
 **Stages.** The source decodes on while its KV is copied (Llumnix's multi-stage pre-copy); only the last
 tokens are copied with the request stopped. A stage says who owns the client's stream, and what is held for
@@ -37,13 +20,32 @@ itself during a move is not a failure.
 
 from __future__ import annotations
 
+from collections.abc import Container, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from controlplane.errors import BadInput, IllegalStep
-from controlplane.perfmodel.step import StepModel
-from controlplane.snapshot import Load, Pace, RunningRequest, Transport, WorkerLoad
-from controlplane.types import WorkerId
+from controlplane.snapshot import Pace, RunningRequest, Transport, WorkerLoad
+from controlplane.types import RequestId, WorkerId
+
+Pairs = Container[tuple[WorkerId, WorkerId]]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What binds the moves of one heartbeat.
+
+    `resting`: requests that must stay where they are. `recent`: pairs (source, target) that are not turned
+    round yet. `transport`: at its pace a move must be worth its price, where speeds are known.
+    """
+
+    resting: Set[RequestId]
+    recent: Pairs
+    transport: Transport
+
+    def movable(self, worker: WorkerLoad) -> list[RunningRequest]:
+        """A worker's requests that may move and have a token: in its prefill none has KV to copy whole."""
+        return [r for r in worker.requests if r.generated != 0 and r.request not in self.resting]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,45 +74,6 @@ def price_of(transport: Transport, source: WorkerLoad, target: WorkerLoad) -> Pr
         return None
     pace = transport.between(source.worker, target.worker)
     return Price(source.kv_bytes_per_token, pace.bytes_per_s, pace.pause_s, transport.slowdown)
-
-
-def tenths_to_send(r: RunningRequest, target: WorkerId) -> int:
-    """Tenths of a request that a move to a worker sends: the order of targets that are equal otherwise.
-
-    A smaller difference than a tenth is no reason to choose one.
-    """
-    return -(-10 * r.to_send(target) // max(r.tokens, 1))
-
-
-def cost_s(price: Price, tokens: int, source: Load, target: Load) -> float:
-    """Request-seconds that sending `tokens` tokens takes from all requests that the move touches."""
-    busy = source.running + target.running + 1
-    return price.fixed_s + price.slowdown * price.copy_s(tokens) * busy
-
-
-def gain_s(
-    request: RunningRequest,
-    source: Load,
-    target: Load,
-    source_step: StepModel,
-    target_step: StepModel,
-    free_tokens: int,
-    next_end_steps: int,
-) -> float:
-    """Request-seconds that a move is expected to save; negative where it makes things worse.
-
-    `free_tokens`: the source's free memory. `next_end_steps`: steps until something there should finish.
-    """
-    t_source = float(source_step.step_s(0, source.running, source.held_tokens))
-    t_target = float(target_step.step_s(0, target.running, target.held_tokens))
-    spared = source_step.per_sequence_s + source_step.per_context_token_s * request.tokens
-    borne = target_step.per_sequence_s + target_step.per_context_token_s * request.tokens
-    others = spared * (source.running - 1) - borne * target.running
-    gain = max(request.remaining_tokens, 1) * (others + t_source - (t_target + borne))
-    lacks = source.head_tokens - free_tokens
-    if source.waiting and lacks > 0:
-        gain += min(request.tokens / lacks, 1.0) * next_end_steps * t_source * source.waiting
-    return gain
 
 
 class Stage(Enum):

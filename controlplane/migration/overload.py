@@ -1,4 +1,4 @@
-"""Overload: workers whose forecasts broke give up requests, as Aladdin needs it once lengths err.
+"""Overload and room: moves by forecasts, which keep what placement promised and let in what waits.
 
 Placement promised each worker a step time and a memory peak. Lengths predicted wrongly break the promise. So
 both are forecast again from what is there now, with renewed predictions:
@@ -11,25 +11,35 @@ both are forecast again from what is there now, with renewed predictions:
 is the request with the most still to come for the least to copy, low priority first. It goes to the worker of
 its kind with the most slack that keeps both with it. One of the next in line takes it instead where clearly
 more of it is cached.
+
+**Room.** A request h at the gateway that every worker refuses is counted where it fits best. That is the
+worker whose forecast exceeds its limits least with it. From there a request r moves to a worker t: the one
+copied soonest of those without which h fits:
+
+    forecast(w + h - r) <= 1        forecast(t + r) <= 1
+
+The copy must end before h is late. Best fit chooses t among the workers of w's kind that keep their promises
+with r. Those that have most of r cached, in tenths, come first, and of these the fullest. So no move breaks a
+promise to another request, and large gaps stay large.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from controlplane.errors import BadInput
-from controlplane.migration.balance import Pairs, decoding
-from controlplane.migration.move import Price, price_of, tenths_to_send
-from controlplane.migration.usage import WorkerView, peak_tokens, with_request
+from controlplane.migration.move import Price, Terms, price_of
+from controlplane.migration.usage import WorkerView
 from controlplane.perfmodel.step import StepModel
-from controlplane.snapshot import SERVING, Load, Migrate, RunningRequest, Transport
-from controlplane.types import RequestId
+from controlplane.snapshot import SERVING, HeldRequest, Load, Migrate, RunningRequest
+from controlplane.types import WorkerId
 
 MARGIN = 0.05  # the share by which a forecast must exceed its limit before anything moves
-# Tried for one source: where the freest targets cannot take the likeliest requests, others hardly can.
+# Tried for one source, or one that waits: where the likeliest workers and requests fail, others hardly do
+# better.
 _LOOKED_AT = 4
 _TRIED = 8
 
@@ -99,26 +109,37 @@ def forecast_of(s: WorkerView, settings: ShedSettings, also: RunningRequest | No
     worker, load = s.worker, s.load
     everyone: Iterable[RunningRequest] = chain(worker.requests, worker.waiting)
     if also is not None:
-        load, everyone = with_request(load, also, s.id), chain(everyone, (also,))
+        load, everyone = load.with_request(also, s.id), chain(everyone, (also,))
     return forecast(load, everyone, worker.capacity_tokens, worker.step, settings)
 
 
-def shed(
-    settings: ShedSettings,
-    workers: Sequence[WorkerView],
-    resting: Set[RequestId],
-    recent: Pairs,
-    transport: Transport,
-) -> list[Migrate]:
+def peak_tokens(requests: Iterable[RunningRequest]) -> int:
+    """(e)'s most KV tokens ever held: Σ (tokens + n) over requests that last n steps, at the worst n."""
+    held = peak = 0
+    for n, r in enumerate(sorted(requests, key=lambda r: -r.remaining_tokens), start=1):
+        held += r.tokens
+        peak = max(peak, held + n * r.remaining_tokens)
+    return peak
+
+
+def _step_s(step: StepModel, sequences: int, context: float) -> float:
+    """step.step_s in plain floats: a thousand workers are forecast in a heartbeat."""
+    t = step.base_s + step.per_sequence_s * sequences + step.per_context_token_s * context
+    for hinge in step.hinges:
+        if hinge.of == "sequences" and sequences > hinge.start:
+            t += hinge.per_unit_s * (sequences - hinge.start)
+        elif hinge.of == "experts":
+            t -= hinge.per_unit_s * hinge.start * math.expm1(-sequences / hinge.start)
+    return t
+
+
+def shed(settings: ShedSettings, workers: Sequence[WorkerView], terms: Terms) -> list[Migrate]:
     """This heartbeat's moves between `workers`, off those whose forecast broke.
 
-    `resting` and `recent` as for `balance`; the pause and the copy, at the pace of `transport`, must be worth
-    less than the excess they end.
+    The pause and the copy must be worth less than the excess they end.
     """
     ahead = {w.id: forecast_of(w, settings) for w in workers}
     over = [w for w in workers if ahead[w.id].worst > 1.0 + MARGIN and w.load.running > 1]
-    if not over:
-        return []
     broken = sorted(over, key=lambda w: (-ahead[w.id].worst, w.id))
     under = [w for w in workers if w.worker.state == SERVING and ahead[w.id].worst < 1.0]
     slack = sorted(under, key=lambda w: (ahead[w.id].worst, w.id))
@@ -126,7 +147,9 @@ def shed(
     for source in broken:
         if len(moves) >= settings.most:
             break
-        chosen = _chosen_of(settings, resting, source, _likely(source, slack, recent), transport)
+        same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
+        likely = [t for t in islice(same_kind, _LOOKED_AT) if (t.id, source.id) not in terms.recent]
+        chosen = _chosen_of(settings, terms, source, likely)
         if chosen is not None:
             request, target = chosen
             reason = _reason(source, target, ahead[source.id], ahead[target.id])
@@ -135,54 +158,32 @@ def shed(
     return moves
 
 
-def _likely(source: WorkerView, slack: Sequence[WorkerView], recent: Pairs) -> list[WorkerView]:
-    """The first of its kind with slack, less those that have just given to it."""
-    same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
-    return [t for t in islice(same_kind, _LOOKED_AT) if (t.id, source.id) not in recent]
-
-
 def _chosen_of(
-    settings: ShedSettings,
-    resting: Set[RequestId],
-    source: WorkerView,
-    targets: Sequence[WorkerView],
-    transport: Transport,
+    settings: ShedSettings, terms: Terms, source: WorkerView, targets: Sequence[WorkerView]
 ) -> tuple[RunningRequest, WorkerView] | None:
     """The request that goes, and where: the first of `targets` that takes one, or a cheaper one that does."""
     for n, target in enumerate(targets):
-        r = _choose(settings, resting, source, target, transport)
+        r = _choose(settings, terms, source, target)
         if r is not None:
-            fit = [target, *(t for t in targets[n + 1 :] if _takes(settings, t, r))]
+            fit = [target, *(t for t in targets[n + 1 :] if worst_with(settings, t, r) <= 1.0)]
             return r, min(fit, key=lambda t: tenths_to_send(r, t.id))
     return None
 
 
 def _choose(
-    settings: ShedSettings,
-    resting: Set[RequestId],
-    source: WorkerView,
-    target: WorkerView,
-    transport: Transport,
+    settings: ShedSettings, terms: Terms, source: WorkerView, target: WorkerView
 ) -> RunningRequest | None:
     candidates = sorted(
-        (r for r in decoding(source.worker.requests) if r.request not in resting and r.remaining_tokens),
+        (r for r in terms.movable(source.worker) if r.remaining_tokens),
         key=lambda r: (r.priority, r.to_send(target.id) - r.remaining_tokens, r.request),
     )
-    price = price_of(transport, source.worker, target.worker)
+    price = price_of(terms.transport, source.worker, target.worker)
     if source.load.high and forecast_of(source, replace(settings, headroom=0.0)).worst <= 1.0 + MARGIN:
         candidates = [r for r in candidates if not r.priority]  # headroom alone: they are whom it is for
     for r in candidates[:_TRIED]:
-        if _takes(settings, target, r) and _pays(settings, price, source, target, r):
+        if worst_with(settings, target, r) <= 1.0 and _pays(settings, price, source, target, r):
             return r
     return None
-
-
-def _takes(settings: ShedSettings, target: WorkerView, r: RunningRequest) -> bool:
-    """Whether a worker has room for a request now, and keeps its promises with it."""
-    room = target.free_tokens - target.load.waiting_tokens - target.load.running - 1
-    if r.new_at(target.id) > room or target.load.running + target.load.waiting >= target.worker.max_seqs:
-        return False
-    return forecast_of(target, settings, r).worst <= 1.0
 
 
 def _pays(
@@ -197,18 +198,92 @@ def _pays(
     return spared * r.remaining_tokens * (source.load.running - 1) > cost
 
 
-def _step_s(step: StepModel, sequences: int, context: float) -> float:
-    """step.step_s in plain floats: a thousand workers are forecast in a heartbeat."""
-    t = step.base_s + step.per_sequence_s * sequences + step.per_context_token_s * context
-    for hinge in step.hinges:
-        if hinge.of == "sequences" and sequences > hinge.start:
-            t += hinge.per_unit_s * (sequences - hinge.start)
-        elif hinge.of == "experts":
-            t -= hinge.per_unit_s * hinge.start * math.expm1(-sequences / hinge.start)
-    return t
-
-
 def _reason(source: WorkerView, target: WorkerView, now: LoadForecast, there: LoadForecast) -> str:
     what, share = ("step time", now.step) if now.step >= now.kv else ("KV peak", now.kv)
     limits = f"{100 * share:.0f} % of its {what} limit, {target.id} at {100 * there.worst:.0f} %"
     return f"{source.id} is forecast at {limits}"
+
+
+def make_room(
+    settings: ShedSettings, workers: Sequence[WorkerView], held: Sequence[HeldRequest], terms: Terms
+) -> list[Migrate]:
+    """This heartbeat's moves between `workers`, at most one each, for the requests `held` at the gateway."""
+    free = {w.id: w for w in workers if w.worker.state == SERVING}
+    moves: list[Migrate] = []
+    bare = replace(settings, headroom=0.0)  # no request is held back for the sake of headroom
+    for h in held:
+        if len(moves) >= settings.most:
+            break
+        with_h = {
+            w.id: forecast_of(w, bare, h.request).worst
+            for w in free.values()
+            if w.load.running + w.load.waiting < w.worker.max_seqs
+        }
+        if any(worst <= 1.0 for worst in with_h.values()):
+            continue
+        for source in sorted(with_h, key=lambda w: (with_h[w], w))[:_LOOKED_AT]:
+            move = _room_at(settings, terms, free[source], list(free.values()), h)
+            if move is not None:
+                moves.append(move)
+                del free[move.source], free[move.target]
+                break
+    return moves
+
+
+def _room_at(
+    settings: ShedSettings, terms: Terms, source: WorkerView, others: Sequence[WorkerView], h: HeldRequest
+) -> Migrate | None:
+    """The move that lets `h` in at `source`, or None."""
+    alike = [t for t in others if t.id != source.id and t.worker.kind == source.worker.kind]
+    targets = [t for t in alike if (t.id, source.id) not in terms.recent]
+    bare = replace(settings, headroom=0.0)
+    movable = terms.movable(source.worker) if targets else []
+    for r in sorted(movable, key=lambda r: (r.priority, r.tokens, r.request)):
+        if _exchanged(bare, source, r, h.request) <= 1.0:
+            taker = best_fit(settings, targets, r)
+            if taker is not None and _in_time(terms, source, taker, r, h.left_s):
+                reason = f"{h.request.request} waits at the gateway and fits {source.id} without it"
+                return Migrate(r.request, source.id, taker.id, reason)
+    return None
+
+
+def _in_time(terms: Terms, source: WorkerView, taker: WorkerView, r: RunningRequest, left_s: float) -> bool:
+    price = price_of(terms.transport, source.worker, taker.worker)
+    move_s = 0.0 if price is None else price.copy_s(r.to_send(taker.id)) + price.fixed_s
+    return move_s <= left_s
+
+
+def _exchanged(settings: ShedSettings, w: WorkerView, gone: RunningRequest, h: RunningRequest) -> float:
+    """A worker's forecast with `h` in the place of a request that has gone."""
+    load = w.load
+    there = [r for r in w.worker.requests if r.request != gone.request]
+    tpot_s = min((r.tpot_s for r in (*there, *w.worker.waiting, h)), default=math.inf)
+    after = replace(
+        load,
+        held_tokens=load.held_tokens - gone.tokens + h.tokens,
+        growth_tokens=load.growth_tokens - gone.remaining_tokens + h.remaining_tokens,
+        tpot_s=tpot_s,
+        peak_tokens=-1,
+    )
+    everyone = [*there, *w.worker.waiting, h]
+    return forecast(after, everyone, w.worker.capacity_tokens, w.worker.step, settings).worst
+
+
+def best_fit(settings: ShedSettings, targets: Sequence[WorkerView], r: RunningRequest) -> WorkerView | None:
+    """Of `targets` that keep their promises with `r`: the one to which least is sent, then the fullest."""
+    worst = {t.id: worst_with(settings, t, r) for t in targets}
+    fit = [t for t in targets if worst[t.id] <= 1.0]
+    return min(fit, key=lambda t: (tenths_to_send(r, t.id), -worst[t.id]), default=None)
+
+
+def worst_with(settings: ShedSettings, target: WorkerView, r: RunningRequest) -> float:
+    """The worst of a worker's forecast with a request there; infinite without room for it now."""
+    return forecast_of(target, settings, r).worst if target.has_room(r) else math.inf
+
+
+def tenths_to_send(r: RunningRequest, target: WorkerId) -> int:
+    """Tenths of a request that a move to a worker sends: the order of targets that are equal otherwise.
+
+    A smaller difference than a tenth is no reason to choose one.
+    """
+    return -(-10 * r.to_send(target) // max(r.tokens, 1))

@@ -86,6 +86,12 @@ class WorkerView:
         """Memory that nothing holds."""
         return self.worker.capacity_tokens - self.load.held_tokens + self.load.shared_tokens
 
+    def has_room(self, request: RunningRequest) -> bool:
+        """Whether a seat and memory are free for a request, with a token for each that runs to grow into."""
+        taken = self.load.waiting_tokens + self.load.running + 1
+        is_seat_free = self.load.running + self.load.waiting < self.worker.max_seqs
+        return is_seat_free and request.new_at(self.id) + taken <= self.free_tokens
+
 
 def worker_views(workers: Iterable[WorkerLoad], reading: Reading = PAPER) -> list[WorkerView]:
     """The workers whose capacity is known and that are not starting."""
@@ -95,29 +101,3 @@ def worker_views(workers: Iterable[WorkerLoad], reading: Reading = PAPER) -> lis
             load = w.counted()
             views.append(WorkerView(w, load, freeness(load, w.capacity_tokens, w.state == DRAINING, reading)))
     return views
-
-
-def peak_tokens(requests: Iterable[RunningRequest]) -> int:
-    """(e)'s most KV tokens ever held: Σ (tokens + n) over requests that last n steps, at the worst n."""
-    held = peak = 0
-    for n, r in enumerate(sorted(requests, key=lambda r: -r.remaining_tokens), start=1):
-        held += r.tokens
-        peak = max(peak, held + n * r.remaining_tokens)
-    return peak
-
-
-def with_request(load: Load, request: RunningRequest, worker: WorkerId) -> Load:
-    """A worker's load once that request runs there too."""
-    # In full: `replace` takes three times as long, and a heartbeat asks this of every worker.
-    return Load(
-        running=load.running + 1,
-        held_tokens=load.held_tokens + request.tokens,
-        waiting=load.waiting,
-        head_tokens=load.head_tokens,
-        waiting_tokens=load.waiting_tokens,
-        high=load.high + (1 if request.priority else 0),
-        growth_tokens=load.growth_tokens + request.remaining_tokens,
-        tpot_s=min(load.tpot_s, request.tpot_s),
-        peak_tokens=-1,
-        shared_tokens=load.shared_tokens + request.tokens - request.new_at(worker),
-    )

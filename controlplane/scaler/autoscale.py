@@ -26,8 +26,9 @@ from controlplane.scaler.target import (
     StabilizationWindow,
     Stabilized,
     Target,
+    at_least_kept,
     enough_for_those_here,
-    may_give_back,
+    needed_lately,
     other_rates,
     stabilize,
     target,
@@ -78,55 +79,34 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         unit=unit,
         parts=parts,
     )
-    found = _kept(settings, found, snapshot, there)
+    low = bounds.low if settings.is_mix else settings.limits.low
+    found = at_least_kept(found, low, snapshot.wanted, there if settings.is_mix else low)
     if snapshot.fixed is None:
         known = None if stale else demand
         found = enough_for_those_here(bounds, found, known, snapshot, there, state.weights)
+    lately = snapshot.wanted
+    if regime is not None and not settings.is_mix:
+        lately = needed_lately(bounds, settings.limits, line, demand, regime.noise, snapshot)
 
     stable = _stable(settings, state, snapshot, window, found, there)
-    needed = stable.wanted if stale or regime is None else _needed(settings, state, snapshot, line, regime)
+    needed = stable.wanted if stale or regime is None else min(lately, stable.wanted)
     rule = _rule(settings, state, snapshot, found, line)
-    state = replace(state, stabilized=stable, rule=rule, needed=min(needed, stable.wanted))
+    state = replace(state, stabilized=stable, rule=rule, needed=needed)
     facts = _facts(settings, state, snapshot, found, line)
     if need is not None:
         return _mixed(settings, state, snapshot, need, found, facts, window)
+    return _counted(settings, state, stable.wanted, snapshot.wanted, found, facts)
+
+
+def _counted(
+    settings: ScalingSettings, state: Scaling, workers: int, there: int, found: Target, facts: Facts
+) -> tuple[Scaling, Scale | None]:
+    """The change of a fleet of one type to a number of workers, and a note where a limit holds it."""
     if found.is_limited:
         state = state.over_limit(found.reason, settings.limits.limited_by or "MAX")
-    elif stable.wanted != settings.limits.high:  # a target that comes and goes is noted once
+    elif workers != settings.limits.high:  # a target that comes and goes is noted once
         state = state.over_limit("", "")
-    if stable.wanted == snapshot.wanted:
-        return state, None
-    return state, Scale(stable.wanted, found.reason, facts)
-
-
-def _kept(settings: ScalingSettings, found: Target, snapshot: Snapshot, there: int) -> Target:
-    """The target, but no fewer workers than are kept: that needs no news of the demand."""
-    low = settings.target.low if settings.is_mix else settings.limits.low
-    if found.workers is not None or snapshot.wanted >= low:
-        return found
-    return Target(there if settings.is_mix else low, f"at least {low} are kept")
-
-
-def _needed(
-    settings: ScalingSettings, state: Scaling, snapshot: Snapshot, line: Line | None, regime: Regime
-) -> int:
-    """The workers that the last bin and the one in progress ask for, by themselves.
-
-    That shows a fall sooner than a traffic phase of some bins does. It is what another model may have while
-    this one's wanted number waits for its window. A backlog and those who are here count, forecasts do not.
-    """
-    demand = state.demand
-    assert demand is not None
-    counts = (*demand.closed[-1:], demand.open_count)
-    if settings.is_mix or snapshot.fixed is not None or len(counts) < 2 or None in counts:
-        return snapshot.wanted
-    seconds = demand.bin_s + snapshot.now_s % demand.bin_s
-    lately = Regime(0, sum(c for c in counts if c is not None) / seconds, 1, regime.noise)
-    bounds, waiting = settings.target, snapshot.waiting_requests
-    also = other_rates(demand, lately, waiting, None, None, 1.0)
-    found = target(settings.limits, lately, demand.bin_s, stale=False, line=line, also=also)
-    found = enough_for_those_here(bounds, found, demand, snapshot, snapshot.wanted, state.weights)
-    return snapshot.wanted if found.workers is None else found.workers
+    return state, None if workers == there else Scale(workers, found.reason, facts)
 
 
 def _stable(
@@ -146,7 +126,7 @@ def _stable(
     if snapshot.wanted == 0 and found.workers:
         return Stabilized(found.workers)  # requests do not wait for the window to pass
     after = stabilize(window, stable, found.workers, snapshot.now_s)
-    if after.wanted < there and not may_give_back(snapshot):
+    if after.wanted < there and not snapshot.may_give_back:
         return replace(stable, most_below=after.wanted)
     return after
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from controlplane.errors import BadInput
 from controlplane.scaler.mix import label, present
 from controlplane.scaler.mix_changes import stepped
-from controlplane.scaler.target import StabilizationWindow, Stabilized, may_give_back, stabilize
+from controlplane.scaler.target import StabilizationWindow, Stabilized, stabilize
 from controlplane.snapshot import SERVING, Scale, Snapshot
 from controlplane.worker_type import WorkerType
 
@@ -73,7 +73,7 @@ def scale_by_load(
         needed = settings.workers(wanted, used_tokens, each)
         window = StabilizationWindow(settings.rise_s, settings.hold_s)
         after = stabilize(window, stable, needed, snapshot.now_s)
-        if after.wanted < wanted and not may_give_back(snapshot, by_demand=False):
+        if after.wanted < wanted and snapshot.waiting_requests:
             return stable, None
         stable, workers = after, after.wanted
         if workers == wanted:

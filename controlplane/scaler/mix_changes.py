@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 from controlplane.scaler.line import HAIR, PARTS, Weights, even, in_parts
 from controlplane.scaler.mix import Counts, MixNeed, MixSettings, choose, label, present
-from controlplane.scaler.target import may_give_back
 from controlplane.snapshot import SERVING, Fact, Facts, Scale, Snapshot
 from controlplane.worker_type import WorkerType
 
@@ -134,7 +133,7 @@ def _kept(
     elif since_s is None:
         since_s = now_s
     has_lasted = since_s is not None and now_s - max(since_s, mix.grown_s) >= down_s
-    if since_s is not None and not (has_lasted and may_give_back(snapshot)):
+    if since_s is not None and not (has_lasted and snapshot.may_give_back):
         is_enough = need.is_enough(there) and sum(there.values()) >= need.least
         wanted = there if is_enough else _added(need, wanted)
     grown_s = now_s if _grows(there, wanted) else mix.grown_s

@@ -111,7 +111,7 @@ def target(
     upper_rps = regime.upper_rps(bin_s, RATE_Z) if regime.rate_rps > 0 else 0.0
     said = f"{regime.rate_rps:.3g} requests/s for {regime.bins * bin_s:.3g} s, at most {upper_rps:.3g}"
     rates = [Rate("regime", upper_rps, said), *also]
-    compared = {rate.name: _workers(line, rate.rps) for rate in rates}
+    compared = {rate.name: round(line.workers_per_rps * rate.rps + line.intercept, 3) for rate in rates}
     highest = max(rates, key=lambda rate: rate.rps)
     if settings.to_zero and highest.rps == 0:
         return _within(settings, 0, f"nothing arrives: 0 {unit}", compared)
@@ -121,18 +121,12 @@ def target(
     return _within(settings, workers, said, compared)
 
 
-def _workers(line: Line, rate_rps: float) -> float:
-    return round(line.workers_per_rps * rate_rps + line.intercept, 3)
-
-
 def _within(settings: TargetSettings, asked: int, why: str, compared: dict[str, float]) -> Target:
     most = settings.high
     if most is not None and asked > most:
         by = f" ({settings.limited_by})" if settings.limited_by else ""
         return Target(most, f"{why}, but no more than {most} are allowed{by}", compared, is_limited=True)
     low = 0 if asked == 0 and settings.to_zero else settings.low
-    if most is not None:
-        low = min(low, most)
     if asked < low:
         return Target(low, f"{why}, but at least {low} are kept", compared)
     return Target(asked, why, compared)
@@ -198,8 +192,9 @@ def enough_for_those_here(
         found = Target(max(settings.low, 1), f"{waiting} requests wait and no worker serves", compared)
     if found.workers is None or found.workers >= wanted:
         return found
-    parts = 1 if weights is None else PARTS
-    if waiting * parts > found.workers:  # fewer wait a moment for their place on any busy fleet
+    if (
+        waiting * (1 if weights is None else PARTS) > found.workers
+    ):  # fewer wait a moment for their place on any busy fleet
         return Target(wanted, f"{found.reason}; kept, {waiting} requests wait", compared)
     return _enough_seats(found, found.workers, snapshot, wanted, weights)
 
@@ -207,7 +202,7 @@ def enough_for_those_here(
 def _enough_seats(
     found: Target, workers: int, snapshot: Snapshot, wanted: int, weights: Weights | None
 ) -> Target:
-    of, parts = (weights.of, PARTS) if weights is not None else ({}, 1)
+    of, parts = ({}, 1) if weights is None else (weights.of, PARTS)
     serving = [w for w in snapshot.workers if w.state == SERVING]
     running = sum(len(w.requests) + len(w.waiting) for w in snapshot.workers)
     seats = min((w.max_seqs / of.get(w.kind, 1.0) / parts for w in serving), default=1)
@@ -216,6 +211,36 @@ def _enough_seats(
         return found
     why = f"{found.reason}; {needed if parts == 1 else needed / parts} hold the {running} requests here"
     return Target(needed, why, found.compared)
+
+
+def at_least_kept(found: Target, low: int, wanted: int, there: int) -> Target:
+    """The target, but where fewer are `wanted` than the `low` that are kept `there`: no news are needed."""
+    is_enough = found.workers is not None or wanted >= low
+    return found if is_enough else Target(there, f"at least {low} are kept")
+
+
+def needed_lately(
+    settings: TargetSettings,
+    limits: TargetSettings,
+    line: Line | None,
+    demand: Demand,
+    noise: float,
+    snapshot: Snapshot,
+) -> int:
+    """The workers that the last bin and the one in progress ask for, by themselves; if unknown those wanted.
+
+    That shows a fall sooner than a traffic phase of some bins does. It is what another model may have while
+    this one's wanted number waits for its window. A backlog and those who are here count, forecasts do not.
+    """
+    counts = (*demand.closed[-1:], demand.open_count)
+    if snapshot.fixed is not None or len(counts) < 2 or None in counts:
+        return snapshot.wanted
+    seconds = demand.bin_s + snapshot.now_s % demand.bin_s
+    lately = Regime(0, sum(c for c in counts if c is not None) / seconds, 1, noise)
+    also = other_rates(demand, lately, snapshot.waiting_requests, None, None, 1.0)
+    found = target(limits, lately, demand.bin_s, stale=False, line=line, also=also)
+    found = enough_for_those_here(settings, found, demand, snapshot, snapshot.wanted, None)
+    return snapshot.wanted if found.workers is None else found.workers
 
 
 def _is_silent(demand: Demand) -> bool:
@@ -250,17 +275,6 @@ class Stabilized:
     least_above: int = 0
     below_since_s: float | None = None
     most_below: int = 0
-
-
-def may_give_back(snapshot: Snapshot, by_demand: bool = True) -> bool:
-    """Whether workers may go at all: no request waits for one.
-
-    `by_demand`: where demand decides, the arrivals must have been counted, too.
-    """
-    if snapshot.waiting_requests:
-        return False
-    arrivals = snapshot.arrivals
-    return not by_demand or (arrivals is not None and not math.isnan(arrivals))
 
 
 def stabilize(

@@ -16,10 +16,10 @@ import numpy as np
 
 from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
+from controlplane.migration.drain import BRING_S, Bring, Text, next_off, pulled_along, warmed
 from controlplane.migration.loads import kept_at, kept_everywhere
 from controlplane.migration.move import Price
 from controlplane.migration.overload import ShedSettings
-from controlplane.migration.room import BRING_S, Bring, Text, next_off, pulled_along, warmed
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.exact import HEARTBEAT_S, place_together, waiting_line

@@ -9,7 +9,7 @@ from made_gateways import made_request, worker_info
 from made_profiles import made_profile
 from made_states import state_of
 
-from controlplane.migration.room import DRAIN_LOOK_S
+from controlplane.migration.drain import DRAIN_LOOK_S
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, DONE, HELD, generated

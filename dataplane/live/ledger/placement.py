@@ -9,8 +9,8 @@ import numpy as np
 
 from controlplane.compiled import compile_now
 from controlplane.migration import loads
+from controlplane.migration.drain import Text, next_off
 from controlplane.migration.overload import ShedSettings
-from controlplane.migration.room import Text, next_off
 from controlplane.migration.usage import WorkerView
 from controlplane.perfmodel import coefficients as speed
 from controlplane.perfmodel.profile import Profile
@@ -117,7 +117,7 @@ class Placement(Account):
     ) -> tuple[Tracked, WorkerId] | None:
         """Who of the `requests` on a draining worker leaves next, and where it goes.
 
-        By the rule of both planes (migration.room); off a prefill worker to a decode worker. `busy`: workers
+        By the rule of both planes (migration.drain); off a prefill worker to a decode worker. `busy`: workers
         at an end of a copy.
         """
         here = self.worker_rows[worker]

@@ -7,7 +7,7 @@ could be moved is replayed only once a move has shown its pace. Shortly before t
 replayed is, at once. What cannot go on elsewhere ends in an explicit error as the worker is parted with.
 
 A drain takes caches along, too: what only the worker has cached is copied to where its next turns will go
-(controlplane.migration.room says what, and where). A worker that comes is given its share in the same way.
+(controlplane.migration.drain says what, and where). A worker that comes is given its share in the same way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from controlplane.figures import counted
+from controlplane.migration.drain import BRING_S, DRAIN_LOOK_S, Bring, pulled_along, warmed
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Haven, Leaving, Order, Way, plan_evacuation
-from controlplane.migration.room import BRING_S, DRAIN_LOOK_S, Bring, pulled_along, warmed
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.processes import cancel_all
 from dataplane.live.gateway.connections import Attached

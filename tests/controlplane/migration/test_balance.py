@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
-from controlplane.migration.balance import MoveSettings, balance
-from controlplane.migration.move import Price, cost_s, gain_s
-from controlplane.migration.usage import Reading, worker_views
+from controlplane.migration.balance import MoveSettings, balance, cost_s, gain_s
+from controlplane.migration.move import Price, Terms
+from controlplane.migration.usage import Reading, WorkerView, worker_views
 from controlplane.perfmodel.step import StepModel
 from controlplane.snapshot import Cached, Load, Migrate, Pace, Reassign, RunningRequest, Transport, WorkerLoad
 from controlplane.types import RequestId, WorkerId
@@ -30,7 +30,7 @@ def worker(name, tokens=(), waiting=(), state="serving", capacity=1000, high=())
 
 def planned(settings, *workers, resting=frozenset(), recent=frozenset(), pace=None):
     views = worker_views(workers, settings.reading)
-    return balance(settings, views, resting, recent, Transport(pace or Pace()))
+    return balance(settings, views, Terms(resting, recent, Transport(pace or Pace())))
 
 
 def moves_of(settings, *workers, **more):
@@ -159,13 +159,21 @@ def test_the_pace_follows_what_moves_show_and_one_odd_move_changes_it_little():
     assert pace.bytes_per_s == pytest.approx(3e7, rel=0.05)
 
 
+def seen(load, free_tokens=0, ends=1):
+    """A worker of this load, with that much free memory and one more request, which ends in `ends` steps."""
+    at = WorkerLoad(
+        WorkerId("w"), "serving", load.held_tokens + free_tokens, (request("o", 1, remaining=ends),)
+    )
+    return WorkerView(at, load, 0.0)
+
+
 def test_a_move_gains_what_its_neighbours_are_spared_and_costs_what_it_disturbs():
     r = request("r", 100, remaining=10)
     here, there = Load(running=5, held_tokens=1000), Load()
     # Alone on the target it is as fast as an idle worker allows; its four neighbours are spared its share.
-    gain = gain_s(r, here, there, STEP, STEP, 0, 1)
+    gain = gain_s(r, seen(here), seen(there), STEP, STEP)
     assert gain == pytest.approx(10 * (1.5e-4 * 4 + (0.02 + 5e-4 + 5e-4) - (0.02 + 1.5e-4)))
-    assert gain_s(r, there, here, STEP, STEP, 0, 1) < 0
+    assert gain_s(r, seen(there), seen(here), STEP, STEP) < 0
     assert cost_s(Price(1e6, 1e9, 0.01, 0.02), 100, here, there) == pytest.approx(0.01 + 0.02 * 0.1 * 6)
 
 
@@ -173,7 +181,8 @@ def test_relief_of_a_blocked_head_counts_as_gain():
     r = request("r", 100)
     here = Load(running=2, held_tokens=800, waiting=1, head_tokens=400)
     open_ = replace(here, head_tokens=100)
-    assert gain_s(r, here, Load(), STEP, STEP, 200, 30) > gain_s(r, open_, Load(), STEP, STEP, 200, 30)
+    blocked, relieved = (gain_s(r, seen(at, 200, 30), seen(Load()), STEP, STEP) for at in (here, open_))
+    assert blocked > relieved
 
 
 @pytest.mark.parametrize(

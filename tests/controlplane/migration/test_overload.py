@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.migration import overload
-from controlplane.migration.overload import ShedSettings, forecast
-from controlplane.migration.usage import peak_tokens, worker_views
+from controlplane.migration.move import Terms
+from controlplane.migration.overload import ShedSettings, forecast, peak_tokens
+from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.snapshot import Cached, Pace, RunningRequest, Transport, WorkerLoad
 from controlplane.types import RequestId, WorkerId
@@ -29,8 +30,8 @@ def worker(name, sizes, state="serving", capacity=10_000, step=STEP, seqs=256):
 
 
 def shed(*workers, settings=None, resting=frozenset(), recent=frozenset(), pace=None):
-    transport = Transport(pace or Pace())
-    moves = overload.shed(settings or ShedSettings(), worker_views(workers), resting, recent, transport)
+    terms = Terms(resting, recent, Transport(pace or Pace()))
+    moves = overload.shed(settings or ShedSettings(), worker_views(workers), terms)
     return [(move.request, move.source, move.target) for move in moves]
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.migration import room
+from controlplane.migration import drain, overload
+from controlplane.migration.move import Terms
 from controlplane.migration.overload import ShedSettings, forecast_of
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.step import StepModel
@@ -44,7 +45,7 @@ def held(tokens, still=50, left_s=5.0, name="h"):
 
 def make_room(*workers, line, resting=frozenset(), recent=frozenset(), pace=None):
     views = worker_views(workers)
-    return room.make_room(SETTINGS, views, line, resting, recent, Transport(pace or Pace()))
+    return overload.make_room(SETTINGS, views, line, Terms(resting, recent, Transport(pace or Pace())))
 
 
 def named(moves):
@@ -128,7 +129,7 @@ def test_no_move_breaks_a_promise_that_held_and_each_lets_one_in(shapes, line):
 def next_off(source, *fleet, busy=frozenset()):
     """The move with which the emptying of `source` goes on."""
     serving = [view for view in worker_views(fleet) if view.worker.state == "serving"]
-    went = room.next_off(SETTINGS, source, source.requests, lambda _: [serving], busy)
+    went = drain.next_off(SETTINGS, source, source.requests, lambda _: [serving], busy)
     return None if went is None else Migrate(went[0].request, source.worker, went[1].id, "")
 
 
@@ -220,7 +221,7 @@ BLOCK = 16
 
 def text(number, ids, **cached):
     """A text of these blocks; `cached`: blocks that workers have of it."""
-    return room.Text(number, BLOCK, ids, lambda w: Cached(BLOCK * cached.get(w, 0)))
+    return drain.Text(number, BLOCK, ids, lambda w: Cached(BLOCK * cached.get(w, 0)))
 
 
 def brought(copies):
@@ -228,7 +229,7 @@ def brought(copies):
 
 
 def pulled(texts, *targets, tokens=10_000):
-    return brought(room.pulled_along(texts, WorkerId("a"), worker_views(targets), tokens))
+    return brought(drain.pulled_along(texts, WorkerId("a"), worker_views(targets), tokens))
 
 
 EMPTY = worker("b", []), worker("c", [])
@@ -262,9 +263,9 @@ def test_a_newcomer_is_given_its_share_of_conversations():
     texts = [text(n, range(100 * n, 100 * n + 2), **{"ab"[n % 2]: 2}) for n in range(9)]
     turns = [t for n in range(9) for t in (texts[n], text(n + 9, [100 * n], a=1, b=1))]
     [new] = worker_views([worker("n", [])])
-    given = brought(room.warmed(turns, new, [WorkerId("a"), WorkerId("b")], 10_000))
+    given = brought(drain.warmed(turns, new, [WorkerId("a"), WorkerId("b")], 10_000))
     assert given == [(2, "a", "n", 32, 32), (5, "b", "n", 32, 32), (8, "a", "n", 32, 32)]
-    assert room.warmed(texts, new, [], 10_000) == []
+    assert drain.warmed(texts, new, [], 10_000) == []
 
 
 many = st.lists(
@@ -284,11 +285,11 @@ def test_no_copy_lacks_what_is_there_nor_exceeds_time_or_memory(shapes, tokens, 
         for n, (root, blocks, had) in enumerate(shapes)
     ]
     targets = worker("b", [(held_tokens, 5)] if held_tokens else []), worker("c", [])
-    copies = room.pulled_along(texts, WorkerId("a"), worker_views(targets), tokens)
+    copies = drain.pulled_along(texts, WorkerId("a"), worker_views(targets), tokens)
     assert sum(c.lacks for c in copies) <= tokens
     for w in targets:
         free = w.capacity_tokens - sum(r.tokens for r in w.requests)
-        assert sum(c.lacks for c in copies if c.target == w.worker) <= room.SHARE * free
+        assert sum(c.lacks for c in copies if c.target == w.worker) <= drain.SHARE * free
     for c in copies:
         assert 0 < c.lacks <= c.tokens - c.text.cached(c.target).tokens
         assert c.tokens == c.text.cached(WorkerId("a")).tokens

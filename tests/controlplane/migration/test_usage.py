@@ -13,7 +13,6 @@ from controlplane.migration.usage import (
     freeness,
     headroom_tokens,
     virtual_usage,
-    with_request,
 )
 from controlplane.placement.policies import PlacementSettings
 from controlplane.snapshot import Load, RunningRequest, WorkerLoad
@@ -97,7 +96,7 @@ def test_one_high_priority_request_fills_a_worker_up_to_its_headroom():
 @given(workers, requests, st.sampled_from(READINGS))
 def test_a_request_more_leaves_the_worker_less_free(worker, request_, reading):
     load = worker.counted()
-    after = freeness(with_request(load, request_, worker.worker), CAPACITY, False, reading)
+    after = freeness(load.with_request(request_, worker.worker), CAPACITY, False, reading)
     before = freeness(load, CAPACITY, False, reading)
     assert after < before or before < 0  # what is missing is shared by one more
 

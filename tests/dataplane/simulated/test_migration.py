@@ -12,8 +12,7 @@ from controlplane.control import Settings, tick
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
 from controlplane.migration.move import Stage
-from controlplane.migration.overload import ShedSettings
-from controlplane.migration.usage import peak_tokens
+from controlplane.migration.overload import ShedSettings, peak_tokens
 from controlplane.placement.ledger import DECODING, QUEUED
 from controlplane.placement.memory import free_blocks, take
 from controlplane.placement.policies import PlacementSettings

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from controlplane.migration.room import pulled_along
+from controlplane.migration.drain import pulled_along
 from controlplane.placement.caches import chain
 from controlplane.placement.hits import cached_tokens
 from controlplane.placement.lengths import LengthTable

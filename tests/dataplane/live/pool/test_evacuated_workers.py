@@ -247,7 +247,7 @@ def test_workers_that_leave_together_are_no_refuge_for_each_other(play):
 
 
 def test_a_drain_copies_what_is_cached_and_a_copy_that_fails_costs_that_text_alone(play):
-    from controlplane.migration.room import Text
+    from controlplane.migration.drain import Text
     from controlplane.snapshot import Cached
     from dataplane.live.migration.move import CopyFailed
     from harness.bare_fleet import token_request
