@@ -140,6 +140,8 @@ def shed(settings: ShedSettings, workers: Sequence[WorkerView], terms: Terms) ->
     """
     ahead = {w.id: forecast_of(w, settings) for w in workers}
     over = [w for w in workers if ahead[w.id].worst > 1.0 + MARGIN and w.load.running > 1]
+    if not over:
+        return []
     broken = sorted(over, key=lambda w: (-ahead[w.id].worst, w.id))
     under = [w for w in workers if w.worker.state == SERVING and ahead[w.id].worst < 1.0]
     slack = sorted(under, key=lambda w: (ahead[w.id].worst, w.id))

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.compiled import compile_now
 from controlplane.placement.caches import chain
+
+if TYPE_CHECKING:
+    from dataplane.live.engine_api.messages import EngineRequest
 
 ROOT = 1  # the id before the first block of plain text
 
@@ -53,6 +56,21 @@ def tree(salt: str | None, adapter: str | None) -> int:
 def number_of(text: str) -> int:
     """A number of 56 bits that stands for a text."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def is_shared(request: EngineRequest) -> bool:
+    """Whether another request may have the same text: its tree is not its own alone."""
+    return root_of(request) != number_of(request.request_id)
+
+
+def root_of(request: EngineRequest) -> int:
+    """The id before a request's first block: its tree's, or its own where nothing is known of its blocks."""
+    params = request.sampling_params
+    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+        return number_of(request.request_id)
+    if params is None or params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
+        return number_of(request.request_id)
+    return tree(request.cache_salt, None if request.lora_request is None else request.lora_request.lora_name)
 
 
 class CachedBlocks:

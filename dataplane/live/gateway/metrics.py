@@ -140,11 +140,11 @@ class Metrics:
         targets_met = (ttft_met, tpot_met, ttft_met and tpot_met)
         for target, met in zip(SLO_TARGETS, targets_met, strict=True):
             self.slo.labels(target, "true" if met else "false", priority, slo_class).inc()
-        ttft_s, tpot_s = request.ttft_s(), request.tpot_s()
         if outcome == "aborted":
-            self.timeline.add_given_up(request.waited_s(now_s), targets_met, now_s)
+            self.timeline.add_judged(outcome, request.waited_s(now_s), None, targets_met, now_s)
             return
-        self.timeline.add_finished(ttft_s, tpot_s, targets_met, now_s)
+        ttft_s, tpot_s = request.ttft_s(), request.tpot_s()
+        self.timeline.add_judged(outcome, ttft_s, tpot_s, targets_met, now_s)
         if ttft_s is not None:
             self.ttft_s.labels(priority).observe(ttft_s)
         if tpot_s is not None:

@@ -47,25 +47,21 @@ class Timeline:
         """Output tokens that were passed to clients."""
         self._at(at_s).tokens += tokens
 
-    def add_finished(
-        self, ttft_s: float | None, tpot_s: float | None, met: Sequence[bool], at_s: float
+    def add_judged(
+        self, outcome: str, ttft_s: float | None, tpot_s: float | None, met: Sequence[bool], at_s: float
     ) -> None:
-        """A finished request, its latencies, and whether it met its targets (ttft, tpot, both)."""
+        """A request that finished, or `aborted`: given up by its client beyond a target, which is a miss.
+
+        Its latencies (of one given up, its wait as its TTFT), and its targets met (ttft, tpot, both).
+        """
         bucket = self._at(at_s)
-        bucket.ended["finished"] += 1
+        bucket.ended[outcome] += 1
+        bucket.given_up += outcome == "aborted"
         bucket.met = [count + hit for count, hit in zip(bucket.met, met, strict=True)]
         if ttft_s is not None:
             bucket.ttft_s.append(ttft_s)
         if tpot_s is not None:
             bucket.tpot_s.append(tpot_s)
-
-    def add_given_up(self, waited_s: float, met: Sequence[bool], at_s: float) -> None:
-        """A request that its client gave up beyond a target: a miss, and its wait counts as its TTFT."""
-        bucket = self._at(at_s)
-        bucket.ended["aborted"] += 1
-        bucket.given_up += 1
-        bucket.met = [count + hit for count, hit in zip(bucket.met, met, strict=True)]
-        bucket.ttft_s.append(waited_s)
 
     def add_unfinished(self, outcome: str, at_s: float) -> None:
         """A request that ended otherwise: failed, aborted by its client, rejected or rate_limited."""

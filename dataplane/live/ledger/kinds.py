@@ -46,15 +46,10 @@ class WorkerKinds:
 
     def refit(self, kind: str, step: StepModel) -> None:
         """Use other step times than the profile's from now on, for all workers of a kind."""
-        self.profiles[kind] = replace(self.profiles[kind], step=step)
-        self._kept_up_to.clear()
-        row, times = speed.coefficient_row(self.profiles[kind]), slice(speed.BASE, speed.PRE_BASE)
-        self._rows[kind][times] = row[times]
-        for w in [w for w, its in self.of.items() if its == kind and self.knows_step_times]:
-            self._coefficients[w, times] = row[times]
+        self.know(kind, replace(self.profiles[kind], step=step))
 
     def know(self, kind: str, profile: Profile) -> None:
-        """Place by this profile of a kind from now on: its step times were learned."""
+        """Place by this profile of a kind from now on."""
         self.profiles[kind], self._rows[kind] = profile, speed.coefficient_row(profile)
         self._lay_out()
 

@@ -12,12 +12,8 @@ The KV offload's contents are known only where engines report them.
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
-from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +30,9 @@ from controlplane.placement.caches import (
 )
 from controlplane.placement.ledger import DECODING, Ledger
 from controlplane.placement.memory import begin, end, hold, learn, let_go
-from dataplane.live.engine_api.cache_events import ROOT, CacheChange, number_of, tree
+from dataplane.live.engine_api.cache_events import ROOT, CacheChange, is_shared, root_of
 from dataplane.live.engine_api.link import WorkerInfo
-from dataplane.live.ledger.request import Tracked
-
-if TYPE_CHECKING:
-    from dataplane.live.engine_api.messages import EngineRequest
+from dataplane.live.ledger.request import Ended, Texts, Tracked
 
 LEAST_BLOCK = 16  # tokens
 ROOM = 2
@@ -91,44 +84,6 @@ class Seen:
         self._late.update(ids.tolist())
         if len(self._late) >= SEEN_BLOCKS:
             self._early, self._late = self._late, set()
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """What a request has left behind: itself with all its tokens as its prompt, and the ids of its blocks."""
-
-    request: EngineRequest
-    tokens: array[int]
-    ids: NDArray[np.int64]
-
-    def as_request(self) -> EngineRequest:
-        """A request for that text, with all that enters the hashes of its blocks."""
-        text = copy(self.request)
-        text.prompt_token_ids = list(self.tokens)
-        return text
-
-
-class Texts:
-    """The texts that ended last, `most` tokens of them; of a conversation the last turn alone."""
-
-    def __init__(self) -> None:
-        self._by_tail: OrderedDict[int, Ended] = OrderedDict()
-        self._tokens = self.most = 0
-
-    def __iter__(self) -> Iterator[Ended]:
-        """The latest first."""
-        return reversed(self._by_tail.values())
-
-    def add(self, ended: Ended) -> None:
-        for tail in ended.ids.tolist():
-            self._drop(self._by_tail.pop(tail, None))
-        self._by_tail[int(ended.ids[-1])] = ended
-        self._tokens += len(ended.tokens)
-        while self._tokens > self.most:
-            self._drop(self._by_tail.popitem(last=False)[1])
-
-    def _drop(self, ended: Ended | None) -> None:
-        self._tokens -= 0 if ended is None else len(ended.tokens)
 
 
 class Mirrors:
@@ -232,13 +187,9 @@ class Mirrors:
         tracked = self._requests.pop(r, None)
         if tracked is None or caches.tokens == 0 or not is_shared(tracked.request):
             return
-        row, prompt = caches.requests[r], tracked.request.prompt_token_ids or []
-        blocks = min(int(row["listed"]), (tracked.context_tokens - 1) // caches.tokens)
+        blocks = min(int(caches.requests[r]["listed"]), (tracked.context_tokens - 1) // caches.tokens)
         if blocks and tracked.output_token_ids:
-            template = copy(tracked.request)
-            template.prompt_token_ids = []
-            tokens = array("q", [*prompt, *tracked.output_token_ids])
-            self.texts.add(Ended(template, tokens, self._ids(caches, r)[:blocks].copy()))
+            self.texts.add(Ended.of(tracked, self._ids(caches, r)[:blocks].copy()))
 
     def is_told(self, w: int) -> bool:
         """Whether a worker's engine tells what it has cached."""
@@ -340,18 +291,3 @@ class Mirrors:
             let_go(led.caches, w, r)
         else:
             end(led.caches, w, r, self._engine_block, tokens)
-
-
-def is_shared(request: EngineRequest) -> bool:
-    """Whether another request may have the same text: its tree is not its own alone."""
-    return root_of(request) != number_of(request.request_id)
-
-
-def root_of(request: EngineRequest) -> int:
-    """The id before a request's first block: its tree's, or its own where nothing is known of its blocks."""
-    params = request.sampling_params
-    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
-        return number_of(request.request_id)
-    if params is None or params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
-        return number_of(request.request_id)
-    return tree(request.cache_salt, None if request.lora_request is None else request.lora_request.lora_name)

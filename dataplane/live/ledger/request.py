@@ -10,10 +10,16 @@ its middleware set.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.live.engine_api.link import PRIOR_TOKENS
@@ -215,3 +221,49 @@ def _strip_reserved(request: EngineRequest) -> None:
             k: v for k, v in params.extra_args.items() if k not in (PRIOR_TOKENS, "kv_transfer_params")
         }
         params.extra_args = allowed or None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a request has left behind: itself with all its tokens as its prompt, and the ids of its blocks."""
+
+    request: EngineRequest
+    tokens: array[int]
+    ids: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tracked: Tracked, ids: NDArray[np.int64]) -> Ended:
+        """What a request leaves whose blocks have these ids."""
+        template = copy(tracked.request)
+        template.prompt_token_ids = []
+        prompt = tracked.request.prompt_token_ids or []
+        return cls(template, array("q", [*prompt, *tracked.output_token_ids]), ids)
+
+    def as_request(self) -> EngineRequest:
+        """A request for that text, with all that enters the hashes of its blocks."""
+        text = copy(self.request)
+        text.prompt_token_ids = list(self.tokens)
+        return text
+
+
+class Texts:
+    """The texts that ended last, `most` tokens of them; of a conversation the last turn alone."""
+
+    def __init__(self) -> None:
+        self._by_tail: OrderedDict[int, Ended] = OrderedDict()
+        self._tokens = self.most = 0
+
+    def __iter__(self) -> Iterator[Ended]:
+        """The latest first."""
+        return reversed(self._by_tail.values())
+
+    def add(self, ended: Ended) -> None:
+        for tail in ended.ids.tolist():
+            self._drop(self._by_tail.pop(tail, None))
+        self._by_tail[int(ended.ids[-1])] = ended
+        self._tokens += len(ended.tokens)
+        while self._tokens > self.most:
+            self._drop(self._by_tail.popitem(last=False)[1])
+
+    def _drop(self, ended: Ended | None) -> None:
+        self._tokens -= 0 if ended is None else len(ended.tokens)
