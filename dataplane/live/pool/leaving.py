@@ -16,7 +16,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,9 +24,10 @@ from functools import partial
 from controlplane.figures import counted
 from controlplane.migration.drain import BRING_S, DRAIN_LOOK_S, Bring, pulled_along, warmed
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Haven, Leaving, Order, Way, plan_evacuation
+from controlplane.migration.usage import WorkerView
 from controlplane.types import RequestId, WorkerId
+from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.processes import cancel_all
-from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.coordinator import layout, meaning
@@ -61,17 +61,17 @@ class Evacuated:
 
 @dataclass(slots=True)
 class _Under:
-    """Moves and replays under way, with the KV that they are about to take."""
+    """Moves and replays under way."""
 
     moves: dict[RequestId, asyncio.Task[bool]] = field(default_factory=dict)
     replays: dict[WorkerId, asyncio.Future[bool]] = field(default_factory=dict)
-    bound_for: dict[RequestId, tuple[WorkerId, int]] = field(default_factory=dict)
-    sending: dict[RequestId, int] = field(default_factory=dict)  # tokens that targets have not cached
+    # Of those that move: their tokens, and the ones that targets have not cached.
+    sending: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def half_sent(self) -> float:
         """The bytes that running moves have sent, if they are half done."""
-        return sum(self.sending.values()) / 2
+        return sum(sent for _, sent in self.sending.values()) / 2
 
 
 class Exit:
@@ -141,26 +141,21 @@ class Exit:
 
         await asyncio.gather(*map(in_turn, self._here()))
 
-    async def _move_off(self, tracked: Tracked, target: WorkerId, why: str) -> bool:
+    async def _move_off(self, tracked: Tracked, target: WorkerId, why: str, hurried: bool = False) -> bool:
         self._core.placement.expect(tracked, target)  # so that the next placements count it
         try:
-            return await self._move(tracked.id, target, why)
+            return (await self._core.segments.move(tracked.id, target, why, hurried)).moved
+        except Exception:  # a fault of ours in one move must not leave the worker half empty for ever
+            log.exception("the move of %s broke", tracked.id)
+            return False
         finally:
             self._core.placement.expect(tracked, None)
-
-    async def _move(self, request: RequestId, target: WorkerId, why: str, hurried: bool = False) -> bool:
-        try:
-            move = await self._core.segments.move(request, target, why, hurried)
-        except Exception:  # a fault of ours in one move must not leave the worker half empty for ever
-            log.exception("the move of %s broke", request)
-            return False
-        return move.moved
 
     # By a deadline.
 
     def plan(self, seconds: float) -> tuple[Order, ...]:
         """The plan of an evacuation now. Raises BadInput where there is nowhere to go."""
-        moving = self._under.bound_for.keys() | self._core.migrations.open.keys()
+        moving = self._under.moves.keys() | self._core.migrations.open.keys()
         leaving = [self._leaving(tracked) for tracked in self._here() if tracked.id not in moving]
         way = self._way()
         left_s = seconds - self._under.half_sent / way.tokens_per_s
@@ -214,9 +209,8 @@ class Exit:
             tokens = tracked.context_tokens
             if order.how == MOVE and len(self._under.moves) < most:
                 cached = self._core.placement.cached_at(tracked, order.target)
-                self._under.bound_for[order.request] = order.target, tokens
-                self._under.sending[order.request] = tokens - cached
-                move = self._move(order.request, order.target, why, hurried=True)
+                self._under.sending[order.request] = tokens, tokens - cached
+                move = self._move_off(tracked, order.target, why, hurried=True)
                 self._under.moves[order.request] = asyncio.ensure_future(move)
             elif order.how == REPLAY and order.target not in self._under.replays and self._is_sure(tracked):
                 await self._replay(tracked, order.target, why)
@@ -252,8 +246,7 @@ class Exit:
         """Take note of what has ended."""
         for request, task in [(r, t) for r, t in self._under.moves.items() if t.done()]:
             del self._under.moves[request]
-            _, tokens = self._under.bound_for.pop(request)
-            sent = self._under.sending.pop(request)
+            tokens, sent = self._under.sending.pop(request)
             with suppress(asyncio.CancelledError):
                 if task.result():
                     self._moved.add(request)
@@ -289,21 +282,17 @@ class Exit:
         link = self._core.link(self.worker)
         if link is None:
             return []
-        load: Counter[WorkerId] = Counter()
-        seats: Counter[WorkerId] = Counter()
-        for tracked in self._core.requests:
-            if tracked.worker is not None:
-                load[tracked.worker] += tracked.context_tokens
-                seats[tracked.worker] += 1
-        for worker, tokens in self._under.bound_for.values():
-            load[worker] += tokens
-            seats[worker] += 1
-        return [
-            _haven(at, load[at.worker], seats[at.worker], layout(at.link.info) == layout(link.info))
+        there = [
+            at.link.info
             for at in self._core.attached()
             if at.worker != self.worker
             and self._is_open(at.worker)
             and meaning(at.link.info) == meaning(link.info)
+        ]
+        views = self._core.placement.views([info.worker for info in there])
+        return [
+            _haven(info, view, layout(info) == layout(link.info))
+            for info, view in zip(there, views, strict=True)
         ]
 
     def _way(self) -> Way:
@@ -376,8 +365,8 @@ def _tokens_per_s(core: FleetCore, worker: WorkerId) -> float:
     return core.migrations.paces.usual.bytes_per_s / max(size, 1)
 
 
-def _haven(at: Attached, tokens: int, requests: int, reads_kv: bool) -> Haven:
-    info = at.link.info
+def _haven(info: WorkerInfo, view: WorkerView, reads_kv: bool) -> Haven:
+    requests = view.load.running + view.load.waiting
     # Each request's last block is begun, and grows while the others come.
-    free = info.kv_blocks * info.block_tokens - tokens - (requests + 1) * info.block_tokens
-    return Haven(at.worker, free, info.max_seqs - requests, reads_kv)
+    free = view.free_tokens - view.load.waiting_tokens - (requests + 1) * info.block_tokens
+    return Haven(view.id, free, info.max_seqs - requests, reads_kv)
