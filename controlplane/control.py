@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from controlplane.migration.balance import MoveSettings, balance
-from controlplane.migration.move import Terms
+from controlplane.migration.move import MoveTerms
 from controlplane.migration.overload import ShedSettings, make_room, shed
 from controlplane.migration.usage import Reading, WorkerView, worker_views
 from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Policy
@@ -119,7 +119,7 @@ def _moves(
     A worker takes part in at most one move, those of waiting requests aside.
     """
     workers = worker_views(snapshot.workers, reading)
-    terms = Terms(recent.requests.keys() | snapshot.moving, recent.pairs, snapshot.transport)
+    terms = MoveTerms(recent.requests.keys() | snapshot.moving, recent.pairs, snapshot.transport)
     promises = settings.shed or ShedSettings()
     moves: list[Move] = []
 

@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 
 from controlplane.errors import BadInput
 from controlplane.migration import usage
-from controlplane.migration.move import Price, Terms, price_of
+from controlplane.migration.move import MoveTerms, Price, price_of
 from controlplane.migration.usage import Reading, WorkerView
 from controlplane.perfmodel.step import StepModel
 from controlplane.snapshot import SERVING, Load, Migrate, Move, Reassign, RunningRequest
@@ -88,7 +88,7 @@ class MoveSettings:
         return price is None or _pays(price, source, target, request)
 
 
-def balance(settings: MoveSettings, workers: Sequence[WorkerView], terms: Terms) -> list[Move]:
+def balance(settings: MoveSettings, workers: Sequence[WorkerView], terms: MoveTerms) -> list[Move]:
     """This heartbeat's moves between `workers`, at most one each."""
     serving = [w for w in workers if w.worker.state == SERVING]
     sources = sorted((w for w in serving if _is_source(w, settings)), key=lambda w: (w.freeness, w.id))
@@ -127,7 +127,7 @@ def _pairs(
 
 
 def _choose(
-    settings: MoveSettings, terms: Terms, source: WorkerView, target: WorkerView
+    settings: MoveSettings, terms: MoveTerms, source: WorkerView, target: WorkerView
 ) -> tuple[RunningRequest, bool] | None:
     """The request of `source` that should go to `target`, and whether it waits there; None if none may.
 

@@ -32,7 +32,7 @@ Pairs = Container[tuple[WorkerId, WorkerId]]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class MoveTerms:
     """What binds the moves of one heartbeat.
 
     `resting`: requests that must stay where they are. `recent`: pairs (source, target) that are not turned

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from controlplane.errors import BadInput
-from controlplane.migration.move import Price, Terms, price_of
+from controlplane.migration.move import MoveTerms, Price, price_of
 from controlplane.migration.usage import WorkerView
 from controlplane.perfmodel.step import StepModel
 from controlplane.snapshot import SERVING, HeldRequest, Load, Migrate, RunningRequest
@@ -133,7 +133,7 @@ def _step_s(step: StepModel, sequences: int, context: float) -> float:
     return t
 
 
-def shed(settings: ShedSettings, workers: Sequence[WorkerView], terms: Terms) -> list[Migrate]:
+def shed(settings: ShedSettings, workers: Sequence[WorkerView], terms: MoveTerms) -> list[Migrate]:
     """This heartbeat's moves between `workers`, off those whose forecast broke.
 
     The pause and the copy must be worth less than the excess they end.
@@ -149,9 +149,7 @@ def shed(settings: ShedSettings, workers: Sequence[WorkerView], terms: Terms) ->
     for source in broken:
         if len(moves) >= settings.most:
             break
-        same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
-        likely = [t for t in islice(same_kind, _LOOKED_AT) if (t.id, source.id) not in terms.recent]
-        chosen = _chosen_of(settings, terms, source, likely)
+        chosen = _chosen_of(settings, terms, source, slack)
         if chosen is not None:
             request, target = chosen
             reason = _reason(source, target, ahead[source.id], ahead[target.id])
@@ -161,9 +159,14 @@ def shed(settings: ShedSettings, workers: Sequence[WorkerView], terms: Terms) ->
 
 
 def _chosen_of(
-    settings: ShedSettings, terms: Terms, source: WorkerView, targets: Sequence[WorkerView]
+    settings: ShedSettings, terms: MoveTerms, source: WorkerView, slack: Sequence[WorkerView]
 ) -> tuple[RunningRequest, WorkerView] | None:
-    """The request that goes, and where: the first of `targets` that takes one, or a cheaper one that does."""
+    """The request that goes, and where: to the first in `slack` that takes one, or a cheaper one that does.
+
+    That is one of its kind which has not just given to it.
+    """
+    same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
+    targets = [t for t in islice(same_kind, _LOOKED_AT) if (t.id, source.id) not in terms.recent]
     for n, target in enumerate(targets):
         r = _choose(settings, terms, source, target)
         if r is not None:
@@ -173,7 +176,7 @@ def _chosen_of(
 
 
 def _choose(
-    settings: ShedSettings, terms: Terms, source: WorkerView, target: WorkerView
+    settings: ShedSettings, terms: MoveTerms, source: WorkerView, target: WorkerView
 ) -> RunningRequest | None:
     candidates = sorted(
         (r for r in terms.movable(source.worker) if r.remaining_tokens),
@@ -207,7 +210,7 @@ def _reason(source: WorkerView, target: WorkerView, now: LoadForecast, there: Lo
 
 
 def make_room(
-    settings: ShedSettings, workers: Sequence[WorkerView], held: Sequence[HeldRequest], terms: Terms
+    settings: ShedSettings, workers: Sequence[WorkerView], held: Sequence[HeldRequest], terms: MoveTerms
 ) -> list[Migrate]:
     """This heartbeat's moves between `workers`, at most one each, for the requests `held` at the gateway."""
     free = {w.id: w for w in workers if w.worker.state == SERVING}
@@ -233,7 +236,7 @@ def make_room(
 
 
 def _room_at(
-    settings: ShedSettings, terms: Terms, source: WorkerView, others: Sequence[WorkerView], h: HeldRequest
+    settings: ShedSettings, terms: MoveTerms, source: WorkerView, others: Sequence[WorkerView], h: HeldRequest
 ) -> Migrate | None:
     """The move that lets `h` in at `source`, or None."""
     alike = [t for t in others if t.id != source.id and t.worker.kind == source.worker.kind]
@@ -249,7 +252,9 @@ def _room_at(
     return None
 
 
-def _in_time(terms: Terms, source: WorkerView, taker: WorkerView, r: RunningRequest, left_s: float) -> bool:
+def _in_time(
+    terms: MoveTerms, source: WorkerView, taker: WorkerView, r: RunningRequest, left_s: float
+) -> bool:
     price = price_of(terms.transport, source.worker, taker.worker)
     move_s = 0.0 if price is None else price.copy_s(r.to_send(taker.id)) + price.fixed_s
     return move_s <= left_s

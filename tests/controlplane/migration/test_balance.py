@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings, balance, cost_s, gain_s
-from controlplane.migration.move import Price, Terms
+from controlplane.migration.move import MoveTerms, Price
 from controlplane.migration.usage import Reading, WorkerView, worker_views
 from controlplane.perfmodel.step import StepModel
 from controlplane.snapshot import Cached, Load, Migrate, Pace, Reassign, RunningRequest, Transport, WorkerLoad
@@ -30,7 +30,7 @@ def worker(name, tokens=(), waiting=(), state="serving", capacity=1000, high=())
 
 def planned(settings, *workers, resting=frozenset(), recent=frozenset(), pace=None):
     views = worker_views(workers, settings.reading)
-    return balance(settings, views, Terms(resting, recent, Transport(pace or Pace())))
+    return balance(settings, views, MoveTerms(resting, recent, Transport(pace or Pace())))
 
 
 def moves_of(settings, *workers, **more):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.migration import overload
-from controlplane.migration.move import Terms
+from controlplane.migration.move import MoveTerms
 from controlplane.migration.overload import ShedSettings, forecast, peak_tokens
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.step import Hinge, StepModel
@@ -30,7 +30,7 @@ def worker(name, sizes, state="serving", capacity=10_000, step=STEP, seqs=256):
 
 
 def shed(*workers, settings=None, resting=frozenset(), recent=frozenset(), pace=None):
-    terms = Terms(resting, recent, Transport(pace or Pace()))
+    terms = MoveTerms(resting, recent, Transport(pace or Pace()))
     moves = overload.shed(settings or ShedSettings(), worker_views(workers), terms)
     return [(move.request, move.source, move.target) for move in moves]
 

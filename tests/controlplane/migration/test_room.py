@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.migration import drain, overload
-from controlplane.migration.move import Terms
+from controlplane.migration.move import MoveTerms
 from controlplane.migration.overload import ShedSettings, forecast_of
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.step import StepModel
@@ -45,7 +45,7 @@ def held(tokens, still=50, left_s=5.0, name="h"):
 
 def make_room(*workers, line, resting=frozenset(), recent=frozenset(), pace=None):
     views = worker_views(workers)
-    return overload.make_room(SETTINGS, views, line, Terms(resting, recent, Transport(pace or Pace())))
+    return overload.make_room(SETTINGS, views, line, MoveTerms(resting, recent, Transport(pace or Pace())))
 
 
 def named(moves):
