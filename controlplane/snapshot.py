@@ -228,7 +228,7 @@ class Snapshot:
 
     @property
     def may_give_back(self) -> bool:
-        """Whether workers may go by demand: its arrivals have been counted, and no request waits."""
+        """Whether workers may be given back: arrivals have been counted, and no request waits."""
         is_counted = self.arrivals is not None and not math.isnan(self.arrivals)
         return is_counted and not self.waiting_requests
 
