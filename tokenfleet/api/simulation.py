@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -33,6 +33,9 @@ from tokenfleet.planning.reuse import sessions_per_h
 from tokenfleet.report.tables import share_text
 from tokenfleet.traces import Trace
 from tokenfleet.traces.check import doctor_warnings
+
+if TYPE_CHECKING:
+    from tokenfleet.planning.sizing import MostAgents
 
 SCHEMA = "tokenfleet.simulation/1"
 
@@ -103,9 +106,8 @@ def simulate(
     request, warnings = placed(request, named.groups, workload, warnings)
     began = time.perf_counter()
     outcome = outcome_of(workload, classes, named.groups, request)
-    document = simulation_json(outcome, time.perf_counter() - began, request)
-    document["sessions"] = sessions_json(outcome, request.agents, named.usd_per_hour)
-    document |= classes_json(outcome, classes)
+    took_s = time.perf_counter() - began
+    document = simulation_json(outcome, classes, request, named.usd_per_hour, took_s)
     return Simulation(outcome, classes, named, tuple(warnings), document)
 
 
@@ -182,9 +184,15 @@ def outcome_of(
     return replace(outcome, session_target_s=request.session_s)
 
 
-def simulation_json(outcome: Outcome, wall_s: float, request: PlanRequest) -> dict[str, Any]:
-    """The simulation's JSON object; `wall_s` is how long it took to run."""
-
+def simulation_json(
+    outcome: Outcome,
+    classes: Sequence[SloClass],
+    request: PlanRequest,
+    usd_per_h: float | None,
+    wall_s: float,
+    most: MostAgents | None = None,
+) -> dict[str, Any]:
+    """`tokenfleet.simulation/1`; `wall_s` is how long it took to run, `most` the most agents, where asked."""
     finished = outcome.finish_s == outcome.finish_s  # NaN is not itself
     hits = outcome.prefix_hit_rate
     return {
@@ -201,12 +209,26 @@ def simulation_json(outcome: Outcome, wall_s: float, request: PlanRequest) -> di
         "prefix_hit_rate": None if hits is None else round(hits, 6),
         **({} if outcome.host_hit_rate is None else {"host_hit_rate": round(outcome.host_hit_rate, 6)}),
         "wall_s": round(wall_s, 3),
+        "sessions": _sessions(outcome, request.agents, usd_per_h),
+        **({} if most is None else {"most_agents": _most_agents(most)}),
+        **_classes(outcome, classes),
     }
 
 
-def sessions_json(outcome: Outcome, agents: int | None, usd_per_h: float | None) -> dict[str, Any] | None:
-    """What became of the sessions; None for a workload without any."""
+def _most_agents(most: MostAgents) -> dict[str, Any]:
+    return {
+        "agents": most.agents,
+        "target": most.target,
+        "confidence": most.estimate.confidence,
+        "expected": round(most.estimate.expected, 6),
+        "low": round(most.estimate.low, 6),
+        "on_trace": most.on_trace,
+        "sessions": most.sessions,
+    }
 
+
+def _sessions(outcome: Outcome, agents: int | None, usd_per_h: float | None) -> dict[str, Any] | None:
+    """What became of the sessions; None for a workload without any."""
     sessions = outcome.workload.sessions
     if sessions is None or (sessions.session < 0).all():
         return None
@@ -228,7 +250,7 @@ def sessions_json(outcome: Outcome, agents: int | None, usd_per_h: float | None)
     return told
 
 
-def classes_json(outcome: Outcome, classes: Sequence[SloClass]) -> dict[str, Any]:
+def _classes(outcome: Outcome, classes: Sequence[SloClass]) -> dict[str, Any]:
     """What became of each class; nothing where the targets are plain."""
     attained = outcome.class_attainments.tolist()
     of = np.bincount(outcome.workload.slo_class, minlength=len(attained)).tolist()

@@ -51,6 +51,12 @@ ControlKeys = Annotated[
     Path | None, typer.Option(help="YAML list of further control keys (name, key), reloaded when it changes")
 ]
 EndpointKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint")]
+EngineFlags = Annotated[
+    list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
+]
+Processes = Annotated[
+    int | None, typer.Option(min=1, help="processes at the same time (default: one per core)")
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="plan everything again and keep nothing")]
 FleetFolder = Annotated[Path | None, typer.Option(help="the fleet's folder (default: $TOKENFLEET_DATA)")]
 _OF_PROFILE = "vLLM's setting of that name (default: the profile's)"

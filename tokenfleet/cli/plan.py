@@ -18,7 +18,7 @@ from rich.text import Text
 
 from controlplane.errors import BadInput
 from dataplane.startup import loading
-from tokenfleet.cli.flags import Format, NoCache, OutputFormat, TraceSource, flag, takes_flags
+from tokenfleet.cli.flags import Format, NoCache, OutputFormat, Processes, TraceSource, flag, takes_flags
 from tokenfleet.files import refuse_unwritable, write_files
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.tables import lines_table, plan_table
@@ -249,9 +249,7 @@ def portfolio_command(
     file: Annotated[
         Path, typer.Argument(help="models with their traces and targets, and shared limits (YAML)")
     ],
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="processes at the same time (default: one per core)")
-    ] = None,
+    jobs: Processes = None,
     no_cache: NoCache = False,
     output_dir: Annotated[
         Path | None, typer.Option(help="write portfolio.json, portfolio.html and NAME.plan.json there")

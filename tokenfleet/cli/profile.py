@@ -19,7 +19,7 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile, speculating
 from dataplane.startup import log_to_stderr
-from tokenfleet.cli.flags import Format, OutputFormat, flag, model_at, takes_flags
+from tokenfleet.cli.flags import EngineFlags, Format, OutputFormat, flag, model_at, takes_flags
 from tokenfleet.cli.terminal import console, counted_bar
 from tokenfleet.profiles.library import canonical_model, read_profile, write_profile
 from tokenfleet.texts import parse_duration_s, parse_speculation
@@ -79,9 +79,7 @@ class ProfileFlags:
     )
     speculate: str = flag("off", "with --predict: draft acceptance by position, e.g. 0.8/0.6@1ms+0.5ms")
     host: str = flag("1ms", "with --predict: host time per step (no table has it)")
-    engine_flags: Annotated[
-        list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
-    ] = None
+    engine_flags: EngineFlags = None
 
 
 @takes_flags()

@@ -98,7 +98,7 @@ def simulate_command(
     --slo ttft=2s,tpot=40ms --most-agents --attainment 0.95 --confidence 0.95
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
-    from tokenfleet.api.simulation import as_asked, outcome_of, placed, request_rows, requests_for
+    from tokenfleet.api import simulation
     from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.planning.inputs import what_drafts_do, without_work
     from tokenfleet.report.progress import tell_compiling
@@ -111,10 +111,10 @@ def simulate_command(
     fleet = _fleet(profile, workers, worker.prefill_workers, request)
     refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
-        workload, classes, warnings = requests_for(read_traces(trace), request, [profile])
+        workload, classes, warnings = simulation.requests_for(read_traces(trace), request, [profile])
     agents = "most-agents" if as_sessions.most_agents else "agents"
-    workload = as_asked(workload, request, open_loop=as_sessions.open_loop, agents=agents)
-    request, warnings = placed(request, fleet, workload, warnings)
+    workload = simulation.as_asked(workload, request, open_loop=as_sessions.open_loop, agents=agents)
+    request, warnings = simulation.placed(request, fleet, workload, warnings)
     notes = [*warnings, *what_drafts_do(workload, _of(worker, request)), *without_work(workload, request)]
     tell_compiling()
     began, most = time.perf_counter(), None
@@ -122,10 +122,11 @@ def simulate_command(
         if as_sessions.most_agents:
             most = _most_agents(workload, classes, request, fleet, status.update)
             request = replace(request, agents=most.agents)
-        outcome = outcome_of(workload, classes, fleet, request)
-    told = _answer_json(outcome, classes, request, fleet.usd_per_hour, most, time.perf_counter() - began)
+        outcome = simulation.outcome_of(workload, classes, fleet, request)
+    took_s = time.perf_counter() - began
+    told = simulation.simulation_json(outcome, classes, request, fleet.usd_per_hour, took_s, most)
     if per_request is not None:
-        write_files({per_request: request_rows(outcome).write_csv()})
+        write_files({per_request: simulation.request_rows(outcome).write_csv()})
     answer(
         output_format,
         json.dumps(told, indent=1),
@@ -133,32 +134,6 @@ def simulate_command(
     )
     warn(notes)
     return 0
-
-
-def _answer_json(
-    outcome: Outcome,
-    classes: Sequence[SloClass],
-    request: PlanRequest,
-    usd_per_h: float | None,
-    most: MostAgents | None,
-    wall_s: float,
-) -> dict[str, Any]:
-    """The JSON of `tokenfleet.simulation/1`."""
-    from tokenfleet.api.simulation import classes_json, sessions_json, simulation_json
-
-    told = simulation_json(outcome, wall_s, request)
-    told["sessions"] = sessions_json(outcome, request.agents, usd_per_h)
-    if most is not None:
-        told["most_agents"] = {
-            "agents": most.agents,
-            "target": most.target,
-            "confidence": most.estimate.confidence,
-            "expected": round(most.estimate.expected, 6),
-            "low": round(most.estimate.low, 6),
-            "on_trace": most.on_trace,
-            "sessions": most.sessions,
-        }
-    return told | classes_json(outcome, classes)
 
 
 def _most_agents(
@@ -211,13 +186,8 @@ def simulation_lines(
     lines = [*latency_rows(outcome, None if rows else request.slo)]
     for one, row in zip(classes, rows, strict=False):
         limits = f"TTFT {duration_text(one.slo.ttft_s)}, TPOT {duration_text(one.slo.tpot_s)}"
-        lines.append(
-            (
-                f"Class {one.name}",
-                f"{share_text(row['attainment'])} of {row['requests']:,} requests in SLO"
-                f" (target {asked_text(row['target'])} within {limits})",
-            )
-        )
+        text = f"{share_text(row['attainment'])} of {row['requests']:,} requests in SLO"
+        lines.append((f"Class {one.name}", f"{text} (target {asked_text(row['target'])} within {limits})"))
     lines += [*sessions_rows(told["sessions"], asked)]
     if most is not None:
         lines.append(("Most agents", _most_text(most)))
@@ -235,14 +205,12 @@ def latency_rows(outcome: Outcome, slo: Slo | None) -> Iterator[tuple[str, str]]
     """
     from tokenfleet.planning.result import QUANTILES, latency
 
-    limits = (None, None) if slo is None else (slo.ttft_s, slo.tpot_s)
-    over = (outcome.ttft_s > outcome.ttft_target_s, outcome.tpot_s > outcome.tpot_target_s)
-    for name, values, limit, slow in zip(
-        ("TTFT", "TPOT"), (outcome.ttft_s, outcome.tpot_s), limits, over, strict=True
-    ):
-        row = latency(values)
+    ttft = "TTFT", outcome.ttft_s, outcome.ttft_target_s, None if slo is None else slo.ttft_s
+    tpot = "TPOT", outcome.tpot_s, outcome.tpot_target_s, None if slo is None else slo.tpot_s
+    for name, values, targets, limit in (ttft, tpot):
+        row, late = latency(values), int((values > targets).sum())
         quantiles = "   ".join(f"p{q * 100:.0f} {duration_text(row.at(q))}" for q in QUANTILES)
-        bound = "" if limit is None else f"   (limit {duration_text(limit)}, {int(slow.sum()):,} late)"
+        bound = "" if limit is None else f"   (limit {duration_text(limit)}, {late:,} late)"
         yield name, quantiles + bound
     if dropped := int((~np.isfinite(outcome.finish_s)).sum()):
         yield "Not served", f"{dropped:,} requests"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, NoCache, OutputFormat, TraceSource, Verbose, takes_flags
+from tokenfleet.cli.flags import Format, NoCache, OutputFormat, Processes, TraceSource, Verbose, takes_flags
 from tokenfleet.files import cache_folder, refuse_unwritable, write_files
 from tokenfleet.planning.request import PlanRequest
 
@@ -30,9 +30,7 @@ def whatif_command(
     ],
     source: TraceSource,
     request: PlanRequest,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="processes at the same time (default: one per core)")
-    ] = None,
+    jobs: Processes = None,
     ray: Annotated[
         str | None, typer.Option(help="run on a Ray cluster: its address, or `local` to start one here")
     ] = None,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from controlplane.errors import no_offload
-from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, flag
+from tokenfleet.cli.flags import ControlKey, ControlKeys, EngineFlags, Insecure, TlsCert, TlsKey, flag
 from tokenfleet.texts import parse_host_kv
 
 WORKERS = 2  # unless something says
@@ -173,9 +173,7 @@ class ServeFlags:
         max=0.9,
     )
     verbose: bool = flag(False, "also print the engines' logs", "--verbose")
-    engine_flags: Annotated[
-        list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
-    ] = None
+    engine_flags: EngineFlags = None
 
     @property
     def engine_flag_names(self) -> set[str]:
