@@ -113,17 +113,16 @@ def fleet_extension(
         number = None if served is None else service.plans.begin_serving(served)
         if proposals is not None:
             proposals.serving = number
-        gaps = asyncio.create_task(gap.keep())
-        replans = None if proposals is None else asyncio.create_task(proposals.keep())
+        kept = (gap,) if proposals is None else (gap, proposals)
+        tasks = [asyncio.create_task(one.keep()) for one in kept]
         try:
             async with service.running():
                 yield
         finally:
-            gaps.cancel()
-            await asyncio.wait([gaps])
-            if proposals is not None and replans is not None:
-                replans.cancel()
-                await asyncio.wait([replans])
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            if proposals is not None:
                 await proposals.close()
                 number = proposals.serving
             if number is not None:
