@@ -78,9 +78,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
     starts = _common_clock(traces)
     first_s = min(starts) if starts else None
     parts = [t.workload for t in traces]
-    # Each part's own times where the parts share no clock.
-    offsets_s = [start - min(starts) for start in starts] or [0.0] * len(parts)
-    arrival_s = np.concatenate([w.arrival_s + offset for w, offset in zip(parts, offsets_s, strict=True)])
+    arrival_s = _arrivals_s(parts, starts)
     in_order = bool((np.diff(arrival_s) >= 0).all())
     order = np.arange(len(arrival_s)) if in_order else np.argsort(arrival_s, kind="stable")
     rows = slice(None) if in_order else order
@@ -151,6 +149,12 @@ def _sessions(parts: Sequence[Workload], order: NDArray[np.int64]) -> Sessions |
     owner = np.concatenate(owners)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(order)))])
     return Sessions(session, offsets, np.concatenate(befores)[np.argsort(owner, kind="stable")], think_s)
+
+
+def _arrivals_s(parts: Sequence[Workload], starts: Sequence[float]) -> NDArray[np.float64]:
+    """Everyone's arrivals since the first start; since the own one where the parts share no clock."""
+    offset_s = [start - min(starts) for start in starts] if starts else [0.0] * len(parts)
+    return np.concatenate([part.arrival_s + offset for part, offset in zip(parts, offset_s, strict=True)])
 
 
 def _warnings(traces: Sequence[Trace], overlaid: bool) -> list[str]:
