@@ -28,6 +28,7 @@ from controlplane.migration.usage import WorkerView
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.processes import cancel_all
+from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.coordinator import layout, meaning
@@ -202,9 +203,8 @@ class Exit:
     async def _begin(self, plan: tuple[Order, ...], why: str) -> None:
         """Begin as many of the plan's orders as may be under way at a time."""
         most = self._core.settings.moves.per_worker
-        for order in plan:
-            tracked = self._core.requests.get(order.request)
-            if order.target is None or tracked is None or tracked.worker != self.worker:
+        for order, tracked in self._still_here(plan):
+            if order.target is None:
                 continue
             tokens = tracked.context_tokens
             if order.how == MOVE and len(self._under.moves) < most:
@@ -214,6 +214,13 @@ class Exit:
                 self._under.moves[order.request] = asyncio.ensure_future(move)
             elif order.how == REPLAY and order.target not in self._under.replays and self._is_sure(tracked):
                 await self._replay(tracked, order.target, why)
+
+    def _still_here(self, plan: tuple[Order, ...]) -> Iterator[tuple[Order, Tracked]]:
+        """The orders of requests that are on the worker when their turn comes."""
+        for order in plan:
+            tracked = self._core.requests.get(order.request)
+            if tracked is not None and tracked.worker == self.worker:
+                yield order, tracked
 
     def _is_sure(self, tracked: Tracked) -> bool:
         """Whether a replay that is planned should be begun: it is not taken back when moves prove faster."""
@@ -230,10 +237,7 @@ class Exit:
             return
         going = []
         plan = plan_evacuation([self._leaving(t) for t in self._here()], self._havens(), 0.0, self._way())
-        for order in plan:
-            tracked = self._core.requests.get(order.request)
-            if tracked is None or tracked.worker != self.worker:
-                continue
+        for order, tracked in self._still_here(plan):
             target = order.target
             # It did not end by itself.
             if order.how == STAY and self._core.segments.obstacle_to_replay(tracked) is None:
@@ -279,20 +283,11 @@ class Exit:
 
     def _havens(self) -> list[Haven]:
         """Open workers that run the same model in the same way."""
-        link = self._core.link(self.worker)
-        if link is None:
-            return []
-        there = [
-            at.link.info
-            for at in self._core.attached()
-            if at.worker != self.worker
-            and self._is_open(at.worker)
-            and meaning(at.link.info) == meaning(link.info)
-        ]
-        views = self._core.placement.views([info.worker for info in there])
+        link, there = self._core.link(self.worker), _others(self._core, self.worker, self._is_open)
+        views = self._core.placement.views([at.worker for at in there])
         return [
-            _haven(info, view, layout(info) == layout(link.info))
-            for info, view in zip(there, views, strict=True)
+            _haven(at.link.info, view, link is not None and layout(at.link.info) == layout(link.info))
+            for at, view in zip(there, views, strict=True)
         ]
 
     def _way(self) -> Way:
@@ -341,21 +336,20 @@ async def _bring(core: FleetCore, copies: Sequence[Bring], why: str, until_s: fl
         core.events.record(time.time(), "bring", said, texts=made, tokens=tokens, sent_tokens=sent)
 
 
+def _others(core: FleetCore, worker: WorkerId, is_open: Callable[[WorkerId], bool]) -> list[Attached]:
+    """The other open workers that run the same model in the same way."""
+    link = core.link(worker)
+    there = [at for at in core.attached() if at.worker != worker and is_open(at.worker)]
+    return [at for at in there if link is not None and meaning(at.link.info) == meaning(link.info)]
+
+
 def _alike(core: FleetCore, worker: WorkerId, is_open: Callable[[WorkerId], bool]) -> list[WorkerId]:
     """The other open workers of its kind that can read its KV and go on with it."""
     link, kind = core.link(worker), core.kind_of(worker)
-    if link is None:
+    if link is None or link.info.why_fixed:
         return []
-    return [
-        at.worker
-        for at in core.attached()
-        if at.worker != worker
-        and at.kind == kind
-        and is_open(at.worker)
-        and meaning(at.link.info) == meaning(link.info)
-        and layout(at.link.info) == layout(link.info)
-        and not link.info.why_fixed
-    ]
+    there = [at for at in _others(core, worker, is_open) if at.kind == kind]
+    return [at.worker for at in there if layout(at.link.info) == layout(link.info)]
 
 
 def _tokens_per_s(core: FleetCore, worker: WorkerId) -> float:
