@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,18 +58,11 @@ class EventLog:
         """Events that name this request, oldest first."""
         return [event for event in self._events if event.facts.get("request_id") == request_id]
 
-    @contextmanager
-    def _following(self) -> Iterator[asyncio.Queue[Event]]:
+    async def follow(self, after_id: int = 0) -> AsyncIterator[Event]:
+        """Kept events after `after_id`, then new ones as they come; ends only by cancellation."""
         queue: asyncio.Queue[Event] = asyncio.Queue(self._follower_keep)
         self._followers.append(queue)
         try:
-            yield queue
-        finally:
-            self._followers.remove(queue)
-
-    async def follow(self, after_id: int = 0) -> AsyncIterator[Event]:
-        """Kept events after `after_id`, then new ones as they come; ends only by cancellation."""
-        with self._following() as queue:
             for event in tuple(self._events):
                 if event.id > after_id:
                     yield event
@@ -79,6 +71,8 @@ class EventLog:
                 event = await queue.get()
                 if event.id > last:
                     yield event
+        finally:
+            self._followers.remove(queue)
 
 
 def is_of_loss(event: Event) -> bool:

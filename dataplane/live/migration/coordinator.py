@@ -28,6 +28,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 
 from controlplane.migration.move import CLOSED, Happened, Stage
@@ -303,7 +304,8 @@ class Migrations:
         drop = () if previous is None else (previous,)
         request = segment.loader_request(running.request, running.output_token_ids, name, load, drop)
         try:
-            answer = await self._ask(move, running, move.target, name, request)
+            check = partial(self._check, move, running)
+            answer = await self.engines.answer(check, move.target, name, request)
             if answer.finish_reason not in (Finish.LENGTH, Finish.STOP):
                 raise CopyFailed(f"{move.target} could not load the KV of {running.segment}")
         except BaseException:
@@ -314,30 +316,20 @@ class Migrations:
             raise
         return name, _taken(answer, tokens - copied)
 
-    async def _ask(
-        self, move: MoveRecord, running: Running, worker: WorkerId, name: str, request: EngineRequest
-    ) -> SegmentOutput:
-        """Send a request of the move's own and return its last output.
-
-        Raises RequestEnded or CopyFailed as soon as there is nothing left to wait for.
-        """
-
-        def check() -> bool:
-            self._check(move, running)
-            return not running.output_token_ids  # what is waited for is the prefill
-
-        return await self.engines.answer(check, worker, name, request)
-
     async def _begin(self, move: MoveRecord, running: Running) -> None:
         """Lease the source's segment, and return once the source has said so."""
         name = f"{move.id}-begin-{running.segment}"
         request = segment.control_request(running.request, name, kv.Control("begin", running.segment))
-        answer = await self._ask(move, running, running.worker, name, request)
+        check = partial(self._check, move, running)
+        answer = await self.engines.answer(check, running.worker, name, request)
         if answer.finish_reason == Finish.ERROR:
             raise RequestEnded
 
-    def _check(self, move: MoveRecord, running: Running) -> None:
-        """Raise if the request or a worker of the move is no longer there."""
+    def _check(self, move: MoveRecord, running: Running) -> bool:
+        """Whether to be patient with an engine: what is waited for is the prefill.
+
+        Raises RequestEnded or CopyFailed where the request or a worker of the move is no longer there.
+        """
         now = self._fleet.running(move.request)
         if now is None:
             raise RequestEnded
@@ -346,6 +338,7 @@ class Migrations:
         for worker in (running.worker, move.target):
             if self._fleet.link(worker) is None:
                 raise CopyFailed(f"{worker} is gone")
+        return not running.output_token_ids
 
 
 def _taken(answer: SegmentOutput, most: int) -> int:
