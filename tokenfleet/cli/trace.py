@@ -63,7 +63,7 @@ def check_command(
     enough to judge a p99, and what share of it a prefix cache could serve. Exit code 0, with or without
     warnings; 2 if the file cannot be used.
     """
-    kv_tokens = {} if model is None else _kv_tokens(model)
+    kv_tokens = {p.type_name: p.kv.capacity_tokens for p in (find_profiles(model) if model else ())}
     checkup = check(_read(file))
     text = json.dumps(as_json(checkup, kv_tokens), ensure_ascii=False, indent=1)
     answer(output_format, text, lambda: as_tables(checkup, kv_tokens, verbose))
@@ -152,11 +152,6 @@ def convert_command(
     trace = _read(source)
     warn(trace.warnings)
     _write(trace, target, to, overwrite)
-
-
-def _kv_tokens(model: str) -> dict[str, int]:
-    """The KV memory of the model's types of worker. Raises ProfileMissing."""
-    return {p.type_name: p.kv.capacity_tokens for p in find_profiles(model)}
 
 
 def _read(path: Path) -> Trace:

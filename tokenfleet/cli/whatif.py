@@ -50,7 +50,8 @@ def whatif_command(
     tokenfleet whatif --trace day.csv --model llama-3.1-70b --slo ttft=1.6s,tpot=75ms
     --reclaims-per-h 0.05 --cold-start 5m --vary spot=no,yes --vary gpu=a100,h100,a100+h100
     """
-    _check_at_once(jobs, ray)
+    if ray is not None and jobs is not None:
+        raise BadInput("--jobs: a Ray cluster has its own processors; leave out --jobs or --ray")
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.api.grid import grid_of, grid_texts
     from tokenfleet.cli.terminal import answer, console, warn
@@ -76,11 +77,6 @@ def whatif_command(
     answer(output_format, texts["whatif.json"], lambda: whatif_tables(plans.scenarios, verbose))
     warn([*notes, *plans.warnings])
     return 0 if any(one.feasible for one in plans.scenarios) else 1
-
-
-def _check_at_once(jobs: int | None, ray: str | None) -> None:
-    if ray is not None and jobs is not None:
-        raise BadInput("--jobs: a Ray cluster has its own processors; leave out --jobs or --ray")
 
 
 def _cache(folder: Path | None, is_off: bool) -> Cache:
