@@ -146,7 +146,8 @@ class EmulatedBatch:
             if between_steps:
                 self._loading[segment.id] = segment
                 continue
-            self._start(segment, now_s)
+            segment.events.append(Moment(MomentKind.SCHEDULED, now_s))
+            self._running.append(segment)
             budget -= chunk
             self._carry(step, segment, chunk)
         orders = self._holds.orders({}, (), now_s)
@@ -252,10 +253,6 @@ class EmulatedBatch:
         if segment.computed < computed:
             segment.computed = segment.cached = computed
         return True
-
-    def _start(self, segment: Segment, now_s: float) -> None:
-        segment.events.append(Moment(MomentKind.SCHEDULED, now_s))
-        self._running.append(segment)
 
     def _preempt(self, segment: Segment) -> None:
         self._running.remove(segment)

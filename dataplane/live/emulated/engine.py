@@ -169,7 +169,8 @@ class EmulatedEngine:
                         await self._work.wait()
                 ends_s = time.monotonic()
                 continue
-            lasts_s += self._step_s(step)
+            of = ("prefill_tokens", "sequences", "context_tokens", "prefill_sum_sq")
+            lasts_s += float(self._profile.step.step_s(*(step.load[name] for name in of)))
             ends_s += lasts_s / self._fabric.speed
             await asyncio.sleep(max(0.0, ends_s - time.monotonic()))
             # A loop that is late must not run the next steps faster than life to catch up for ever.
@@ -178,10 +179,6 @@ class EmulatedEngine:
             outputs += [self._output(output) for output in self.batch.finish(step, now_s)]
             await self._tell(outputs, step)
             await self._tell_load(now_s, step, lasts_s)
-
-    def _step_s(self, step: PlannedStep) -> float:
-        of = ("prefill_tokens", "sequences", "context_tokens", "prefill_sum_sq")
-        return float(self._profile.step.step_s(*(step.load[name] for name in of)))
 
     def _start_loads(self, step: PlannedStep) -> tuple[float, list[messages.SegmentOutput]]:
         """Start the step's loads; return the time of those inside it, and outputs of those that failed."""

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from controlplane.types import WorkerId
+from controlplane.types import RequestId, WorkerId
 from dataplane.live.gateway.metrics import Metrics
 from dataplane.live.ledger.placement import Placement
 from dataplane.live.ledger.request import Tracked
@@ -30,7 +30,7 @@ class Handovers:
         self,
         placement: Placement,
         metrics: Metrics,
-        move: Callable[[Tracked, WorkerId, str], Awaitable[MoveRecord]],
+        move: Callable[[RequestId, WorkerId, str], Awaitable[MoveRecord]],
         why_fixed: Callable[[Tracked], str | None],
     ) -> None:
         self._placement, self._metrics = placement, metrics
@@ -95,7 +95,7 @@ class Handovers:
         self._placement.expect(tracked, target)
         self._streams[target] += is_stream
         try:
-            move = await self._move(tracked, target, f"{tracked.worker} only prefills")
+            move = await self._move(tracked.id, target, f"{tracked.worker} only prefills")
         finally:
             self._streams[target] -= is_stream
             self._placement.expect(tracked, None)

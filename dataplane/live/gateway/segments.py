@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, WorkerId
@@ -97,7 +98,10 @@ class Segments:
         self.requests = RequestBook()
         self.migrations = Migrations(self, moves)
         self.handovers = Handovers(
-            placement, metrics, self._hand_over, lambda t: self.why_fixed(t, begun=True)
+            placement,
+            metrics,
+            partial(self.move, hurried=True, mode="hand-over"),
+            lambda t: self.why_fixed(t, begun=True),
         )
         self.on_begin: list[Callable[[Tracked, WorkerId], None]] = []
         self.on_end: list[Callable[[Tracked, str], None]] = []
@@ -179,9 +183,6 @@ class Segments:
         cost = {"bytes": move.bytes, "downtime_s": move.downtime_s}
         self._events.record(time.time(), "migrate", said, **facts, cost=cost)
         return move
-
-    async def _hand_over(self, tracked: Tracked, target: WorkerId, reason: str) -> MoveRecord:
-        return await self.move(tracked.id, target, reason, hurried=True, mode="hand-over")
 
     # Segments.
 

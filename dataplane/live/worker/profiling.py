@@ -104,7 +104,7 @@ class ProfiledEngine:
             "max_batched_tokens": self.room.max_batched_tokens,
             "max_context_tokens": self.room.max_context_tokens,
             "enforce_eager": bool(model.enforce_eager),
-            "threads_bind": _threads_bind(),
+            "threads_bind": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "") * current_platform.is_cpu(),
             "clock": self._clock,
         }
 
@@ -140,10 +140,6 @@ class ProfiledEngine:
             steps = [step._replace(step_s=spent_s) for step in steps]
         # The first step of all has no beginning on the CPU's clock.
         return [step for step in steps if step.step_s > 0], batch.outputs
-
-
-def _threads_bind() -> str:
-    return os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "") if current_platform.is_cpu() else ""
 
 
 def fingerprint(config: Any) -> str:
