@@ -24,6 +24,8 @@ class PassOn:
 
     def receive(self, data: bytes) -> None:
         message = wire.parsed("ProcessingRequest", data)
+        if message.observability_mode:  # a copy, of which nothing is wanted back
+            return
         for stage in ("response_body", "request_body"):
             if message.HasField(stage):
                 body = getattr(message, stage)

@@ -59,9 +59,17 @@ def mode(document: dict[str, Any], **modes: str) -> None:
     filters(document)[0]["typed_config"]["processing_mode"].update(modes)
 
 
+def full_duplex(document: dict[str, Any]) -> None:
+    """Each answer passes through the picker, as the gateways of Kubernetes have it: one filter, not two."""
+    copy = filters(document).pop(1)["typed_config"]
+    filters(document)[0]["typed_config"]["response_attributes"] = copy["response_attributes"]
+    whole = {"response_body_mode": "FULL_DUPLEX_STREAMED"}
+    mode(document, response_header_mode="SEND", response_trailer_mode="SEND", **whole)
+
+
 def alone(document: dict[str, Any]) -> None:
     """Without a picker: round robin."""
-    del filters(document)[0]
+    del filters(document)[:2]
     del document["static_resources"]["clusters"][0]["load_balancing_policy"]
 
 

@@ -9,8 +9,8 @@ the server itself has within SKEW_S of that look; never longer than STALE_S. A p
 taken over is not asked for GRACE_S.
 
 **Rounds** are judged by streams: half of them run through each picker, as each is the first of one Envoy and
-the standby of the other. One picker is killed. Its streams end in an error, the other's are whole, and its
-Envoy takes requests again.
+the standby of the other. One picker is killed. All streams are whole, and its Envoy takes requests again.
+With `--duplex` answers pass through pickers, as in gateways of Kubernetes: the killed one's end in an error.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ class Stand:
         return left
 
 
-async def standing(stack: AsyncExitStack, folder: Path, ports: list[int]) -> Stand:
-    """All of it, at eleven free ports."""
+async def standing(stack: AsyncExitStack, folder: Path, ports: list[int], change: envoy.Change) -> Stand:
+    """All of it, at eleven free ports, with Envoys changed by `change`."""
     servers: dict[int, VllmLike | None] = {}
     for port in ports[:3]:
         one = servers[port] = VllmLike(port, STEP_S)
@@ -267,7 +267,7 @@ async def standing(stack: AsyncExitStack, folder: Path, ports: list[int]) -> Sta
     for n, order in enumerate(([0, 1], [1, 0])):
         port, admin = ports[7 + 2 * n : 9 + 2 * n]
         at = [pickers[one].port for one in order]
-        starting = envoy.running(folder, port, admin, ports[:3], at)
+        starting = envoy.running(folder, port, admin, ports[:3], at, change)
         pids[f"Envoy {n + 1}"] = (await asyncio.to_thread(starting.__enter__)).pid
         stack.push_async_callback(asyncio.to_thread, starting.__exit__, None, None, None)
         doors.append(f"http://127.0.0.1:{port}/v1/completions")
@@ -365,8 +365,8 @@ async def _watched(stand: Stand) -> None:
             stand.judge.forget(names[of])
 
 
-async def rounds(stand: Stand, count: int, streams: int) -> dict[str, Any]:
-    """Kill each picker in turn, under streams of both."""
+async def rounds(stand: Stand, count: int, streams: int, cut: str = "whole") -> dict[str, Any]:
+    """Kill each picker in turn, under streams of both; `cut`: how those of the killed one end."""
     again_s, wrong = [], []
     ends: Counter[str] = Counter()
     for n in range(count):
@@ -390,7 +390,7 @@ async def rounds(stand: Stand, count: int, streams: int) -> dict[str, Any]:
         for door in (0, 1):
             got = Counter(await asyncio.gather(*running[door]))
             ends += got
-            if got != Counter({"broken" if door == killed else "whole": streams // 2}):
+            if got != Counter({cut if door == killed else "whole": streams // 2}):
                 wrong.append(f"round {n}: {'killed' if door == killed else 'other'}: {dict(got)}")
         await starting
     left = await stand.emptied()
@@ -399,10 +399,15 @@ async def rounds(stand: Stand, count: int, streams: int) -> dict[str, Any]:
     }
 
 
-async def run(folder: Path, ports: list[int], act: Callable[[Stand], Any]) -> Any:
+async def run(
+    folder: Path,
+    ports: list[int],
+    act: Callable[[Stand], Any],
+    change: envoy.Change = lambda document: None,
+) -> Any:
     """Do something with a stand."""
     async with AsyncExitStack() as stack:
-        return await act(await standing(stack, folder, ports))
+        return await act(await standing(stack, folder, ports, change))
 
 
 def main() -> int:
@@ -412,6 +417,7 @@ def main() -> int:
     asked.add_argument("--rounds", type=int, default=2)
     asked.add_argument("--streams", type=int, default=60)
     asked.add_argument("--seed", type=int, default=0)
+    asked.add_argument("--duplex", action="store_true", help="answers pass through the pickers")
     flags = asked.parse_args()
 
     async def act(stand: Stand) -> bool:
@@ -421,13 +427,14 @@ def main() -> int:
             print(json.dumps(found, indent=1), flush=True)
             is_good = not found["left"] and not found["off"] and not found["false ends"]
         if flags.rounds:
-            found = await rounds(stand, flags.rounds, flags.streams)
+            found = await rounds(stand, flags.rounds, flags.streams, "broken" if flags.duplex else "whole")
             print(json.dumps(found, indent=1), flush=True)
             is_good = is_good and not found["wrong"] and not found["left"] and max(found["again_s"]) <= 3.0
         return is_good
 
     with tempfile.TemporaryDirectory() as folder:
-        return int(not asyncio.run(run(Path(folder), list(range(22_300, 22_311)), act)))
+        more = [envoy.full_duplex] if flags.duplex else []
+        return int(not asyncio.run(run(Path(folder), list(range(22_300, 22_311)), act, *more)))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from dataplane.live.gateway.metrics import Metrics
 from tokenfleet.advise.gauges import AdviceGauges
 from tokenfleet.cli import flags
 from tokenfleet.cli.main import VERBS, command_of
+from tokenfleet.pick.fleet import decision_times
 from tokenfleet.pick.server import PickGauges
-from tokenfleet.pick.times import DecisionTimes
 from tokenfleet.planning import plan_file
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.portfolios import request as portfolio_file
@@ -209,7 +209,7 @@ def _pick_gauges() -> PickGauges:
     """Those of a picker that follows KV events."""
     fleet: Any = SimpleNamespace(
         counts=Counter(),
-        times=DecisionTimes(),
+        times=decision_times(),
         lengths=SimpleNamespace(counts={}, bytes_a_token=0.0),
         servers=(),
         admission=(),

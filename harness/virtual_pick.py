@@ -192,7 +192,7 @@ class _Asker(Asker):
     def __init__(self) -> None:
         self.choice: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
-    def picked(self, addresses: Sequence[str]) -> None:
+    def picked(self, name: str, addresses: Sequence[str]) -> None:
         self.choice.set_result(addresses[0])
 
     def refused(self, status: int, why: str, reason: str, retry_after_s: int | None = None) -> None:

@@ -8,6 +8,7 @@ on another thread.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,15 @@ from dataplane.live.engine_api.messages import Adapter, EngineRequest, Sampling
 from dataplane.live.ledger.request import Tracked
 from tokenfleet.pick.asked import AskedBody
 
+# Of the requests of this process: Envoy may name one to another picker.
+OURS = f"pick-{secrets.token_hex(4)}"
+
 
 class Asker:
     """Gets the choice. This one does nothing with it."""
 
-    def picked(self, addresses: Sequence[str]) -> None:
-        """The server is chosen, and those to try after it."""
+    def picked(self, name: str, addresses: Sequence[str]) -> None:
+        """The server of the request `name` is chosen, and those to try after it."""
 
     def refused(self, status: int, why: str, reason: str, retry_after_s: int | None = None) -> None:
         """No server gets it."""
@@ -37,10 +41,10 @@ class Call:
     """A request, from its headers to its end.
 
     `allowed`: the addresses that the gateway lets it go to; None for all. `may_wait`: whether it can be held
-    back. `is_streamed`: whether its tokens pass here one by one. `estimated`: bytes of a prompt whose length
-    is a guess. `is_generation`: others are placed, and leave no row. `placed_s`: when it got its server, by
-    the picker's clock. `is_answered`: whether an answer has begun. `prompt_tokens` and `output_tokens`: as
-    the server counted them, in the end.
+    back. `is_streamed`: whether its tokens pass here one by one. `is_watched`: whether the gateway copies its
+    answer to the picker. `estimated`: bytes of a prompt whose length is a guess. `is_generation`: others are
+    placed, and leave no row. `placed_s`: when it got its server, by the picker's clock. `is_answered`: its
+    answer has begun. `prompt_tokens` and `output_tokens`: as the server counted them, in the end.
     """
 
     asker: Asker
@@ -50,6 +54,7 @@ class Call:
     allowed: frozenset[str] | None = None
     may_wait: bool = True
     is_streamed: bool = True
+    is_watched: bool = False
     estimated: int = 0
     is_generation: bool = True
     tracked: Tracked | None = None
@@ -72,7 +77,7 @@ def request_of(
     call.is_generation = asked.is_generation
     is_text = call.estimated == 0 and not asked.has_media
     return EngineRequest(
-        request_id=f"pick-{number}",
+        request_id=f"{OURS}-{number}",
         prompt_token_ids=list(ids),
         mm_features=None if is_text else [None],
         sampling_params=Sampling(max_tokens=asked.most_tokens, ignore_eos=asked.ignores_eos),

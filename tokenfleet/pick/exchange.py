@@ -39,11 +39,14 @@ class Exchange(Asker):
         self._call: Call | None = None
         self._status = 0
         self._is_events = self._is_refused = self._has_trailers = False
+        self._is_copy = False  # of an answer, for which the gateway reads no reply
         self._stage = ""  # of the reply that carries the choice
 
     def receive(self, data: bytes) -> None:
         """Take a message. Raises ValueError for bytes that are none."""
         message = wire.parsed("ProcessingRequest", data)
+        if message.observability_mode and not self._is_copy:
+            self._is_copy, self._response_mode, self._send = True, wire.STREAMED, lambda reply: None
         if self._is_refused:
             return
         if message.HasField("response_body"):
@@ -76,6 +79,9 @@ class Exchange(Asker):
     # The request.
 
     def _request_headers(self, message: Any) -> None:
+        if self._is_copy:
+            self._call = self._fleet.watched(wire.told(message, wire.CALL))
+            return
         self._headers = wire.headers_of(message.request_headers)
         self._allowed = wire.subset_of(message)
         if message.HasField("protocol_config"):
@@ -121,10 +127,10 @@ class Exchange(Asker):
         )
         self._fleet.ask(self._call, asked)
 
-    def picked(self, addresses: Sequence[str]) -> None:
+    def picked(self, name: str, addresses: Sequence[str]) -> None:
         """Its servers are chosen: the first, and those to try after it."""
         body, self._body = bytes(self._body), bytearray()
-        self._send(wire.picked(self._stage, addresses))
+        self._send(wire.picked(self._stage, addresses, name))
         if self._request_mode == wire.FULL_DUPLEX and (body or self._has_trailers):
             for piece in wire.body_pieces("request_body", body, not self._has_trailers):
                 self._send(piece)
@@ -147,7 +153,9 @@ class Exchange(Asker):
         self._status = int(status) if status.isdecimal() and len(status) == 3 else 0
         self._is_events = headers.get("content-type", "").startswith("text/event-stream")
         self._send(wire.go_on("response_headers"))
-        if self._call is not None and (address := wire.served_by(message)):
+        if self._call is not None and self._is_copy:
+            self._call.is_streamed = self._is_events
+        if self._call is not None and (address := wire.told(message, wire.UPSTREAM, wire.SERVED)):
             self._fleet.served(self._call, address)
         if message.response_headers.end_of_stream:
             self._end()

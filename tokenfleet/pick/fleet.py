@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from prometheus_client import Histogram
+
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.live.engine_api.cache_events import CacheChange
@@ -26,9 +28,16 @@ from dataplane.live.ledger.request import Ticket, Tracked, expected_tokens
 from tokenfleet.pick.asked import AskedBody
 from tokenfleet.pick.call import Asker, Call, PromptLengths, request_of
 from tokenfleet.pick.subsets import GATHER_S, SubsetPlacement
-from tokenfleet.pick.times import DecisionTimes
 
+PREFIX = "tokenfleet_pick_"
+EDGES_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.25)  # of decision times
 LIKELY_S = 30  # until a fleet without servers may have one again
+
+
+def decision_times() -> Histogram:
+    """Times to choose a server."""
+    name = f"{PREFIX}decision_seconds"
+    return Histogram(name, "time to choose a server", buckets=EDGES_S, registry=None)
 
 
 class PickedFleet:
@@ -52,7 +61,7 @@ class PickedFleet:
         self.calls: dict[RequestId, Call] = {}
         self.on_unseen: Callable[[Call], None] = self.drop
         self.counts: Counter[tuple[str, str]] = Counter()  # by what, and which
-        self.times = DecisionTimes()
+        self.times = decision_times()
         self._infos: dict[WorkerId, WorkerInfo] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
@@ -111,7 +120,7 @@ class PickedFleet:
             self.drop(call)
         self.counts.clear()
         self.lengths.counts.clear()
-        self.times = DecisionTimes()
+        self.times = decision_times()
 
     def ask(self, call: Call, asked: AskedBody) -> None:
         """Place a request, now or later; `call.asker` gets the choice."""
@@ -144,7 +153,7 @@ class PickedFleet:
         # It suspends nowhere: `_begin` is the one thing that it awaits.
         with suppress(StopIteration):
             self.admission.take_in(tracked).send(None)
-        self.times.add(self.clock() - began_s)
+        self.times.observe(self.clock() - began_s)
         if call.worker is None:
             asyncio.get_running_loop().call_later(GATHER_S, self.catch_up)
             if not call.is_over and not call.may_wait:
@@ -162,7 +171,7 @@ class PickedFleet:
         self.put(call, server)
         tracked.begun_s = call.placed_s
         self.counts["picked", server] += 1
-        call.asker.picked([server, *self._others(call, server)][: self._fallbacks])
+        call.asker.picked(tracked.id, [server, *self._others(call, server)][: self._fallbacks])
 
     def put(self, call: Call, server: WorkerId) -> None:
         """A call is on a server from now on."""
@@ -251,8 +260,15 @@ class PickedFleet:
             tracked.request.prompt_token_ids = guessed  # what the ledger has counted
         self.drop(call)
 
+    def watched(self, name: str) -> Call | None:
+        """The request `name`, whose answer the gateway copies to the picker from now on; None for others'."""
+        call = self.calls.get(RequestId(name))
+        if call is not None:
+            call.is_watched = call.is_streamed = True
+        return call
+
     def unseen(self, call: Call) -> None:
-        """Its answer will not pass here; the servers' counters show its end."""
+        """Its answer will not pass here, unless a copy does; the servers' counters show its end."""
         if not call.is_over:
             self.on_unseen(call)
 

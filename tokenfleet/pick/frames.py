@@ -22,6 +22,7 @@ MOST_STREAMS = 1 << 20
 NO_ERROR, PROTOCOL_ERROR, FLOW_ERROR, STREAM_CLOSED, FRAME_ERROR, COMPRESSION_ERROR = 0, 1, 3, 5, 6, 9
 UNIMPLEMENTED, INVALID_ARGUMENT = 12, 3  # of gRPC
 HEAD = struct.Struct(">HBBBI")  # length in two parts, type, flags, stream
+PREFIX = struct.Struct(">?I")  # of a message: whether it is compressed, and its length
 OWN_SETTINGS = struct.pack(">HIHIHI", 3, MOST_STREAMS, INITIAL_WINDOW, WINDOW, MAX_FRAME, FRAME_BYTES)
 OPENING = b"\x88" + literal("content-type", "application/grpc")
 

@@ -27,7 +27,7 @@ class Connection(asyncio.Protocol):
         self._handle, self._on_open, self._on_lost = handle, on_open, on_lost
         self._streams: dict[int, Stream] = {}
         self._headers = HeaderDecoder()
-        self._input = bytearray()
+        self._input = b""  # of a frame that has not come whole
         self._out: list[bytes] = []
         self._has_preface = self._is_reading = self._is_flushing = False
         self._window, self._stream_window, self._most_frame = 65_535, 65_535, 16_384
@@ -54,10 +54,10 @@ class Connection(asyncio.Protocol):
         self._on_lost(self)
 
     def data_received(self, data: bytes) -> None:
-        self._input += data
         self._is_reading = True
         try:
-            self._read()
+            data = self._input + data
+            self._input = data[self._read(data) :]
         except Broken as error:
             self.end(error.code)
         except BadHeaders:
@@ -75,25 +75,25 @@ class Connection(asyncio.Protocol):
 
     # Frames that come.
 
-    def _read(self) -> None:
-        data, at = self._input, 0
+    def _read(self, data: bytes) -> int:
+        """Take the whole frames; return where they end."""
+        at, size = 0, len(data)
         if not self._has_preface:
-            if len(data) < len(frames.PREFACE):
-                return
-            if data[: len(frames.PREFACE)] != frames.PREFACE:
+            if size < len(frames.PREFACE):
+                return 0
+            if not data.startswith(frames.PREFACE):
                 raise Broken(frames.PROTOCOL_ERROR)
             self._has_preface, at = True, len(frames.PREFACE)
-        while len(data) - at >= 9:
+        while size - at >= 9:
             high, low, kind, flags, number = frames.HEAD.unpack_from(data, at)
-            length = (high << 8) | low
-            if length > frames.FRAME_BYTES:
+            end = at + 9 + ((high << 8) | low)
+            if end - at - 9 > frames.FRAME_BYTES:
                 raise Broken(frames.FRAME_ERROR)
-            if len(data) - at - 9 < length:
+            if end > size:
                 break
-            payload = bytes(data[at + 9 : at + 9 + length])
-            at += 9 + length
-            self._take(kind, flags, number & frames.MOST_WINDOW, payload)
-        del data[:at]
+            self._take(kind, flags, number & frames.MOST_WINDOW, data[at + 9 : end])
+            at = end
+        return at
 
     def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if self._block is not None and (kind != frames.CONTINUATION or number != self._block[0]):
@@ -163,30 +163,30 @@ class Connection(asyncio.Protocol):
         if stream.taken >= frames.WINDOW // 2:
             self._frame(frames.WINDOW_UPDATE, 0, number, struct.pack(">I", stream.taken))
             stream.taken = 0
-        stream.buffer += unpadded(payload, flags) if flags & frames.PADDED else payload
         try:
-            self._messages(stream)
+            self._messages(stream, unpadded(payload, flags) if flags & frames.PADDED else payload)
         except ValueError:
             self._finish(number, frames.INVALID_ARGUMENT)
             return
         if flags & frames.END_STREAM and number in self._streams:
             self._half_closed(number)
 
-    def _messages(self, stream: Stream) -> None:
+    def _messages(self, stream: Stream, data: bytes) -> None:
         """Hand on the whole messages that have come: a flag, four bytes of length, the message."""
-        buffer, at = stream.buffer, 0
         if stream.handler is None:  # it had sent its last message
             raise Broken(frames.STREAM_CLOSED)
-        while len(buffer) - at >= 5:
-            length = int.from_bytes(buffer[at + 1 : at + 5], "big")
-            if buffer[at] or length > frames.MOST_MESSAGE:
+        stream.buffer += data
+        at, size = 0, len(stream.buffer)
+        while size - at >= 5:
+            is_compressed, length = frames.PREFIX.unpack_from(stream.buffer, at)
+            if is_compressed or length > frames.MOST_MESSAGE:
                 raise ValueError("a compressed message, or one too long")
-            if len(buffer) - at - 5 < length:
+            end = at + 5 + length
+            if end > size:
                 break
-            message = bytes(buffer[at + 5 : at + 5 + length])
-            at += 5 + length
-            stream.handler.receive(message)
-        del buffer[:at]
+            stream.handler.receive(bytes(stream.buffer[at + 5 : end]))
+            at = end
+        del stream.buffer[:at]
 
     def _half_closed(self, number: int) -> None:
         """The client has sent its last message: the call is over once what waits is sent."""
@@ -229,7 +229,7 @@ class Connection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is None or stream.is_ended:
             return
-        stream.waiting.append(b"\0" + len(message).to_bytes(4, "big") + message)
+        stream.waiting.append(frames.PREFIX.pack(False, len(message)) + message)
         self._drain(number, stream)
 
     def _drain(self, number: int, stream: Stream) -> None:

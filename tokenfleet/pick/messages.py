@@ -19,6 +19,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET, SUBSET_SPACE = "x-gateway-destination-endpoint-subset", "envoy.lb.subset_hint"
 LB_SPACE = "envoy.lb"
+CALL = "tokenfleet-call"  # names a request to the filter that copies its answer
 UPSTREAM = "upstream.address"
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX = range(5)  # body modes
 OVERWRITE = 2  # append_action: overwrite, or add where there is none
@@ -39,7 +40,7 @@ MESSAGES = {  # name:number:type; * is repeated
     "ProcessingRequest": "request_headers:2:HttpHeaders response_headers:3:HttpHeaders"
     " request_body:4:HttpBody response_body:5:HttpBody request_trailers:6:HttpTrailers"
     " response_trailers:7:HttpTrailers metadata_context:8:Metadata attributes:9:*Named"
-    " protocol_config:11:ProtocolConfig",
+    " observability_mode:10:bool protocol_config:11:ProtocolConfig",
     "HeaderOption": "header:1:Header append_action:3:int64",
     "HeaderMutation": "set_headers:1:*HeaderOption",
     "StreamedBody": "body:1:bytes end_of_stream:2:bool",
@@ -78,12 +79,13 @@ def go_on(stage: str) -> bytes:
     return bytes(wire().ProcessingResponse(**{stage: kind()}).SerializeToString())
 
 
-def picked(stage: str, addresses: Sequence[str]) -> bytes:
-    """Send the request to the first of these addresses, and to the next where that one refuses it."""
+def picked(stage: str, addresses: Sequence[str], call: str) -> bytes:
+    """Send the request `call` to the first of these addresses, and to the next where that one refuses it."""
     of, text = wire(), ",".join(addresses)
     header = of.Header(key=DESTINATION, raw_value=text.encode())
     mutation = of.HeaderMutation(set_headers=[of.HeaderOption(header=header, append_action=OVERWRITE)])
-    inner = of.Struct(fields=[of.Field(key=DESTINATION, value=of.Value(string_value=text))])
+    told = {DESTINATION: text, CALL: call}
+    inner = of.Struct(fields=[of.Field(key=k, value=of.Value(string_value=v)) for k, v in told.items()])
     metadata = of.Struct(fields=[of.Field(key=LB_SPACE, value=of.Value(struct_value=inner))])
     common = of.Common(header_mutation=mutation, clear_route_cache=True)
     reply = of.ProcessingResponse(**{stage: of.CommonResponse(response=common)}, dynamic_metadata=metadata)
@@ -153,10 +155,10 @@ def subset_of(message: Any) -> frozenset[str] | None:
     return None
 
 
-def served_by(message: Any) -> str:
-    """The address that has served a request, where the gateway tells."""
+def told(message: Any, *keys: str) -> str:
+    """What the gateway tells under one of these keys, in attributes or metadata, or nothing."""
     for named in (*message.attributes, *message.metadata_context.filter_metadata):
         for field in named.value.fields:
-            if field.key in (UPSTREAM, SERVED):
+            if field.key in keys:
                 return str(field.value.string_value)
     return ""

@@ -8,17 +8,18 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from controlplane.errors import BadInput
 from tokenfleet.pick import messages as wire
 from tokenfleet.pick.asked import PickTargets
 from tokenfleet.pick.exchange import Exchange
-from tokenfleet.pick.fleet import PickedFleet
+from tokenfleet.pick.fleet import PREFIX, PickedFleet
 from tokenfleet.pick.frames import Handler, Send
 from tokenfleet.pick.http2 import Connection
 from tokenfleet.pick.unseen import Unseen
@@ -33,12 +34,10 @@ class PickerPort:
     def __init__(self, fleet: PickedFleet, targets: PickTargets) -> None:
         self._fleet, self._targets = fleet, targets
         self._connections: set[Connection] = set()
-        self.exchanges = 0
 
     def handler(self, path: str, send: Send) -> Handler | None:
         """The handler of a call; None for a path that is not served."""
         if path == wire.PROCESS:
-            self.exchanges += 1
             return Exchange(self._fleet, self._targets, send)
         return _Health(self._fleet, send) if path == wire.CHECK else None
 
@@ -102,9 +101,6 @@ def for_gateways(context: ssl.SSLContext, authority: Path | None) -> ssl.SSLCont
     return context
 
 
-PREFIX = "tokenfleet_pick_"
-
-
 class PickGauges(Collector):
     """The counters of a picker. `events`: those of its KV events, where it follows any."""
 
@@ -121,9 +117,7 @@ class PickGauges(Collector):
             yield _counter(what, text, label, {of: n for (one, of), n in counts.items() if one == what})
         elsewhere = {"": counts["served_elsewhere", ""]}
         yield _counter("served_elsewhere", "requests that the gateway sent elsewhere", "", elsewhere)
-        times = HistogramMetricFamily(PREFIX + "decision_seconds", "time to choose a server")
-        times.add_metric([], fleet.times.buckets(), fleet.times.sum_s)
-        yield times
+        yield from fleet.times.collect()
         yield _counter("prompts", "prompts by the source of their token count", "by", fleet.lengths.counts)
         yield _counter("unseen", "requests with unseen tokens", "how", self._unseen.counts)
         if self._events is not None:
@@ -136,15 +130,17 @@ class PickGauges(Collector):
         yield _gauge("bytes_per_token", "bytes a token, for estimates", "", {"": fleet.lengths.bytes_a_token})
 
 
-def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(CounterMetricFamily(PREFIX + name, text, labels=[label] if label else []), values)
-
-
-def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(GaugeMetricFamily(PREFIX + name, text, labels=[label] if label else []), values)
-
-
-def _labelled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    family = kind(PREFIX + name, text, labels=[label] if label else [])
     for of, value in sorted(values.items()):
         family.add_metric([of] if of else [], value)
     return family
+
+
+_counter, _gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)

@@ -18,16 +18,11 @@ GATHER_S, QUIET_S = 0.010, 0.002  # a step's pieces: from the first to the last,
 
 @dataclass(slots=True)
 class _PassedStep:
-    """Pieces of one step that have passed: when the first and the last did, and the tokens of each call."""
+    """Pieces of one step that have passed, until `over_s`: when the first did, and each call's tokens."""
 
     first_s: float
-    last_s: float
-    tokens: Counter[Call] = field(default_factory=Counter)
-
-    @property
-    def over_s(self) -> float:
-        """When it is over: a piece that comes later is of another step."""
-        return min(self.first_s + GATHER_S, self.last_s + QUIET_S)
+    over_s: float = 0.0
+    tokens: dict[Call, int] = field(default_factory=dict)
 
 
 class SubsetPlacement(Placement):
@@ -60,9 +55,10 @@ class SubsetPlacement(Placement):
         """Tokens of an answer have passed; whether they begin a step."""
         steps = self._passed[server]
         if begins := not steps or steps[-1].over_s <= now_s:
-            steps.append(_PassedStep(now_s, now_s))
-        steps[-1].last_s = now_s
-        steps[-1].tokens[call] += tokens
+            steps.append(_PassedStep(now_s))
+        step = steps[-1]
+        step.over_s = min(step.first_s + GATHER_S, now_s + QUIET_S)
+        step.tokens[call] = step.tokens.get(call, 0) + tokens
         return begins
 
     def count(self, server: WorkerId, until_s: float) -> bool:

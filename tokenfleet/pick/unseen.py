@@ -56,7 +56,6 @@ class Unseen:
 
     def _add(self, call: Call) -> None:
         self._unseen[call] = None
-        self.counts["unseen"] += 1
 
     def heard(self, server: WorkerId, page: EngineCounts, asked_s: float, had: int = 0) -> None:
         """A server's counters, asked for at `asked_s` by the picker's clock; it had `had` calls then.
@@ -66,7 +65,7 @@ class Unseen:
         self._fleet.catch_up()
         seen = self._last.get(server)
         calls = self._fleet.running(server)
-        self._unseen = {call: None for call in self._unseen if not call.is_over}
+        self._unseen = {call: None for call in self._unseen if not call.is_over and not call.is_watched}
         count = load_of(page)
         self._find(server, count - max(len(calls), had))
         missing = count - max(len(calls := self._fleet.running(server)), had)
