@@ -6,12 +6,11 @@ jumps (`harness.virtual_pick`): no machine's speed is in it. The picker also hea
 
 **Hits.** Prefix hits on real vLLM servers (`harness.picker_hits`).
 
-**Behind Envoy.** One Envoy alone (round robin, least request), one with the picker, and one with a picker
-that decides nothing (`harness.empty_picker`), each after the other with the same arrivals. CPU of a piece: a
-load of answers of 8 pieces and one of long answers give two equations. What the picker takes without
-requests, for its looks at the servers, is taken off and stands by itself. Near the limit, engines and targets
-are SLOWER times as slow, so that CPU is a small part. A run in which a process had FULL of a core, or all had
-FULL of the machine, is marked, and its figures are not judged.
+**Behind Envoy.** One Envoy alone (round robin, least request), and one for each picker, one of which decides
+nothing (`harness.empty_picker`); all get the same arrivals. Envoy copies answers to pickers or passes them on
+(full duplex). CPU of a piece: a load of 8 pieces and one of long answers give two equations. Looks at servers
+are taken off and stand by themselves. Near the limit, engines and targets are SLOWER times as slow, so that
+CPU is a small part. A run where a process had FULL of a core, or all had FULL of the machine, is not judged.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from harness.virtual_pick import SLO, Ask, Seen
 from tokenfleet.profiles.library import read_profile
 
 PORT, SERVERS = 21_700, [21_710, 21_711, 21_712, 21_713]
-NEW, IDLE, OLD = "picker", "empty picker", "picker before"
-PICKERS = {NEW: 21_702, IDLE: 21_704, OLD: 21_706}
+NEW, IDLE, OLD, PASSED = "picker", "empty picker", "picker before", "picker, full duplex"
+PICKERS = {NEW: 21_702, IDLE: 21_704, OLD: 21_706, PASSED: 21_708}
 TICK, CORES = os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
 SLOWER, FULL = 4.0, 0.75
 PEAKS = lambda seed: virtual.tailed(seed, *virtual.PEAK)  # noqa: E731
@@ -195,6 +194,7 @@ def standing(stack: ExitStack, folder: Path, slower: float, before: Path | None 
         start(name, port, *words, tree=tree)
     ways: dict[str, envoy.Change] = {"round robin": envoy.alone, "least request": envoy.least_request}
     ways |= dict.fromkeys(pickers, lambda document: None)
+    ways |= dict.fromkeys({OLD, PASSED} & set(pickers), envoy.full_duplex)
     ports = {}
     for n, (name, change) in enumerate(ways.items()):
         port, picker = PORT + 20 + 2 * n, PICKERS.get(name, PICKERS[NEW])
@@ -263,7 +263,7 @@ def main() -> int:
             rows, bars = rows + more, bars | costed
             with ExitStack() as stack:
                 stand = standing(stack, folder, SLOWER)
-                real = [way for way in stand.ports if way != IDLE]
+                real = [way for way in stand.ports if way not in (IDLE, PASSED)]
                 near = [{"load": "peak, slow", **stand.run(way, PEAKS(asked_.seed))} for way in real]
             rows += near
             if not any(row["full"] for row in near):

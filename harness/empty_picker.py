@@ -24,7 +24,7 @@ class PassOn:
 
     def receive(self, data: bytes) -> None:
         message = wire.parsed("ProcessingRequest", data)
-        if message.observability_mode:  # a copy, of which nothing is wanted back
+        if message.observability_mode:  # a copy: Envoy reads no reply
             return
         for stage in ("response_body", "request_body"):
             if message.HasField(stage):
