@@ -84,10 +84,6 @@ def sources_of(tree: Path, roots: Iterable[str] = ROOTS) -> dict[str, str]:
     return {".".join(p.relative_to(tree).with_suffix("").parts): p.read_text() for p in paths}
 
 
-def is_package(module: str) -> bool:
-    return module.endswith(".__init__")
-
-
 def folder_of(module: str) -> str:
     return module.rpartition(".")[0]
 
@@ -170,10 +166,6 @@ def declared_in(content: ast.Module) -> set[str]:
     return names
 
 
-def functions_of(content: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in ast.walk(content) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
 def complexity(function: ast.AST) -> int:
     """Cyclomatic complexity as the module's docstring counts it."""
     total, open_nodes = 1, list(ast.iter_child_nodes(function))
@@ -194,7 +186,9 @@ def sizes(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
     """Functions beyond each limit, the furthest first."""
     beyond: dict[str, list[tuple[int, str]]] = {"lines": [], "parameters": [], "in complexity": []}
     for module, content in modules.items():
-        for function in functions_of(content):
+        for function in ast.walk(content):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
             where, arguments = f"{module}.{function.name}", function.args
             measured = {
                 "lines": (lines_of(function), MAX_LINES),
@@ -228,17 +222,12 @@ def classes_of(modules: dict[str, ast.Module]) -> tuple[list[str], list[str]]:
     return [f"{lines} {where}" for lines, where in sorted(long)[::-1]], twice
 
 
-def long_modules(lines: dict[str, int]) -> list[str]:
-    """Modules over 300 lines, the longest first."""
-    return [f"{n} {module}" for n, module in sorted((n, m) for m, n in lines.items())[::-1] if n > LONG_LINES]
-
-
 def rows_of(tree: Path) -> list[Row]:
     """All figures of a checkout."""
     sources = sources_of(tree)
     lines = {module: text.count("\n") for module, text in sources.items()}
     packages_too = {module: ast.parse(text) for module, text in sources.items()}
-    modules = {m: content for m, content in packages_too.items() if not is_package(m)}
+    modules = {m: content for m, content in packages_too.items() if not m.endswith(".__init__")}
     studies = sum(text.count("\n") for text in sources_of(tree, STUDIES).values())
     per_folder = Counter(folder_of(m) for m in modules)
     fullest, most = per_folder.most_common(1)[0]
@@ -249,7 +238,8 @@ def rows_of(tree: Path) -> list[Row]:
     beyond = sizes(packages_too)
     in_circles = circles(packages_too)
     pairs, nested = (both_ways(packages_too, nested) for nested in (False, True))
-    long, (large, twice) = long_modules(lines), classes_of(packages_too)
+    long = [f"{n} {m}" for n, m in sorted(((n, m) for m, n in lines.items()), reverse=True) if n > LONG_LINES]
+    large, twice = classes_of(packages_too)
     return [
         Row("product lines", sum(lines.values()), []),
         Row("product modules", len(modules), []),

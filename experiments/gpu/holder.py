@@ -24,10 +24,6 @@ from experiments.gpu.bench import SHAPES, TINY, Shape, bench_here, caches, fill
 SECRET, SEGMENT, SEED, LAYOUT = "gpu-day", "trial", 1, "LBNHC"
 
 
-def shape_named(name: str) -> Shape:
-    return next(shape for shape in (*SHAPES, TINY) if shape.name == name)
-
-
 def serve(address: str, shape: Shape, blocks: int) -> dict[str, Any]:
     """Serve the blocks in this process; what a reader must know of it, the lent buffer included."""
     bench = bench_here()
@@ -69,6 +65,7 @@ def holder(address: str, shape: Shape, blocks: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(serve(sys.argv[1], shape_named(sys.argv[2]), int(sys.argv[3]))), flush=True)
+    shape = next(shape for shape in (*SHAPES, TINY) if shape.name == sys.argv[2])
+    print(json.dumps(serve(sys.argv[1], shape, int(sys.argv[3]))), flush=True)
     sys.stdin.read()
     os._exit(0)  # its threads listen for ever

@@ -7,7 +7,6 @@ that was said before, answers included, after a beginning that all users share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +41,12 @@ def ladder(data: Path, name: str) -> Ladder:
     files = (data / LMBENCH / f"{of}.parquet" for of in (name, f"sharegpt_blocks16_{family}"))
     rows, blocks = (pd.DataFrame(pl.read_parquet(file).to_dict(as_series=False)) for file in files)
     kind = name.rsplit("-", 1)[1] if name.endswith(("sharegpt", "short", "long")) else "long"
+    in_order = rows[rows.run == 0].sort_values(["launch_s", "request"], kind="stable")
     runs = [
-        _sharegpt(rate, run, blocks)
+        _sharegpt(float(rate), run, blocks)
         if kind == "sharegpt"
-        else _users(rate, run, SHARED[kind], kind == "long")
-        for rate, run in _by_rate(rows)
+        else _users(float(rate), run, SHARED[kind], kind == "long")
+        for rate, run in in_order.groupby("qps")
     ]
     model, gpu, tp_degree, share = next(of for stack, of in STACKS.items() if name.startswith(stack))
     settings = RunsFile(
@@ -61,11 +61,6 @@ def ladder(data: Path, name: str) -> Ladder:
         gateway_s=GATEWAY_S if "-llmd-" in name else 0.0,
     )
     return Ladder(name, settings, tuple(runs))
-
-
-def _by_rate(rows: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
-    for rate, run in rows[rows.run == 0].groupby("qps"):
-        yield float(rate), run.sort_values(["launch_s", "request"], kind="stable")
 
 
 def _sharegpt(rate_rps: float, run: pd.DataFrame, blocks: pd.DataFrame) -> Run:

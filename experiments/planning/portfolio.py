@@ -195,17 +195,14 @@ def main() -> int:
         )
         limited, again_s = timed(tight, asked.jobs, cache)
     rows.append(row(f"{tight.gpus}, {tight.max_gpus} GPUs", limited, again_s))
-    broken = max(0, *(int(limited.gpus[:, i].max()) - tight.gpus[gpu] for i, gpu in _limited(limited, tight)))
+    most = dict(zip(limited.gpu_types, limited.gpus.max(axis=0).tolist(), strict=True))
+    broken = max(0, *(n - tight.gpus[gpu] for gpu, n in most.items() if gpu in tight.gpus))
     broken = max(broken, int(limited.gpus.sum(axis=1).max()) - (tight.max_gpus or 0))
     bars = {
         "seconds for all plans and the choice": bar(wall_s, MOST_S),
         "GPUs over a limit": bar(float(broken), 0.0),
     }
     return show("portfolio", rows, bars, asked)
-
-
-def _limited(plan: PortfolioPlan, asked: Portfolio) -> list[tuple[int, str]]:
-    return [(plan.gpu_types.index(gpu), gpu) for gpu in asked.gpus if gpu in plan.gpu_types]
 
 
 if __name__ == "__main__":

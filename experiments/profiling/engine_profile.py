@@ -35,7 +35,7 @@ from controlplane.perfmodel.samples import StepSamples, by_point
 from experiments.lib.command import tokenfleet
 from experiments.lib.results import bar, flags, show
 from harness.served import tiny_model
-from tokenfleet.profiles.diagnostics import HostSpeed, form_of
+from tokenfleet.profiles.diagnostics import form_of
 from tokenfleet.profiles.measurements import speed_of
 
 PARTS, VISITS, SPLITS = 5, 12, 20
@@ -59,17 +59,6 @@ def columns_of(table: pl.DataFrame) -> tuple[StepSamples, list[str], list[str]]:
     named = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq")
     steps = StepSamples(**{name: table[name].to_numpy().astype(float) for name in named})
     return steps, table["point"].to_list(), [str(r) for r in table["repeat"].to_list()]
-
-
-def samples_of(table: pl.DataFrame) -> StepSamples:
-    """The table's batches."""
-    return by_point(*columns_of(table))
-
-
-def steadied(table: pl.DataFrame) -> tuple[pl.DataFrame, HostSpeed]:
-    """The table as at the machine's mean speed."""
-    speed = speed_of(*columns_of(table), table["at_s"].to_numpy())
-    return table.with_columns(step_s=table["step_s"].to_numpy() / speed.slowness), speed
 
 
 def noise(table: pl.DataFrame, seed: int) -> tuple[float, float]:
@@ -97,7 +86,7 @@ def held_out(table: pl.DataFrame, seed: int, extra_terms: bool) -> tuple[NDArray
     errors, forms = [], []
     for k in range(PARTS):
         judged = [name for name, p in zip(points, part, strict=True) if p == k]
-        learn, judge = (samples_of(table.filter(mask)) for mask in (
+        learn, judge = (by_point(*columns_of(table.filter(mask))) for mask in (
             ~pl.col("point").is_in(judged), pl.col("point").is_in(judged)
         ))  # fmt: skip
         fit = fit_step(learn, robust=True, extra_terms=extra_terms).model
@@ -119,7 +108,8 @@ def main() -> int:
         if asked.budget != "0s":
             measured(path, asked.budget, asked.quick, asked.clock)
         table = pl.read_csv(path)
-    steady, speed = steadied(table)
+    speed = speed_of(*columns_of(table), table["at_s"].to_numpy())
+    steady = table.with_columns(step_s=table["step_s"].to_numpy() / speed.slowness)  # at the mean speed
     rows: list[dict[str, Any]] = []
     for name, extra, of in (
         ("linear", False, steady),

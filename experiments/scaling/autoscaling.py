@@ -22,7 +22,9 @@ are tuned on the traffic that judges them, ours is not.
 Planned (`--planned`). `tokenfleet plan` sees the busiest 20 minutes of the day before, without dates. Its
 loop, as `serve --plan` has it, starts with the plan's workers half an hour before the hour that counts, as a
 fleet that runs on, without a floor by the clock or a memory of other days. What it takes above the optimum is
-told apart as in the scorecard (tokenfleet.service.gap). The first day has none before it.
+told apart as in the scorecard (tokenfleet.service.gap). The first day has none before it. Nothing arrives in
+the hour of day 8: its next hour with arrivals stands in, and the half hour before that is silent. Azure's
+trace has no other day: the plan sees its busiest 20 minutes, and its minutes 8 to 58 count.
 
 Advice (`--advice`). The same hours through `tokenfleet advise --replay`: it sees vLLM's metrics alone, HPA
 follows it (15 s, tolerance 0 or 10 %), and it remembers no earlier days. Llama-3.1 70B on 2 H100s, chunked
@@ -33,6 +35,7 @@ KV memory and queue length) and Ray Serve's are tuned as above.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -46,9 +49,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from controlplane.control import Settings, State, tick
+from controlplane.control import Settings, tick
+from controlplane.port import Decide
 from controlplane.scaler.bounds import Autoscale
-from controlplane.snapshot import Action, Snapshot
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
@@ -77,11 +80,13 @@ from experiments.lib.command import timed_plan
 from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
+from experiments.lib.resume import Parts
 from experiments.scaling.closed_loop import paid_s
 from tokenfleet.advise.advice import AdviceSettings
 from tokenfleet.advise.followers import BASELINES, RAY_SERVE
+from tokenfleet.advise.hindsight import WINDOW_S
 from tokenfleet.advise.replay import ADVICE, ReplayedDay
-from tokenfleet.planning.plan_file import PlanFile, parse_plan
+from tokenfleet.planning.plan_file import parse_plan
 from tokenfleet.profiles.library import find_profiles, library_folder
 from tokenfleet.service.gap import PARTS, parts_of
 from tokenfleet.service.hindsight_fleet import HindsightFleet, Requests
@@ -94,6 +99,9 @@ DAYS = range(1, 15)
 PLANNED = "the loop of a plan of the day before"
 PLANNED_H = 1.0 / 3.0
 HOUR_S, LEAD_S = 3600.0, 1800.0  # the hour that counts, and what the planned loop serves before it
+AZURE_S, AZURE_LEAD_S = 3000.0, 500.0  # the same of Azure's trace, which ends after 3,502 s
+SILENT = {8: 20.0}  # its hour has no arrivals: from when on the next one does
+CHOSEN_ON = {4, 5, 6, 11, 14}  # days on which settings or this comparison were developed
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,9 @@ def runs(traffic: Traffic, lengths: Lengths, line: tuple[float, float], quick: b
     found = [seen("clairvoyant", *known)]
     for name in ("ours", "ours, no forecast", "ours, not corrected"):
         control = ours(line, lengths, name != "ours, no forecast")
-        decide = partial(uncorrected, control.tick) if name == "ours, not corrected" else None
+        decide: Decide | None = None
+        if name == "ours, not corrected":
+            decide = lambda state, seen, c=control: tick(c.tick, state, replace(seen, outcomes=()))  # noqa: E731
         state = remembered(traffic.past) if control.tick.scaling.ahead and traffic.past else None
         found.append(seen(name, *bench.run(first, control, decide, state)))
     for name, rule in RULES:
@@ -135,11 +145,6 @@ def runs(traffic: Traffic, lengths: Lengths, line: tuple[float, float], quick: b
         share = one.worker_s / found[0].worker_s
         print(f"{one.rule} {one.target or ''} {attained([one]):.4f} {share:.3f}", file=sys.stderr)
     return found
-
-
-def uncorrected(settings: Settings, state: State, seen: Snapshot) -> tuple[State, list[Action]]:
-    """Ours, but what becomes of requests corrects nothing."""
-    return tick(settings, state, replace(seen, outcomes=()))
 
 
 def advised_runs(traffic: Traffic) -> list[Run]:
@@ -169,25 +174,32 @@ def plan_of(known: Workload) -> dict[str, Any]:
     return document
 
 
-def optimum_of(hour: Traffic, lengths: Lengths) -> dict[str, Any]:
+def optimum_of(hour: Traffic, lengths: Lengths, long_s: float) -> dict[str, Any]:
     """The hindsight optimum's workers in each window, and its run, paid for within the hour."""
     schedule, outcome, record = Bench(hour, lengths).hindsight().cheapest(trims=True)
-    paid = paid_s([(at_s, there) for at_s, _, there in record.changes], 0.0, HOUR_S)
+    paid = paid_s([(at_s, there) for at_s, _, there in record.changes], 0.0, long_s)
     run = replace(seen("clairvoyant", outcome, record), worker_s=paid)
     return {"counts": [count for _, count in schedule], "run": asdict(run)}
 
 
-def planned_run(load: Workload, plan: PlanFile, best: dict[str, Any], lengths: Lengths) -> Run:
-    """The loop of `serve --plan` in the hour after LEAD_S. `best`: the optimum of that hour."""
+def planned_runs(
+    name: str, traffic: Traffic, known: Workload, lengths: Lengths, times: tuple[float, float], resume: Parts
+) -> list[Run]:
+    """The optimum and the loop of `known`'s plan. `times`: served before, and counted."""
+    lead_s, long_s = times
+    hour = replace(traffic, workload=traffic.workload.window(lead_s, lead_s + long_s))
+    plan = parse_plan(resume.part(f"{name} plan", lambda: plan_of(known)), "plan.json")
+    best = resume.part(f"{name} optimum", lambda: optimum_of(hour, lengths, long_s))
+    load = traffic.workload
     outcome, _, looks = loop_run(plan, COLD_S, load, lengths.table())
-    log, worker_type = LogWindows.of(looks, LEAD_S, LEAD_S + HOUR_S), plan.groups[0].worker_type
+    log, worker_type = LogWindows.of(looks, lead_s, lead_s + long_s), plan.groups[0].worker_type
     arrived = Requests(load, 0.0, (CASE.slo,), np.array([TARGET]), load.arrival_s, 0.0)
     known = HindsightFleet(worker_type, np.array(best["counts"]), best["run"]["worker_s"], 0, 0)
     parts = parts_of(log, arrived, known, {worker_type.name: worker_type})
     above = {PARTS[name]: sum(of_type.values()) for name, of_type in parts.items() if of_type}
-    met = outcome.met[load.arrival_s >= LEAD_S]
+    met = outcome.met[(load.arrival_s >= lead_s) & (load.arrival_s < lead_s + long_s)]
     worker_s = best["run"]["worker_s"] + sum(above.values())
-    return Run(PLANNED, None, len(met), int((~met).sum()), worker_s, above)
+    return [Run(**best["run"]), Run(PLANNED, None, len(met), int((~met).sum()), worker_s, above)]
 
 
 def rows(name: str, pieces: list[list[Run]]) -> list[dict[str, Any]]:
@@ -219,7 +231,7 @@ def rows(name: str, pieces: list[list[Run]]) -> list[dict[str, Any]]:
         table.append(row)
         for cause in chosen[0].above:
             share = sum(one.above.get(cause, 0.0) for one in chosen) / least_s
-            table.append({"rule": f"above it: {cause}", "of clairvoyant": round(share, 3)})
+            table.append({"traffic": name, "rule": f"above: {cause}", "of clairvoyant": round(share, 3)})
     return table
 
 
@@ -235,6 +247,7 @@ def hired_s(column: Iterable[Run]) -> float:
 def piece(day: int, asked: argparse.Namespace, line: tuple[float, float]) -> list[Run]:
     """The runs of an hour of a day; none where nothing arrived."""
     from_h = (6.0 + 5.0 * (day - 1)) % 24.0
+    from_h = SILENT.get(day, from_h) if asked.planned else from_h
     how = " quick" * asked.quick + " advice" * asked.advice + " planned" * asked.planned
 
     def work() -> list[dict[str, Any]]:
@@ -242,16 +255,16 @@ def piece(day: int, asked: argparse.Namespace, line: tuple[float, float]) -> lis
         lead_s = LEAD_S * asked.planned
         times = (HOUR_S + lead_s) / 3600.0, asked.seed, day, from_h - lead_s / 3600.0
         traffic = servegen(asked.data, SERIES, lengths, MEAN_RPS, *times)
-        hour = replace(traffic, workload=traffic.workload.window(lead_s, lead_s + HOUR_S))
-        if not len(hour.workload):
+        if not len(traffic.workload):
             return []
         if asked.planned:
             at = day - 1, busiest_h(asked.data, SERIES, day - 1)
             before = servegen(asked.data, SERIES, lengths, MEAN_RPS, PLANNED_H, asked.seed + 1, *at)
-            plan = asked.resume.part(f"day{day} {asked.seed} plan", lambda: plan_of(before.workload))
-            best = asked.resume.part(f"day{day} {asked.seed} optimum", lambda: optimum_of(hour, lengths))
-            loop = planned_run(traffic.workload, parse_plan(plan, "plan.json"), best, lengths)
-            found = [Run(**best["run"]), loop]
+            windows = math.ceil(
+                (traffic.workload.arrival_s[-1] - LEAD_S) / WINDOW_S
+            )  # the last day ends early
+            name, served = f"day{day} {asked.seed}", (LEAD_S, windows * WINDOW_S)
+            found = planned_runs(name, traffic, before.workload, lengths, served, asked.resume)
         else:
             found = advised_runs(traffic) if asked.advice else runs(traffic, lengths, line, asked.quick)
         return [asdict(one) for one in found]
@@ -267,20 +280,29 @@ def days(asked: argparse.Namespace) -> list[dict[str, Any]]:
         line = line_at(lengths, (4.0, 8.0) if asked.quick else (4.0, 8.0, 16.0), 200.0, asked.seed)
     of = [day for day in DAYS[asked.planned :] if day not in asked.without][: 1 if asked.quick else None]
     with ProcessPoolExecutor(min(asked.jobs, len(of)), get_context("spawn")) as processes:
-        busy = [found for found in processes.map(partial(piece, asked=asked, line=line), of) if found]
-    return rows(f"ServeGen {SERIES}, {len(busy)} hours", busy)
+        pieces = zip(of, processes.map(partial(piece, asked=asked, line=line), of), strict=True)
+        busy = {day: found for day, found in pieces if found}
+    groups = {f"ServeGen {SERIES}, {len(busy)} hours": list(busy)}
+    if asked.planned:
+        groups |= {"the days held apart": apart} if (apart := sorted(busy.keys() - CHOSEN_ON)) else {}
+        groups |= {f"day {day}{', chosen on' * (day in CHOSEN_ON)}": [day] for day in busy}
+    return [row for name, of in groups.items() for row in rows(name, [busy[day] for day in of])]
 
 
 def run(asked: argparse.Namespace) -> int:
     if asked.azure:
-        real = azure(asked.data)
+        real, served = azure(asked.data), (AZURE_LEAD_S, AZURE_S)
         own = Lengths(real.workload.prompt_tokens, real.workload.output_tokens)
-        line = line_at(own, (3.0, 6.0, 9.0), 200.0, asked.seed)
-        table = rows(real.name, [runs(real, own, line, asked.quick)])
+        if asked.planned:
+            known = real.workload.window(1200.0, 2400.0)
+            found = planned_runs("azure", real, known, own, served, asked.resume)
+        else:
+            found = runs(real, own, line_at(own, (3.0, 6.0, 9.0), 200.0, asked.seed), asked.quick)
+        table = rows(real.name, [found])
     else:
         table = days(asked)
     bars = {}
-    for mine in (r for r in table if r["rule"] in ("ours", PLANNED, ADVICE)):
+    for mine in (r for r in table if r["rule"] in ("ours", PLANNED, ADVICE) and "day " not in r["traffic"]):
         says = f"{mine['traffic']}: {mine['rule']}"
         bars[f"{says}: worker-hours over the clairvoyant's"] = bar(
             mine["of clairvoyant"], 1.12 if asked.advice else 1.08 if asked.planned else 1.10

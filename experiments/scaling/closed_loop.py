@@ -77,9 +77,10 @@ def simulated(asked: argparse.Namespace, lengths: Lengths) -> Iterator[dict[str,
         fewest = asked.resume.part(f"{day} {hours} fewest", lambda: known.fewest()[0])  # noqa: B023
         least_s = paid_s(list(zip(known.starts, fewest, strict=True)), SETTLED_S, end_s)
         for wrong in WRONG:
+            steps = times(CASE.profile, wrong)
             line = asked.resume.part(
                 f"line {wrong:.3f}",
-                lambda: believed_line(lengths, wrong, asked.seed),  # noqa: B023
+                lambda: line_at(lengths, (4.0, 8.0, 16.0), 200.0, asked.seed, steps),  # noqa: B023
             )
             for loop in ("closed",) if asked.only_closed else ("open", "attainment", "closed"):
                 told = asked.resume.part(
@@ -100,11 +101,6 @@ def row(what: str, believed: float, loop: str, told: dict[str, Any], factors: st
         "late, by 10 min": " ".join(f"{share:.1%}" for share in told["late"]),
         "factors": factors,
     }
-
-
-def believed_line(lengths: Lengths, wrong: float, seed: int) -> tuple[float, float]:
-    """The line that a plan draws which believes in `wrong` step times."""
-    return line_at(lengths, (4.0, 8.0, 16.0), 200.0, seed, times(CASE.profile, wrong))
 
 
 def one_run(

@@ -132,20 +132,18 @@ async def real_round(
                     await ask(server.ask, "POST", "/v1/migrations", order)
             await asyncio.sleep(0.2)
         await ask(server.ask, "POST", f"/v1/workers/{leaving}/evacuate", {"deadline_s": REAL_SECONDS})
-        while not (event := _evacuated(await ask(server.ask, "GET", "/v1/fleet"), leaving)):
+        told: list[dict[str, Any]] = []
+        while not told:
             await asyncio.sleep(0.1)
+            made = (await ask(server.ask, "GET", "/v1/fleet"))["decisions"]
+            told = [d for d in made if d["kind"] == "evacuated" and d["worker"] == leaving]
         got: list[Stream] = await asyncio.gather(*running)
     while len(await ask(server.workers)) < 2:
         await asyncio.sleep(0.5)
     failed = sum(bool(s.error) for s in got)
     wrong = sum(not s.error and s.content != e for s, e in zip(got, expected, strict=True))
-    row = _row("real", event, failed, wrong)
+    row = _row("real", told[0], failed, wrong)
     return row | {"on it": len(requests), "worst gap_s": max(s.worst_gap_s for s in got)}
-
-
-def _evacuated(view: dict[str, Any], worker: str) -> dict[str, Any] | None:
-    decisions = view["decisions"]
-    return next((d for d in decisions if d["kind"] == "evacuated" and d["worker"] == worker), None)
 
 
 def real_rounds(server: Server, asked: Any) -> list[dict[str, Any]]:

@@ -148,11 +148,6 @@ def chosen_rate(profile: Profile, slo: Slo, policy: str) -> float:
     return round(low, 2)
 
 
-def of_seed(seen: dict[str, list[float]], at: int, requests: int) -> dict[str, list[float]]:
-    """The requests of one replay, of all that a gateway has seen in order."""
-    return {name: column[at * requests : (at + 1) * requests] for name, column in seen.items()}
-
-
 def profile_of(part: dict[str, Any]) -> Profile:
     return parse_profile(json.loads(part["learned"])["profile"], "learned")
 
@@ -180,7 +175,9 @@ def main() -> int:
             {
                 "name": f"{policy}, seed {seed}",
                 "live": attained(got, slo),
-                "at_gateway": attained(of_seed(part["seen"], i, requests), slo),
+                "at_gateway": attained(
+                    {k: seen[i * requests :][:requests] for k, seen in part["seen"].items()}, slo
+                ),
                 "simulated": simulated(profile, policy, slo, poisson(rate, requests, seed, *LENGTHS)),
                 "as_served": simulated(own, policy, slo, poisson(rate, requests, seed, *LENGTHS)),
                 "errors": got["errors"],

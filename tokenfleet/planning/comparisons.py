@@ -3,7 +3,8 @@
 Other rates are Aladdin's Eq 7: workers as a line in the arrival rate, N = ⌈k5·r + c5⌉, learned from
 simulation. Where agents run the sessions, the line is in their number. The trace is replayed at several
 rates. At each, attainment crosses the target between the last count that fails and the first that passes. The
-crossing is read there on the logarithm of the share of misses.
+crossing is read there on the logarithm of the share of misses. A count holds for the rate of the busiest
+traffic phase, which decides it: a fleet that scales itself reads the line at the rate of the moment.
 
 A target that cannot be met has a nearest one that can, found by loosening it as little as possible.
 """
@@ -58,7 +59,7 @@ def demand_line(search: Search, sizing: Sizing) -> ScalingRule | AgentsLine | No
     """The line for one worker type on this trace; None where too few rates give a point."""
     assert sizing.workers is not None
     agents = search.terms.agents
-    rate = search.workload.rate_rps if agents is None else float(agents)
+    rate = busiest_rps(search) if agents is None else float(agents)
     scales: tuple[float, ...] = RATE_SCALES
     if sizing.workers <= sizing.fewest + 1:
         scales = FOR_FEW if agents is None else OF_FEW_AGENTS
@@ -68,9 +69,7 @@ def demand_line(search: Search, sizing: Sizing) -> ScalingRule | AgentsLine | No
         return None
     x, y = (np.array(column) for column in zip(*points, strict=True))
     slope, intercept = np.polyfit(x, y, 1)
-    spread = float(((y - y.mean()) ** 2).sum())
-    left = float(((y - (slope * x + intercept)) ** 2).sum())
-    r2 = 1.0 - left / spread if spread > 0 else 1.0
+    r2 = float(np.corrcoef(x, y)[0, 1]) ** 2 if np.ptp(y) > 0 else 1.0
     line: dict[str, Any] = {
         "intercept": float(intercept),
         "r2": r2,
@@ -81,6 +80,14 @@ def demand_line(search: Search, sizing: Sizing) -> ScalingRule | AgentsLine | No
     if agents is None:
         return ScalingRule(workers_per_rps=float(slope), **line)
     return AgentsLine(workers_per_agent=float(slope), **line)
+
+
+def busiest_rps(search: Search) -> float:
+    """The highest rate of a traffic phase that has more requests than may be late; at least the mean."""
+    requests = len(search.workload)
+    few = search.may_miss * requests
+    rates = [phase.rate_rps for phase in search.traffic.phases if few < phase.requests < requests]
+    return max([search.workload.rate_rps, *rates])
 
 
 def crossing(search: Search, sizing: Sizing, rate_scale: float) -> float | None:

@@ -242,13 +242,9 @@ def verdict_on(
     by_class = list(zip(*(s.classes for s in seen), strict=True))
     classes = tuple(estimate([m for m, _ in c], [max(n, 1) for _, n in c], confidence) for c in by_class)
     counts = [round(float(np.mean([n for _, n in c]))) for c in by_class]
-    bounds = estimate(misses, requests, confidence, showable_of(counts, asked, confidence))
+    showable = joint(np.array([most_showable(n, confidence) for n in counts]), asked)
+    bounds = estimate(misses, requests, confidence, showable)
     return replace(bounds, hit_rates=hit_rates, classes=classes)
-
-
-def showable_of(requests: Sequence[int], asked: Sequence[float], confidence: float) -> float:
-    """The highest joint attainment that `requests` requests of each class can show."""
-    return joint(np.array([most_showable(n, confidence) for n in requests]), asked)
 
 
 def open_still(seen: Sequence[ReplicateOutcome], request: PlanRequest) -> bool:

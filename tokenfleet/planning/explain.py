@@ -58,7 +58,10 @@ def binding(search: Search, fleet: Fleet, rate_scale: float = 1.0, failing: Outc
     constraint = max(constraints, key=lambda c: relief[c]) if most > 0 else _missed_most(failing)
     start_s, end_s, attained = worst_window(failing)
     faster = time_scale(search.workload, rate_scale)
-    slo_class = _worst_class(search, failing)
+    slo_class = None
+    if search.terms.classes:
+        used = (1.0 - failing.class_attainments) / (1.0 - np.array(search.terms.asked))
+        slo_class = search.terms.classes[int(used.argmax())].name
     detail = BindingDetail(
         workers=fleet.workers,
         fleet=parts_of(fleet),
@@ -73,13 +76,6 @@ def binding(search: Search, fleet: Fleet, rate_scale: float = 1.0, failing: Outc
     # In the trace's own time, and not past its end: the last window is seldom full.
     window_s = start_s * faster, min(end_s * faster, float(search.workload.arrival_s[-1]))
     return Binding(constraint, window_s, detail)
-
-
-def _worst_class(search: Search, failing: Outcome) -> str | None:
-    if not search.terms.classes:
-        return None
-    used = (1.0 - failing.class_attainments) / (1.0 - np.array(search.terms.asked))
-    return search.terms.classes[int(used.argmax())].name
 
 
 def worst_window(outcome: Outcome) -> tuple[float, float, float]:

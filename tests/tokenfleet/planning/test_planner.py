@@ -232,6 +232,20 @@ def test_the_worker_line_fits_and_agrees_with_the_answer(busy: Plan) -> None:
     assert abs(math.ceil(line.workers_per_rps * busy.inputs.rate_rps + line.intercept) - on_trace) <= 1
 
 
+def test_the_worker_line_is_of_the_busiest_traffic_phase() -> None:
+    steady = poisson(rate_rps=20.0, requests=4000)
+    after_s = float(steady.arrival_s[-1]) + 5.0 * (steady.arrival_s - steady.arrival_s[0])[:1000]
+    quiet = Workload(after_s, steady.prompt_tokens[:1000], steady.output_tokens[:1000])
+    falling = Workload(
+        np.concatenate([steady.arrival_s, quiet.arrival_s]),
+        np.concatenate([steady.prompt_tokens, quiet.prompt_tokens]),
+        np.concatenate([steady.output_tokens, quiet.output_tokens]),
+    )
+    of_both = [planned(workload, explained=True).line for workload in (steady, falling)]
+    needed = [line.workers_per_rps * 20.0 + line.intercept for line in of_both if line is not None]
+    assert needed[1] == pytest.approx(needed[0], rel=0.1)  # the mean rate is half of it
+
+
 def test_baselines_and_other_targets_are_sized_too(busy: Plan) -> None:
     assert [b.policy for b in busy.baselines] == ["jsq", "p2c", "round-robin"]
     counts = [one.workers for one in busy.costed if one.workers is not None]
