@@ -23,8 +23,8 @@ Planned (`--planned`). `tokenfleet plan` sees the busiest 20 minutes of the day 
 loop, as `serve --plan` has it, starts with the plan's workers half an hour before the hour that counts, as a
 fleet that runs on, without a floor by the clock or a memory of other days. What it takes above the optimum is
 told apart as in the scorecard (tokenfleet.service.gap). The first day has none before it. Nothing arrives in
-the hour of day 8: its next hour with arrivals stands in, and the half hour before that is silent. Azure's
-trace has no other day: the plan sees its busiest 20 minutes, and its minutes 8 to 58 count.
+the hour of day 8: its next hour with arrivals stands in, after silence. Azure's trace has no other day: the
+plan sees its busiest 20 minutes, and minutes 8 to 58 count, without requests beyond the model's context.
 
 Advice (`--advice`). The same hours through `tokenfleet advise --replay`: it sees vLLM's metrics alone, HPA
 follows it (15 s, tolerance 0 or 10 %), and it remembers no earlier days. Llama-3.1 70B on 2 H100s, chunked
@@ -86,6 +86,7 @@ from tokenfleet.advise.advice import AdviceSettings
 from tokenfleet.advise.followers import BASELINES, RAY_SERVE
 from tokenfleet.advise.hindsight import WINDOW_S
 from tokenfleet.advise.replay import ADVICE, ReplayedDay
+from tokenfleet.planning.inputs import within_context
 from tokenfleet.planning.plan_file import parse_plan
 from tokenfleet.profiles.library import find_profiles, library_folder
 from tokenfleet.service.gap import PARTS, parts_of
@@ -169,9 +170,7 @@ def plan_of(known: Workload) -> dict[str, Any]:
         pl.DataFrame({column: getattr(known, column) for column in columns}).write_csv(trace)
         slo = f"ttft={CASE.slo.ttft_s}s,tpot={CASE.slo.tpot_s}s"
         of = ("--trace", str(trace), "--profile", str(library_folder() / "aladdin" / CASE.file), "--slo", slo)
-        document, row = timed_plan(*of, "--drop-too-long", "--cold-start", f"{COLD_S:g}s", "--jobs", "1")
-    print(f"{row['answer']}, planned in {row['cpu_s']} s", file=sys.stderr)
-    return document
+        return timed_plan(*of, "--drop-too-long", "--cold-start", f"{COLD_S:g}s", "--jobs", "1")[0]
 
 
 def optimum_of(hour: Traffic, lengths: Lengths, long_s: float) -> dict[str, Any]:
@@ -291,10 +290,11 @@ def days(asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run(asked: argparse.Namespace) -> int:
     if asked.azure:
-        real, served = azure(asked.data), (AZURE_LEAD_S, AZURE_S)
+        real = azure(asked.data)
         own = Lengths(real.workload.prompt_tokens, real.workload.output_tokens)
         if asked.planned:
-            known = real.workload.window(1200.0, 2400.0)
+            real = replace(real, workload=within_context(real.workload, [CASE.profile], True, real.name)[0])
+            known, served = real.workload.window(1200.0, 2400.0), (AZURE_LEAD_S, AZURE_S)
             found = planned_runs("azure", real, known, own, served, asked.resume)
         else:
             found = runs(real, own, line_at(own, (3.0, 6.0, 9.0), 200.0, asked.seed), asked.quick)

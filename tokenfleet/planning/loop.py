@@ -82,7 +82,7 @@ def expected_loop(plan: PlanFile) -> ExpectedLoop | None:
 
     It is the schedule's cost. The schedule knows the trace, and keeps the plan's margin in each window. A
     loop that sees arrivals alone takes some per cent more, or less where that margin is a whole worker
-    (docs/figures/scaling.md). Hours that the trace does not cover cost what their demand asks for.
+    (docs/figures/planned-loop.md). Hours that the trace does not cover cost what their demand asks for.
     """
     seconds = sum(s.end_s - s.start_s for s in plan.schedule)
     if seconds <= 0 or plan.workers == 0:

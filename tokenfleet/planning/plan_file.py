@@ -177,7 +177,7 @@ class _AnyLine(_Part):
 
     intercept: Annotated[Figures, means("workers without any load")]
     r2: Annotated[Share | None, means("fit of the line, 1: exact")] = None
-    points: Annotated[list[Pair], means("(requests per second or sessions, workers), as fitted")] = []
+    points: Annotated[list[Pair], means("(busiest phase's requests per second, or sessions; workers)")] = []
     mean_prompt_tokens: Annotated[MeanTokens | None, means("of the requests it holds for")] = None
     mean_output_tokens: Annotated[MeanTokens | None, means("of the requests it holds for")] = None
 
