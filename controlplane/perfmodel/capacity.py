@@ -91,7 +91,9 @@ def fluid_workers_of(
     of: Any = slice(None) if rows is None else rows
     prompts, outputs, cached = workload.prompt_tokens[of], workload.output_tokens[of], workload.ideal_hits[of]
     work = worker_seconds(prompts, outputs, rank_of(profile), slo, attainment, cached)
-    horizon_s = float(_deadlines_s(workload, waits or slo)[of].max() - workload.arrival_s[of][0])
+    latest = waits or slo
+    due_s = answered_s(workload, np.asarray(latest.ttft_s + latest.tpot_s * (workload.output_tokens - 1)))
+    horizon_s = float(due_s[of].max() - workload.arrival_s[of][0])
     if not math.isfinite(work):
         raise BadInput(f"{profile.label}: no number of workers reaches a TPOT of {slo.tpot_s:g} s")
     # The subtracted crumb keeps rounding in the sums from adding a worker.
@@ -99,11 +101,6 @@ def fluid_workers_of(
     # Ranks that step together take as long as the slowest, so no less than their mean.
     ranks = 1 if profile.ranks is None else profile.ranks.count
     return max(1, math.ceil(work * len(prompts) * each / horizon_s / ranks - 1e-9))
-
-
-def _deadlines_s(workload: Workload, slo: Slo) -> NDArray[np.float64]:
-    """The latest time [requests] at which each answer is complete without a missed target."""
-    return answered_s(workload, np.asarray(slo.ttft_s + slo.tpot_s * (workload.output_tokens - 1)))
 
 
 def answered_s(workload: Workload, takes_s: NDArray[np.float64]) -> NDArray[np.float64]:

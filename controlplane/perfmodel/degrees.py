@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import OF_EVERY_DEGREE, KvModel, Profile, Residuals
+from controlplane.perfmodel.profile import OF_EVERY_DEGREE, KvModel, Profile
 from controlplane.perfmodel.step import Hinge, HingeOf, Model, coefficients
 
 # Standard deviations of step times, from degrees of the library left out (profiling/perf_models.py).
@@ -31,6 +31,7 @@ def at_degree(profiles: tuple[Profile, Profile], degree: int) -> Profile:
     prefill = small.prefill
     if prefill is not None and large.prefill is not None:
         prefill = _model(prefill, large.prefill, between)
+    worse = max(small.residuals, large.residuals, key=lambda residuals: residuals.spread)
     unseen = BETWEEN if degree < large.tp_degree else ABOVE
     return replace(
         large,
@@ -38,7 +39,7 @@ def at_degree(profiles: tuple[Profile, Profile], degree: int) -> Profile:
         step=_model(small.step, large.step, between),
         prefill=prefill,
         kv=_kv(small.kv, large.kv, (small.tp_degree, large.tp_degree, degree)),
-        residuals=_residuals(small.residuals, large.residuals, unseen),
+        residuals=replace(worse, unseen_relative=float(np.hypot(worse.unseen_relative, unseen))),
         source=replace(
             large.source,
             kind="composed",
@@ -89,8 +90,3 @@ def _kv(small: KvModel, large: KvModel, degrees: tuple[int, int, int]) -> KvMode
     a_gpu = (large.capacity_tokens - small.capacity_tokens) / (high - low)
     blocks = int(large.capacity_tokens + a_gpu * (degree - high)) // large.block_tokens
     return replace(large, capacity_tokens=max(blocks, 1) * large.block_tokens)
-
-
-def _residuals(small: Residuals, large: Residuals, unseen: float) -> Residuals:
-    worse = max(small, large, key=lambda residuals: residuals.spread)
-    return replace(worse, unseen_relative=float(np.hypot(worse.unseen_relative, unseen)))

@@ -152,7 +152,7 @@ class Refit:
 
     @property
     def _learned_scale(self) -> float:
-        return _bounded(self._evidence.common(self._trust, self._trusted))
+        return float(np.clip(self._evidence.common(self._trust, self._trusted), *SCALE))
 
     @property
     def spread(self) -> float:
@@ -237,7 +237,7 @@ class Refit:
         ratio = float(np.median(ratios))
         # The change itself has passed for noise so far.
         self._mean_abs = 1.4826 * NORMAL_MEAN_ABS * float(np.median(np.abs(ratios / ratio - 1.0)))
-        scale = _bounded(self._learned_scale * ratio)
+        scale = float(np.clip(self._learned_scale * ratio, *SCALE))
         self._factors = np.clip(self._factors * ratio, PART * scale, scale / PART)
         self._evidence = self._evidence.at(self._factors)
         self._trust, self._trusted = float(TRUST_STEPS), scale
@@ -252,7 +252,3 @@ class Refit:
 
     def _keep(self) -> None:
         self._before = (self._evidence, self._factors, self._trust)
-
-
-def _bounded(scale: float) -> float:
-    return min(max(scale, SCALE[0]), SCALE[1])

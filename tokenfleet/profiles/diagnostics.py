@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import ndimage
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.fit import fit_step
@@ -80,7 +81,12 @@ def host_speed(batch: Labels, visit: Labels, at_s: Columns, step_s: Columns) -> 
     same = HostSpeed(np.ones(len(step_s)), None, 0.0, 0.0)
     if len(np.unique(visit[repeated])) < FEWEST_VISITS:
         return same
-    gaps = _gaps_s(visit, at_s)
+    # Seconds between the end of one visit and the beginning of another, shape [visits, visits].
+    visits = int(visit.max()) + 1
+    begin, end = np.full(visits, np.inf), np.full(visits, -np.inf)
+    np.minimum.at(begin, visit, at_s)
+    np.maximum.at(end, visit, at_s)
+    gaps = np.maximum(np.maximum(begin[None, :] - end[:, None], begin[:, None] - end[None, :]), 0.0)
     none = np.zeros(len(gaps))
     off = float(np.abs(_residual(batch, visit, log_s, repeated, none)[1]).mean())
     tried = []
@@ -114,32 +120,9 @@ def _residual(
 ) -> tuple[Labels, Columns]:
     """Visits that say something, and how far each is off: the median over its steps, slowness taken out."""
     steady = log_s - slow[visit]
-    term = medians(batch, steady)
-    off = medians(visit[repeated], (steady - term[batch])[repeated], len(slow))
+    term = ndimage.median(steady, batch, np.arange(int(batch.max()) + 1))
     rows = np.unique(visit[repeated])
-    return rows, off[rows]
-
-
-def _gaps_s(visit: Labels, at_s: Columns) -> Columns:
-    """Seconds between the end of one visit and the beginning of another, shape [visits, visits]."""
-    visits = int(visit.max()) + 1
-    begin, end = np.full(visits, np.inf), np.full(visits, -np.inf)
-    np.minimum.at(begin, visit, at_s)
-    np.maximum.at(end, visit, at_s)
-    gaps = np.maximum(begin[None, :] - end[:, None], begin[:, None] - end[None, :])
-    return np.asarray(np.maximum(gaps, 0.0), float)
-
-
-def medians(label: Labels, values: Columns, labels: int | None = None) -> Columns:
-    """The median of the values of each label, shape [labels]; 0 for a label without values."""
-    count = np.bincount(label, minlength=int(label.max()) + 1 if labels is None else labels)
-    ordered = values[np.lexsort((values, label))]
-    first = np.concatenate(([0], np.cumsum(count)[:-1]))
-    there = count > 0
-    middle = np.zeros(len(count))
-    low, high = first + (count - 1) // 2, first + count // 2
-    middle[there] = (ordered[low[there]] + ordered[high[there]]) / 2.0
-    return middle
+    return rows, ndimage.median((steady - term[batch])[repeated], visit[repeated], rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,9 @@ def scraped(url: str) -> str:
 def engine_counts(text: str, at_s: float, where: str = "metrics") -> dict[str, EngineCounts]:
     """The engines of a metrics page. Raises BadInput where it is none, or lacks what calibration needs."""
     found: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    buckets: defaultdict[str, dict[str, defaultdict[float, float]]] = defaultdict(_no_buckets)
+    buckets: defaultdict[str, dict[str, defaultdict[float, float]]] = defaultdict(
+        lambda: {name: defaultdict(float) for name in HISTOGRAMS}
+    )
     kv: dict[str, tuple[int, int, bool]] = {}
     models: dict[str, str] = {}
     known: dict[str, dict[str, str]] = {}
@@ -139,10 +141,6 @@ def _refuse_others(text: str, where: str) -> None:
             raise BadInput(f"{where}: metrics of {other}, expected vLLM's")
     if _SAMPLE.search(text) is None:
         raise BadInput(f"{where}: not Prometheus metrics")
-
-
-def _no_buckets() -> dict[str, defaultdict[float, float]]:
-    return {name: defaultdict(float) for name in HISTOGRAMS}
 
 
 def _labels(said: str) -> dict[str, str]:

@@ -70,13 +70,11 @@ FILLED = 0.10  # of a pipeline: its batches form otherwise
 # Of windows counted from attention to all tokens: what they err by.
 WINDOWED = 0.05
 MAX_SEQS = 256
-# The tables' names of a precision, of matrices and of experts.
+# The tables' names of a precision, of matrices and of experts. Their other kernels for experts of 8 bits are
+# slower than those of 16 bits.
 PRECISIONS = {
     "bf16": ("bfloat16", "bfloat16"),
-    "fp8": (
-        "fp8",
-        "fp8_block",
-    ),  # the tables' other kernels for 8-bit experts are slower than those of 16 bits
+    "fp8": ("fp8", "fp8_block"),
     "int4": ("int4_wo", "int4_wo"),
     "nvfp4": ("nvfp4", "nvfp4"),
 }
@@ -253,13 +251,7 @@ def _tables(
     except ProfileMissing:
         if config.get("model_type") not in GEMMA_3_TYPES:
             raise
-    return _whole_tables(model, config, system, modes)
-
-
-def _whole_tables(
-    model: str, config: Mapping[str, Any], system: str, modes: Mapping[str, Any]
-) -> tuple[Any, str, Windows]:
-    """The same of a Gemma 3 all of whose layers attend to all tokens."""
+    # Of a Gemma 3 there are tables where all layers attend to all tokens.
     kinds = _layer_kinds(config)
     windows = Windows(kinds.count("sliding_attention") / len(kinds), int(config["sliding_window"]))
     with _known_form(model, {**config, "layer_types": ["full_attention"] * len(kinds)}) as known:
