@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import lru_cache
@@ -156,8 +156,8 @@ def find_profiles(model: str, gpus: Sequence[str] = (), tps: Sequence[int] = ())
 def _of_degrees(tps: Sequence[int], profiles: Sequence[Profile]) -> list[Profile]:
     have = sorted({p.tp_degree for p in profiles})
     if missing := sorted(set(tps) - set(have)):
-        no, some = (", ".join(map(str, degrees)) for degrees in (missing, have))
-        raise ProfileMissing(f"{profiles[0].model}: no profile at TP {no}; there is TP {some}")
+        degrees = ", ".join(str(n) for n in missing)
+        raise ProfileMissing(f"{profiles[0].model}: no profile at TP {degrees}; there is TP {_listed(have)}")
     return [p for p in profiles if p.tp_degree in tps]
 
 
@@ -170,7 +170,7 @@ def _of_gpu(gpu: str, profiles: Sequence[Profile]) -> list[Profile]:
     if not set(names) & set(gpus):
         raise ProfileMissing(f"gpu {gpu!r}: no profile ships; {_nearest(names[0], [*_GPU_ALIASES, *gpus])}")
     have = sorted({p.gpu for p in profiles})
-    raise ProfileMissing(f"{profiles[0].model}: no profile on {gpu!r}; there is one on {', '.join(have)}")
+    raise ProfileMissing(f"{profiles[0].model}: no profile on {gpu!r}; there is one on {_listed(have)}")
 
 
 def canonical_gpus(name: str) -> tuple[str, ...]:
@@ -250,7 +250,11 @@ def _nearest(name: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3, cutoff=0.5)
     if close:
         return f"nearest: {', '.join(close)}"
-    return f"known: {', '.join(sorted(set(names)))}"
+    return f"known: {_listed(sorted(set(names)))}"
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(str(v) for v in values) or "none"
 
 
 class LearnedProfiles:
@@ -265,17 +269,10 @@ class LearnedProfiles:
         if not path.exists():
             return None
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(kept, dict) and (kept.get("schema"), kept.get("key")) == (
-                LEARNED_SCHEMA,
-                dict(key),
-            ):
-                return parse_profile(str(kept.get("profile")), str(path))
-            why: object = f"expected the {LEARNED_SCHEMA} file of this engine"
-        except (OSError, ValueError, RecursionError, BadInput) as error:
-            why = error
-        log.warning("%s: %s; the engine is measured again", path, why)
-        return None
+            return _read_learned(path, key)
+        except BadInput as error:
+            log.warning("%s; the engine is measured again", error)
+            return None
 
     def keep(self, key: Mapping[str, Any], profile: Profile) -> None:
         """Keep a profile; where the folder cannot be written, that is only said."""
@@ -290,3 +287,14 @@ class LearnedProfiles:
     def _path(self, key: Mapping[str, Any]) -> Path:
         digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
         return self._folder / f"{digest[:32]}.json"
+
+
+def _read_learned(path: Path, key: Mapping[str, Any]) -> Profile:
+    """The profile in a file. Raises BadInput for one of another form or another key."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: cannot be read: {error}") from error
+    if not isinstance(kept, dict) or kept.get("schema") != LEARNED_SCHEMA or kept.get("key") != dict(key):
+        raise BadInput(f"{path}: expected the {LEARNED_SCHEMA} file of this engine")
+    return parse_profile(str(kept.get("profile")), str(path))
