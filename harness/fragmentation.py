@@ -1,4 +1,4 @@
-"""Fragmented KV memory over time (Llumnix, OSDI '24, Figure 12), of a simulated fleet, or a live one.
+"""Fragmented KV memory over time (Llumnix, OSDI '24, Figure 12), of a simulated fleet.
 
 A request is blocked where it is the next of a worker's queue, or of the gateway's, and needs more memory than
 any worker that could take it has free. At a worker that is this worker alone. Memory is fragmented as far as
@@ -11,28 +11,19 @@ It is counted from the controller's `Snapshot`, at each heartbeat.
 
 from __future__ import annotations
 
-import asyncio
-import time
-import urllib.request
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane.control import Settings, tick
 from controlplane.perfmodel.profile import Profile
 from controlplane.snapshot import Snapshot
 from controlplane.types import Slo
 from controlplane.workload import Workload
-from dataplane.live.control.fleet_state import FleetState, Observer
 from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
 from dataplane.simulated.run import RunState
 from dataplane.simulated.simulate import WorkerSpec, prepare
-from harness.served import Server, fleet, tiny_model
-from tokenfleet.compare.replay import replay, served_model
-from tokenfleet.profiles.library import write_profile
 
 BEAT_S, MIGRATE = 0.25, "+migrate"
 
@@ -110,41 +101,3 @@ def simulated(profile: Profile, workers: int, workload: Workload, policy: str) -
     drive(plane, partial(tick, settings))
     outcome = run.outcome()
     return Watched(plane.memory, int(outcome.migrations.sum()), outcome.ttft_s.tolist())
-
-
-def served(profile: Profile, workers: int, workload: Workload, policy: str) -> Watched:
-    """A run on emulated engines behind a gateway, which takes as long as the workload does.
-
-    Raises RuntimeError where a request failed.
-    """
-    with tiny_model() as model:
-        write_profile(profile, known := model.parent / "known.yaml")
-        words = ["--engine", "emulated", "--workers", str(workers), "--profile", str(known)]
-        words += ["--policy", policy, "--slo", "ttft=600s,tpot=60s"]
-        words += ["--queue", "100000", "--queue-wait", "10m"]
-        with fleet(model, *words, engine_flags=("--max-model-len", "13616")) as server:
-            return asyncio.run(_replayed(server, workload))
-
-
-async def _replayed(server: Server, workload: Workload) -> Watched:
-    memory, observer = Memory(float(workload.arrival_s[-1])), Observer({})
-    endpoint = await served_model(server.gateway, None)
-    replaying = asyncio.create_task(replay(workload, endpoint, np.random.default_rng(7)))
-    began_s = time.monotonic()
-    while not replaying.done():
-        state = msgspec.msgpack.decode(await asyncio.to_thread(_got, server, "state"), type=FleetState)
-        memory.add(observer.snapshot(state, time.monotonic() - began_s))
-        await asyncio.sleep(BEAT_S)
-    got = await replaying
-    if got.errors:
-        raise RuntimeError(f"{len(got.errors)} requests failed: {got.errors[0]}")
-    counted = text_string_to_metric_families((await asyncio.to_thread(_got, server, "metrics")).decode())
-    moves = [s for family in counted for s in family.samples if s.name == "tokenfleet_migrations_total"]
-    done = sum(s.value for s in moves if s.labels["outcome"] == "done")
-    return Watched(memory, round(done), (got.first_token_s - got.sent_s).tolist())
-
-
-def _got(server: Server, path: str) -> bytes:
-    where = f"{server.gateway}/metrics" if path == "metrics" else f"{server.control}/v1/{path}"
-    with urllib.request.urlopen(where, timeout=30) as reply:
-        return bytes(reply.read())

@@ -1,6 +1,7 @@
 """Late requests where memory binds: with moves and without, and with errors of predictions fed back or not.
 
-    python experiments/planning/memory_bound.py [--only PART] [--live] [--quick] [--format table|json]
+    python experiments/planning/memory_bound.py [--only moves|lengths|fragmentation] [--quick]
+        [--format table|json]
 
 Sixteen LLaMA-7B workers on A10s under vLLM 0.1.7, as Llumnix (OSDI '24) measured them: a memory of 13,616
 tokens, decode steps that grow by 0.286 ms a sequence, prefill times of Figure 10's recompute curve. Targets
@@ -14,7 +15,7 @@ where a CV is named; 4,000 requests, three streams of arrivals.
             2,500 requests. Its settings were chosen on streams 11 to 13; these are 21 to 23.
   fragmentation
             the memory that harness/fragmentation.py counts as fragmented (Llumnix' Figure 12), L-L 4/s, 2,500
-            requests of one stream; `--live`: of emulated engines behind a gateway, for ten minutes a policy
+            requests of one stream
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.control_loop import SimulatedPlane, drive
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare, simulate
 from experiments.lib.results import bar, flags, show
-from harness.fragmentation import MIGRATE, served, simulated
+from harness.fragmentation import MIGRATE, simulated
 from tokenfleet.traces.distributions import LONG, MEDIUM, PUBLISHED_SEED, SHORT, LengthMix, gamma, poisson
 
 WORKERS, BLOCK, KV_BYTES = 16, 16, 524_288
@@ -176,11 +177,11 @@ def with_errors(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[s
 def with_fragmentation(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows by policy, and the bars: the mean with moves over that without."""
     rows, bars = [], {}
-    load = workload("L-L", 4.0, asked.seed + 1, 1.0, 1000 if asked.quick else 2500)
-    for base in ("spread",) if asked.live else ("freeness", "spread"):
+    for base in ("freeness", "spread"):
         means = []
         for policy in (base, base + MIGRATE):
-            run = (served if asked.live else simulated)(PROFILE, WORKERS, load, policy)
+            load = workload("L-L", 4.0, asked.seed + 1, 1.0, 1000 if asked.quick else 2500)
+            run = simulated(PROFILE, WORKERS, load, policy)
             seen = run.memory
             means.append(seen.mean(seen.fragmented))
             row = {"policy": policy, "fragmented": means[-1], "free": seen.mean(seen.free)}
@@ -196,7 +197,6 @@ PARTS = {"moves": with_moves, "lengths": with_errors, "fragmentation": with_frag
 def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--only", choices=PARTS, default="moves")
-    parser.add_argument("--live", action="store_true", help="fragmentation on emulated engines")
     asked = parser.parse_args()
     return show(f"memory_bound, {asked.only}", *PARTS[asked.only](asked), asked)
 
