@@ -117,8 +117,12 @@ reference: .venv/dev  ## the pages of docs/reference, from the code
 	touch $@
 
 # The live plane on CPUs, and all tests. `--no-deps`: see requirements/live-cpu.txt. One process compiles the fifth of
-# all modules that engines and gateways use; else each of those that start together would.
+# all modules that engines and gateways use; else each of those that start together would. PyPI has no CPU build of
+# torch; an index of one's own may have it.
+TORCH := $(shell grep '^torch==' requirements/live-cpu.txt)
 .venv/all: .venv/dev
+	$(PIP) --no-compile --no-deps $(TORCH) 2> /dev/null || \
+	  $(PIP) --no-compile --no-deps --index-url https://download.pytorch.org/whl/cpu $(TORCH)
 	$(PIP) --no-compile --no-deps -r requirements/live-cpu.txt -r requirements/dev.txt
 	$(BIN)/python -c 'import dataplane.live.worker.actor, dataplane.live.gateway.server' > /dev/null
 	touch $@

@@ -1,6 +1,7 @@
 """The planner imports only packages that `pip install .` brings: `make demo` works with those alone."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -86,6 +87,15 @@ def test_every_verb_starts_without_the_packages_of_the_live_plane():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_vllm_that_cannot_be_loaded_is_not_said_to_be_missing(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libcudnn.so.9: cannot open')")
+    program = "import dataplane.live.engine_api.vllm_surface"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "vllm: cannot be loaded (libcudnn.so.9: cannot open); the live plane needs" in done.stderr
 
 
 def test_the_image_copies_all_that_the_wheel_is_built_from():

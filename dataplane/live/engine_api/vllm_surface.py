@@ -25,8 +25,9 @@ try:
     with loading():
         from vllm import __version__ as vllm_version
 except ImportError as error:
+    why = "not installed" if error.name == "vllm" else f"cannot be loaded ({error})"
     raise BadInput(
-        f"vllm: not installed; the live plane needs vllm {SUPPORTED_VERSION}"
+        f"vllm: {why}; the live plane needs vllm {SUPPORTED_VERSION}"
         " (requirements/live-cpu.txt, or the live-gpu extra)"
     ) from error
 
