@@ -6,8 +6,8 @@ jumps (`harness.virtual_pick`): no machine's speed is in it. The picker also hea
 
 **Hits.** Prefix hits on real vLLM servers (`harness.picker_hits`).
 
-**Behind Envoy.** Round robin and least request are Envoy's own. Two ask our picker, one with copies of
-answers and one in full duplex, another asks a picker that decides nothing. All get the same arrivals. CPU of
+**Behind Envoy.** Round robin and least request are Envoy's own. Two Envoys ask our picker: one with copies
+of answers, one in full duplex. Another asks a picker that decides nothing. All get the same arrivals. CPU of
 a piece: loads of 8 and 200 pieces give two equations. Looks at servers are taken off and stand by
 themselves. Near the limit, engines and targets are SLOWER times as slow, so CPU is a small part. A run where
 a process had FULL of a core, or all had FULL of the machine, is not judged.
