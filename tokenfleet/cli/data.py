@@ -19,7 +19,6 @@ from tokenfleet.profiles.updates import OwnFile, forget, kept, update
 
 data_app = typer.Typer(
     help="Keep prices and profiles of your own; nothing is fetched that you do not name.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )

@@ -23,9 +23,7 @@ from dataplane.http.tls import client_context, distrust
 from tokenfleet.cli.flags import ControlKey, Format, OutputFormat, TlsCa, Verbose
 from tokenfleet.cli.terminal import answer
 
-fleet_app = typer.Typer(
-    add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Operate a running fleet."
-)
+fleet_app = typer.Typer(add_completion=False, rich_markup_mode=None, help="Operate a running fleet.")
 
 TIMEOUT_S = 10.0
 SHOWN_DECISIONS = 15  # lines

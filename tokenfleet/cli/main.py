@@ -66,6 +66,8 @@ _EPILOG = "Every verb takes --config FILE.yaml (its flags, without the dashes) a
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; errors are one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     return exit_code(lambda: _run(arguments))
 
 
@@ -98,7 +100,7 @@ def exit_code(run: Callable[[], int]) -> int:
         if message is not None:
             told = message().replace("Value error, ", "").rstrip(".")
             told = re.sub("Input should be a valid .+, unable to parse string as", "expected", told)
-            return _fail(BAD_INPUT, f"{told}{_value_refused(error, told)}{_misplaced(error)}")
+            return _fail(BAD_INPUT, f"{told}{_value_refused(error, told)}{_way_out(error, told)}")
         traceback.print_exc()
         return _fail(
             INTERNAL, f"internal error ({type(error).__name__}); please report it with the lines above"
@@ -113,7 +115,7 @@ def _run(arguments: list[str]) -> int:
     if "--no-color" in arguments[: _end_of_flags(arguments)]:
         arguments.remove("--no-color")
         os.environ["NO_COLOR"] = "1"  # Rich and Typer both read it
-    if not arguments or arguments[0] in ("--help", "-h", "help"):
+    if not arguments or arguments[0] in ("--help", "-h"):
         print(_help())
         return DONE if arguments else BAD_INPUT
     if arguments[0] in ("--version", "-V"):
@@ -131,8 +133,12 @@ def _run(arguments: list[str]) -> int:
     use_kernel_cache()
     with loading():
         command = command_of(VERBS[name])
-    if "--help-all" in rest[: _end_of_flags(rest)]:
-        command.is_whole, rest = True, ["--help" if word == "--help-all" else word for word in rest]
+    if not rest and hasattr(command, "commands"):  # as `tokenfleet` lists its verbs
+        command.main(args=["--help"], prog_name=f"tokenfleet {name}", standalone_mode=False)
+        return BAD_INPUT
+    end = _end_of_flags(rest)
+    command.is_whole = "--help-all" in rest[:end]
+    rest = [*("--help" if word in ("-h", "--help-all") else word for word in rest[:end]), *rest[end:]]
     rest = with_new_names(command, rest)
     config, rest = take_option(rest, "--config")
     if config is not None:
@@ -186,13 +192,15 @@ def _end_of_flags(arguments: Sequence[str]) -> int:
     return arguments.index("--") if "--" in arguments else len(arguments)
 
 
-def _misplaced(error: Exception) -> str:
-    """Where an option goes that is the group's, and was given to a command of it."""
+def _way_out(error: Exception, told: str) -> str:
+    """Where to read what is missing, or where an option goes that is the group's and followed its command."""
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    if context is None or context.parent is None:
+    if context is None:
         return ""
+    if told.startswith(("Missing", "No such command")):
+        return f"; see `{context.command_path} --help`"
     group = context.parent
-    if not any(option in parameter.opts for parameter in group.command.params):
+    if group is None or not any(option in parameter.opts for parameter in group.command.params):
         return ""
     return f"; it goes before the command: {group.command_path} {option} … {context.info_name}"
 

@@ -34,7 +34,6 @@ from tokenfleet.traces.writers import kind_for, write_trace
 
 trace_app = typer.Typer(
     help="Check, generate and convert traces: the requests a fleet must serve.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )

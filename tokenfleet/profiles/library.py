@@ -166,11 +166,13 @@ def _of_gpu(gpu: str, profiles: Sequence[Profile]) -> list[Profile]:
     of_names = ([p for p in profiles if p.gpu == name] for name in names)
     if matching := next(filter(None, of_names), []):
         return matching
+    if "," in gpu:
+        raise ProfileMissing(f"gpu {gpu!r}: one name was expected; give --gpu once for each")
     gpus = sorted({p.gpu for p in library()})
     if not set(names) & set(gpus):
         raise ProfileMissing(f"gpu {gpu!r}: no profile ships; {_nearest(names[0], [*_GPU_ALIASES, *gpus])}")
-    have = sorted({p.gpu for p in profiles})
-    raise ProfileMissing(f"{profiles[0].model}: no profile on {gpu!r}; there is one on {_listed(have)}")
+    there = _listed(sorted({p.gpu for p in profiles}))
+    raise ProfileMissing(f"{profiles[0].model}: no profile on {gpu!r}; there is one on {there}")
 
 
 def canonical_gpus(name: str) -> tuple[str, ...]:
@@ -248,9 +250,7 @@ def age_warning(profile: Profile, today: date) -> str | None:
 
 def _nearest(name: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3, cutoff=0.5)
-    if close:
-        return f"nearest: {', '.join(close)}"
-    return f"known: {_listed(sorted(set(names)))}"
+    return f"nearest: {_listed(close)}" if close else f"known: {_listed(sorted(set(names)))}"
 
 
 def _listed(values: Iterable[object]) -> str:

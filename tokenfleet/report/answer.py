@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import date
 
-from controlplane.figures import duration_text
+from controlplane.figures import counted, duration_text
 from controlplane.perfmodel.uncertainty import calibrating_narrows
 from tokenfleet.planning import plan_file as tree
 from tokenfleet.planning.plan_file import PlanFile, Shown
@@ -136,7 +136,7 @@ def target_text(plan: PlanFile) -> str:
 
 def _traffic(plan: PlanFile) -> str:
     inputs, doubt = plan.inputs, plan.doubt
-    text = f"{inputs.trace}: {inputs.requests:,} requests in {duration_text(inputs.duration_s)}"
+    text = f"{inputs.trace}: {counted(inputs.requests, 'request')} in {duration_text(inputs.duration_s)}"
     if plan.agents is not None:  # concurrent sessions set the rate
         return text
     text += f", {inputs.rate_rps or 0.0:.3g} req/s"

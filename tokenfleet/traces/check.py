@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from controlplane.figures import duration_text
+from controlplane.figures import counted, duration_text
 from tokenfleet.traces.phases import Phase, phases_json, phases_of
 from tokenfleet.traces.reuse import KEEPS, TraceReuse, reuse_of
 from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, half_width, shape_of
@@ -177,7 +177,7 @@ def _enough(trace: Trace, shape: Shape) -> Found:
         statement += f" (±{together:.2f} if latency is correlated within a minute)"
     if shape.requests < shape.requests_needed:
         rule = f"{shape.requests_needed:,} would give ±{ASKED_HALF_WIDTH * 100:g} points (95 % confidence)"
-        return True, f"{shape.requests:,} requests are too few for a p99: {statement}; {rule}"
+        return True, f"{counted(shape.requests, 'request')}, too few for a p99: {statement}; {rule}"
     if shape.duration_s < SHORTEST_S:
         short = f"the trace is only {shape.duration_s:.0f} s long and lacks slow swings of load"
         return True, f"{short}; {statement}"
@@ -196,10 +196,10 @@ def verdict(checkup: Checkup) -> str:
     trace, shape, count = checkup.trace, checkup.shape, checkup.warnings
     misleads = any(finding.warns and finding.name in MISLEAD_A_PLAN for finding in checkup.findings)
     can = "may mislead a plan" if misleads else "is ready for planning"
-    warnings = "1 warning" if count == 1 else f"{count or 'no'} warnings"
-    span = f"{shape.requests:,} requests in {duration_text(shape.duration_s)}, {shape.rate_rps:.3g} req/s"
+    warnings = counted(count, "warning") if count else "no warnings"
+    requests, lasted = counted(shape.requests, "request"), duration_text(shape.duration_s)
     read = "" if trace.format == "plain" else f" ({trace.format} format)"
-    return f"{trace.name}{read} {can}: {warnings}; {span}"
+    return f"{trace.name}{read} {can}: {warnings}; {requests} in {lasted}, {shape.rate_rps:.3g} req/s"
 
 
 def _reuse_json(reuse: TraceReuse, kv_tokens: Mapping[str, int]) -> dict[str, Any]:

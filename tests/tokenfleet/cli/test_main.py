@@ -129,6 +129,35 @@ def test_a_number_that_is_none_is_refused_in_plain_words(
     assert said == f"error: Invalid value for '{option}': expected {wanted}, got '20%'\n"
 
 
+@pytest.mark.parametrize("group", ["data", "fleet", "trace"])
+def test_a_group_without_a_command_lists_its_commands(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([group]) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith(f"Usage: tokenfleet {group} [OPTIONS] COMMAND")
+    assert said.err == ""
+
+
+@pytest.mark.parametrize("words", [["plan", "-h"], ["help", "plan"]])
+def test_help_is_found_by_other_ways_of_asking(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out.startswith("Usage: tokenfleet plan")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fleet", "nonsense"], "No such command 'nonsense'; see `tokenfleet fleet --help`"),
+        (["plan"], "Missing option '--slo'; see `tokenfleet plan --help`"),
+        (["export"], "Missing argument 'kind'; see `tokenfleet export --help`"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_help(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
 def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys; from tokenfleet.cli.main import main; main(['--help']);"

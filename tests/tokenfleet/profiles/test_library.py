@@ -344,6 +344,7 @@ def test_old_machines_answer_only_when_nothing_newer_does() -> None:
     [
         (("llama-3.1-9b",), "nearest: llama-3.1-8b"),
         (("llama-3.1-8b", ["h300"]), "nearest: h"),
+        (("llama-3.1-8b", ["h100,a100"]), "'h100,a100': one name was expected; give --gpu once for each"),
         (("llama-3.1-8b", ["h100"], [3]), "no profile at TP 3; there is TP 1, 2, 4, 8"),
         (("llama-3.1-8b", ["h100"], [1, 3, 6]), "no profile at TP 3, 6; there is TP 1, 2, 4, 8"),
         (("bloom-176b", ["h200"]), "no profile on 'h200'; there is one on a100-80gb, h100-80gb"),
