@@ -231,4 +231,4 @@ def hpa(target: float, low: int, high: int) -> Decide:
 def ray_serve(target: float, low: int, high: int) -> Decide:
     """One worker more or fewer, as the advice's baselines have it."""
     no_plane: Any = None  # it looks at snapshots alone
-    return one_by_one(target, low, high)(no_plane)
+    return one_by_one(target, {"": (low, high)})(no_plane)

@@ -49,9 +49,8 @@ def advise(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) 
         snapshot = replace(snapshot, cold_start_s=0.0)
         followed = replace(followed, window=StabilizationWindow(0.0, 0.0))
     scaling, change = scale(followed, state.scaling, snapshot)
-    is_held = bool(traffic.held)
     state = replace(state, scaling=scaling)
-    if not is_held:
+    if not traffic.held:
         state = _decided(settings, state, traffic.at_s, change)
     return state, _advice(settings, state, traffic)
 
@@ -67,12 +66,11 @@ def _decided(settings: AdviceSettings, state: AdviceState, now_s: float, change:
     demand = state.scaling.demand
     if demand is None or len(demand.known) < FEWEST_BINS:
         return state
-    wanted, why = _wanted(settings, state, now_s, change), "more counts"
+    wanted = _wanted(settings, state, now_s, change)
     if wanted is None or wanted == state.wanted:
         return state
     before = None if state.wanted is None else sum(state.wanted)
-    if change is not None:
-        why = change.reason
+    why = "more counts" if change is None else change.reason
     return replace(state, wanted=wanted, change=AdviceChange(now_s, before, sum(wanted), why))
 
 
@@ -151,10 +149,9 @@ def _snapshot(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffi
 
 def _published(settings: AdviceSettings, state: AdviceState, traffic: FleetTraffic) -> tuple[int, ...] | None:
     """The advice for a scaler that follows it by itself; None where there is none, or an old one alone."""
-    now_s = traffic.at_s
-    if state.wanted is None or now_s - state.held_since_s > WITHDRAWN_S:
+    if state.wanted is None or traffic.at_s - state.held_since_s > WITHDRAWN_S:
         return None
-    if now_s - state.begun_s < settings.settled_s:
+    if traffic.at_s - state.begun_s < settings.settled_s:
         return tuple(max(n, _has(state, k) + traffic.starts(k)) for k, n in enumerate(state.wanted))
     return state.wanted
 

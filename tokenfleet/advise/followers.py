@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -161,20 +162,27 @@ class Autoscalers:
         return [Scale(sum(wanted.values()), "a rule", kinds=wanted)]
 
 
-def advised(settings: AdviceSettings, bounds: Bounds, tolerance: float) -> Brain:
-    """The advice, as the ScaledObjects of `export keda` follow it, at HPA's tolerance."""
+def advised(each: Sequence[AdviceSettings], bounds: Bounds, tolerance: float) -> Brain:
+    """The advice, as the ScaledObjects of `export keda` follow it, at HPA's tolerance.
+
+    `each`: the settings of one `advise` over all servers, or of one over the servers of each worker type.
+    """
 
     def brain(plane: ElasticPlane) -> Decide:
-        meter, watched, known = FleetMeter(plane), Watched(), AdviceState()
-        rule = HpaRule(1.0, 0, 0, tolerance, down_window_s=0.0, added=0)
-        autoscalers = Autoscalers(rule, bounds)
+        meter = FleetMeter(plane)
+        known = [(Watched(), AdviceState()) for _ in each]
+        autoscalers = Autoscalers(HpaRule(1.0, 0, 0, tolerance, down_window_s=0.0, added=0), bounds)
 
         def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
-            nonlocal watched, known
             at_s = ORIGIN_S + seen.now_s - LOOK_S
-            watched, traffic = look(watched, meter.pages(seen, at_s), at_s)
-            known, advice = advise(settings, known, traffic)
-            gauges = {one.worker_type.name: one.published for one in advice.of_types}
+            pages = meter.pages(seen, at_s)
+            gauges: dict[str, int | None] = {}
+            for n, (settings, (watched, before)) in enumerate(zip(each, known, strict=True)):
+                own = {server: replace(page, kind=0) for server, page in pages.items() if page.kind == n}
+                watched, traffic = look(watched, pages if len(each) == 1 else own, at_s)
+                after, advice = advise(settings, before, traffic)
+                known[n] = watched, after
+                gauges |= {one.worker_type.name: one.published for one in advice.of_types}
 
             def ask(rule: HpaRule, name: str) -> int:
                 gauge, had = gauges[name], seen.wanted_kinds[name]
@@ -212,8 +220,9 @@ def hpa(metric: Metric, target: float, bounds: Bounds) -> Brain:
     return brain
 
 
-def one_by_one(target: float, low: int, high: int) -> Brain:
-    """Ray Serve's policy: requests in the system for each replica, at `target`."""
+def one_by_one(target: float, bounds: Bounds) -> Brain:
+    """Ray Serve's policy for one worker type: requests in the system for each replica, at `target`."""
+    ((low, high),) = bounds.values()
 
     def brain(plane: ElasticPlane) -> Decide:
         since: dict[int, float] = {}
@@ -248,22 +257,12 @@ def scheduled(schedule: Sequence[tuple[float, int]], lead_s: float) -> Decide:
     return decide
 
 
-def _hpa_on(metric: Metric) -> Callable[[float, Bounds], Brain]:
-    return lambda target, bounds: hpa(metric, target, bounds)
-
-
-def _one_by_one_of(target: float, bounds: Bounds) -> Brain:
-    """Of a fleet of one worker type."""
-    (within,) = bounds.values()
-    return one_by_one(target, *within)
-
-
 BASELINES = (
-    BaselineRule("HPA on GPU utilisation", {"50 %": 0.5, "70 %": 0.7, "90 %": 0.9}, _hpa_on(busy)),
-    BaselineRule("HPA on KV memory", {"20 %": 0.2, "40 %": 0.4, "70 %": 0.7}, _hpa_on(kv_share)),
-    BaselineRule("HPA on queue length", {f"{n:g} waiting": n for n in (0.2, 1.0, 5.0)}, _hpa_on(waiting)),
+    BaselineRule("HPA on GPU utilisation", {"50 %": 0.5, "70 %": 0.7, "90 %": 0.9}, partial(hpa, busy)),
+    BaselineRule("HPA on KV memory", {"20 %": 0.2, "40 %": 0.4, "70 %": 0.7}, partial(hpa, kv_share)),
+    BaselineRule("HPA on queue length", {f"{n:g} waiting": n for n in (0.2, 1, 5)}, partial(hpa, waiting)),
 )
-RAY_SERVE = BaselineRule("Ray Serve ±1", {f"{n} inside": float(n) for n in (12, 16, 20, 26)}, _one_by_one_of)
+RAY_SERVE = BaselineRule("Ray Serve ±1", {f"{n} inside": float(n) for n in (12, 16, 20, 26)}, one_by_one)
 
 
 def _scaled(seen: Snapshot, wanted: int) -> list[Action]:

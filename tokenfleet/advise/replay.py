@@ -4,9 +4,10 @@ Every fleet starts with what the hindsight optimum starts with, and pays for sta
 the replica with the fewest in the system, as gateways do; one row shows the placement of `serve` instead. The
 advice sees the metrics that vLLM would show (`followers.FleetMeter`).
 
-Of several worker types, each has an autoscaler of its own. The optimum is that of each type alone, without
-its limits; the cheapest of those within the target comes first. Every fleet starts with the counts that the
-advice has after the first window, which it sees with as many of each type as that type alone needs.
+Of several worker types, each has an autoscaler of its own, and one row an `advise` for each type. The optimum
+is that of each type alone, without its limits; the cheapest of those within the target comes first. Every
+fleet starts with the counts that the advice has after the first window, which it sees with as many of each
+type as that type alone needs.
 
 A baseline is run at several targets. It is shown at the one that is cheapest within the target, or where none
 is, at the one that keeps most requests in time. So the baselines are tuned on the day itself, and the advice
@@ -37,6 +38,7 @@ HINDSIGHT = "Hindsight optimum"
 ADVICE = "Advice"
 TOLERANT = "Advice, HPA tolerance 10 %"
 PLACED = "Advice, placed by tokenfleet serve"
+EACH = "One advice for each type"
 MOST = 256  # replicas of a replay
 Counts = Mapping[str, int]  # replicas, by worker type
 SPARE_TIMES, SPARE = 2, 8  # slots over the most of the hindsight optimum
@@ -156,13 +158,15 @@ class ReplayedDay:
         for row in sorted(optima, key=lambda row: (row.attainment < self.settings.attainment, row.cost)):
             yield [row]
         most = {name: max(counts) for name, counts in schedules.items()}
-        bounds, settings = self._bounds(most), looked_at(self.settings, LOOK_S)
+        bounds, whole = self._bounds(most), [looked_at(self.settings, LOOK_S)]
         slots = {name: high for name, (_, high) in bounds.items()}
         start = self._start({name: counts[0] for name, counts in schedules.items()}, bounds)
-        ways = ((ADVICE, 0.0, Policy.JSQ), (TOLERANT, TOLERANCE, Policy.JSQ), (PLACED, 0.0, Policy.SPREAD))
-        for name, tolerance, policy in ways:
+        each = [looked_at(day.settings, LOOK_S) for day in self.alone]
+        ways = {ADVICE: (whole, 0.0, Policy.JSQ)} | ({EACH: (each, 0.0, Policy.JSQ)} if each[1:] else {})
+        ways |= {TOLERANT: (whole, TOLERANCE, Policy.JSQ), PLACED: (whole, 0.0, Policy.SPREAD)}
+        for name, (of, tolerance, policy) in ways.items():
             tell(name)
-            brain = advised(settings, bounds, tolerance)
+            brain = advised(of, bounds, tolerance)
             outcome, record = self.run(start, slots, brain, policy=policy)
             yield [ReplayRow.of(name, outcome, record)]
         for baseline in baselines:
@@ -194,7 +198,7 @@ class ReplayedDay:
             return start
         begin = replace(self, workload=self.workload.window(0.0, WINDOW_S))
         slots = {name: high for name, (_, high) in bounds.items()}
-        _, record = begin.run(start, slots, advised(looked_at(self.settings, LOOK_S), bounds, 0.0))
+        _, record = begin.run(start, slots, advised([looked_at(self.settings, LOOK_S)], bounds, 0.0))
         return record.kinds[-1][1] if record.kinds else start
 
 

@@ -24,7 +24,7 @@ from tokenfleet.advise.followers import (
     FleetMeter,
     advised,
 )
-from tokenfleet.advise.replay import ADVICE, HINDSIGHT, PLACED, TOLERANT, ReplayedDay, best
+from tokenfleet.advise.replay import ADVICE, EACH, HINDSIGHT, PLACED, TOLERANT, ReplayedDay, best
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.library import find_profiles
 
@@ -92,7 +92,7 @@ def test_the_meter_counts_every_request_once_and_only_servers_that_serve():
 
     def brain(plane):
         meter = FleetMeter(plane)
-        decide = advised(looked_at(told.settings, LOOK_S), {NAME: (1, 12)}, 0.0)(plane)
+        decide = advised([looked_at(told.settings, LOOK_S)], {NAME: (1, 12)}, 0.0)(plane)
 
         def look(state, snapshot):
             nonlocal ended
@@ -183,8 +183,8 @@ def test_a_mix_is_replayed_within_the_bounds_of_each_type_beside_an_hpa_for_each
     optima, (advice, *_, utilisation) = chosen[:2], chosen[2:]
     assert {row.rule for row in optima} == {f"{HINDSIGHT} of {p.type_name} alone" for p in (PROFILE, A100)}
     assert optima[0].usd <= optima[1].usd
-    assert [row.rule for row in chosen[2:5]] == [ADVICE, TOLERANT, PLACED]
-    for row in (advice, utilisation):
+    assert [row.rule for row in chosen[2:6]] == [ADVICE, EACH, TOLERANT, PLACED]
+    for row in (advice, chosen[3], utilisation):
         h100, a100 = row.hours[NAME], row.hours[A100.type_name]
         assert row.worker_s == pytest.approx((h100 + a100) * 3600.0)
         assert row.usd == pytest.approx(h100 * 5.38 + a100 * 5.56)
