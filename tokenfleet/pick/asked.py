@@ -38,8 +38,8 @@ class PickTargets:
         """The class that headers name, or nothing, and the targets. Raises Unclear."""
         name = headers.get(CLASS_HEADER, "")
         if name and name not in self.classes:
-            known = ", ".join(self.classes) or "none: this picker has no classes"
-            raise Unclear(f"{CLASS_HEADER}: expected one of {known}, got {name[:NAME_CHARS]!r}")
+            known = "one of " + ", ".join(self.classes) if self.classes else "none: --slo names no class"
+            raise Unclear(f"{CLASS_HEADER}: expected {known}, got {name[:NAME_CHARS]!r}")
         objectives = [headers.get(one, "") for one in OBJECTIVE_HEADERS]
         name = name or next((one for one in objectives if one in self.classes), "")
         slo = self.classes[name].slo if name else self.plain
