@@ -24,7 +24,7 @@ from dataplane.http.server import Extension
 from dataplane.live.control.api import control_app
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.gateway.metrics import Metrics
-from tokenfleet.advise.gauges import AdviceGauges
+from tokenfleet.advise.published import AdviceGauges
 from tokenfleet.cli import flags
 from tokenfleet.cli.main import VERBS, command_of
 from tokenfleet.pick.fleet import decision_times

@@ -20,8 +20,7 @@ from typing import Any, Literal
 import pydantic
 
 from controlplane.errors import BadInput
-from tokenfleet.advise.external_scaler import TYPE
-from tokenfleet.advise.gauges import WANTED
+from tokenfleet.advise.published import TYPE, WANTED
 from tokenfleet.advise.target import ScaleTarget, host_port
 from tokenfleet.advise.view import SCHEMA
 from tokenfleet.export.deployment import Deployment

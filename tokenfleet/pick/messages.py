@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
-from tokenfleet.advise.external_scaler import messages
+from tokenfleet.advise.published import messages
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 CHECK = "/grpc.health.v1.Health/Check"
@@ -147,10 +147,8 @@ def subset_of(message: Any) -> frozenset[str] | None:
         if named.key == SUBSET_SPACE:
             for field in named.value.fields:
                 if field.key == SUBSET:
-                    values = [
-                        field.value.string_value,
-                        *(v.string_value for v in field.value.list_value.values),
-                    ]
+                    listed = (v.string_value for v in field.value.list_value.values)
+                    values = field.value.string_value, *listed
                     return frozenset(a.strip() for text in values for a in text.split(",") if a.strip())
     return None
 

@@ -10,16 +10,16 @@ from controlplane.types import Slo
 from dataplane.http.server import bind
 from tests.builders.picked import made_fleet
 from tokenfleet.advise import servers as listed
-from tokenfleet.advise.external_scaler import (
+from tokenfleet.advise.published import (
     QUIET_S,
     SERVICE,
+    AdviceGauges,
     PickedDemand,
     demand_of,
     messages,
     picker_counts,
     scaler_at,
 )
-from tokenfleet.advise.gauges import AdviceGauges
 from tokenfleet.advise.servers import Servers
 from tokenfleet.advise.watch import answering, some_answer
 from tokenfleet.pick.asked import AskedBody

@@ -18,8 +18,8 @@ from controlplane.types import ClassArrivals, Slo
 from controlplane.worker_type import WorkerType
 from tokenfleet.advise.advice import AdviceSettings, AdviceState
 from tokenfleet.advise.decide import ORIGIN_S, advise
-from tokenfleet.advise.gauges import AdviceGauges
 from tokenfleet.advise.look import NoCounts, Watched, look
+from tokenfleet.advise.published import AdviceGauges
 from tokenfleet.advise.servers import TypedServers
 from tokenfleet.advise.view import document, verdict
 from tokenfleet.advise.watch import first_pages

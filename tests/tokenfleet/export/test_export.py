@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
-from tokenfleet.advise.gauges import WANTED
+from tokenfleet.advise.published import WANTED
 from tokenfleet.advise.target import ScaleTarget
 from tokenfleet.cli.main import main
 from tokenfleet.export.deployment import Deployment, deployment
@@ -361,7 +361,9 @@ def metric_names() -> set[str]:
     for family in metrics.registry.collect():
         kinds = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
         names |= {family.name + suffix for suffix in kinds}
-    return names | set(re.findall(r'"(tokenfleet_\w+)"', (ROOT / "tokenfleet/advise/gauges.py").read_text()))
+    return names | set(
+        re.findall(r'"(tokenfleet_\w+)"', (ROOT / "tokenfleet/advise/published.py").read_text())
+    )
 
 
 def expressions() -> list[str]:

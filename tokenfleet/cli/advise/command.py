@@ -93,8 +93,7 @@ async def _watch(
 ) -> WatchedTraffic | None:
     """Watch until a signal; with `watched_s` for that long, and what was seen."""
     from tokenfleet.advise.day import page_document
-    from tokenfleet.advise.external_scaler import demand_of, scaler_at
-    from tokenfleet.advise.gauges import AdviceGauges
+    from tokenfleet.advise.published import AdviceGauges, demand_of, scaler_at
     from tokenfleet.advise.watch import FleetWatch, answering, first_pages, some_answer
     from tokenfleet.cli.advise.fleet import opened
     from tokenfleet.cli.advise.plan import Until, WatchedTraffic

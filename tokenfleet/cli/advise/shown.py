@@ -25,7 +25,7 @@ from tokenfleet.report.tables import asked_text, lines_table, share_text, table
 if TYPE_CHECKING:
     from controlplane.workload import Workload
     from tokenfleet.advise.advice import Advice, AdviceSettings
-    from tokenfleet.advise.gauges import AdviceGauges
+    from tokenfleet.advise.published import AdviceGauges
     from tokenfleet.advise.replay import ReplayRow
 
 FIRST_S = 60.0  # in which --once has an advice, or ends without

@@ -37,7 +37,7 @@ def test_the_dashboard_asks_only_for_metrics_there_are(metrics):
     asked = set(re.findall(r"\btokenfleet_[a-z_]+", " ".join(expressions(json.loads(text)))))
     known = names(metrics)
     histograms = {f"{f.name}_bucket" for f in metrics.registry.collect() if f.type == "histogram"}
-    advised = set(re.findall(r'"(tokenfleet_\w+)"', (ROOT / "tokenfleet/advise/gauges.py").read_text()))
+    advised = set(re.findall(r'"(tokenfleet_\w+)"', (ROOT / "tokenfleet/advise/published.py").read_text()))
     assert asked & advised
     assert asked & known
     assert asked <= known | histograms | advised

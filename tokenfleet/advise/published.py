@@ -1,8 +1,8 @@
-"""KEDA's external scaler over gRPC: the advice, asked for without Prometheus in between.
+"""The advice as autoscalers read it: Prometheus gauges, and KEDA's external scaler over gRPC.
 
-The metric is the number of replicas to have, at a target of 1 for each (`AverageValue`). Without an advice to
-publish, every call fails with UNAVAILABLE, so that KEDA falls back to its own number. A trigger that names
-another `model` or `workerType` gets NOT_FOUND. Of several types it must name one.
+The scaler's metric is the number of replicas to have, at a target of 1 for each (`AverageValue`). Without an
+advice to publish, every call fails with UNAVAILABLE, so that KEDA falls back to its own number. A trigger
+that names another `model` or `workerType` gets NOT_FOUND. Of several types it must name one.
 
 Pickers in front of the fleet tell whether anyone needs it (`PickedDemand`). Where they have no server, the
 number is 1 or more while requests come, else 0. Without a request for QUIET_S the fleet is not active.
@@ -16,19 +16,23 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from controlplane.errors import BadInput
-from tokenfleet.advise.gauges import AdviceGauges
+from tokenfleet.advise.advice import Advice
 from tokenfleet.advise.servers import Servers
 
+WANTED = "tokenfleet_wanted_replicas"
+LABELS = ("model", "worker_type")  # of a model served by two types each has its own advice
 SERVICE = "externalscaler.ExternalScaler"
 METRIC = "tokenfleet-wanted-replicas"
 TYPE = "workerType"  # of a trigger's metadata
@@ -116,20 +120,54 @@ async def demand_of(pickers: Sequence[str]) -> AsyncIterator[PickedDemand]:
     demand = PickedDemand()
     async with Servers(pickers) as servers:
 
-        async def look() -> None:
-            demand.heard(await servers.texts(), time.monotonic())
-
         async def follow() -> None:
             while True:
                 await asyncio.sleep(POLL_S)
-                await look()
+                demand.heard(await servers.texts(), time.monotonic())
 
-        await look()
+        demand.heard(await servers.texts(), time.monotonic())
         following = asyncio.create_task(follow())
         try:
             yield demand
         finally:
             following.cancel()
+
+
+class AdviceGauges(Collector):
+    """The gauges of the newest advice. Those that are not known are left out: a missing gauge is no zero."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.advice: Advice | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        advice = self.advice
+        if advice is None:
+            return
+        held = int(bool(advice.held))
+        wanted = GaugeMetricFamily(WANTED, "replicas that meet the targets", labels=LABELS)
+        has = GaugeMetricFamily("tokenfleet_replicas", "replicas that answer now", labels=LABELS)
+        kept = "1 while metrics are missing and the last advice is kept"
+        holds = GaugeMetricFamily("tokenfleet_advice_held", kept, labels=LABELS)
+        arrivals = CounterMetricFamily("tokenfleet_advice_arrivals", "requests that arrived", labels=LABELS)
+        range_ = "bounds of the advice's 90 % interval"
+        likely = GaugeMetricFamily("tokenfleet_likely_replicas", range_, labels=[*LABELS, "bound"])
+        cost = GaugeMetricFamily(
+            "tokenfleet_advice_usd_per_hour", "cost of the fleet and of the advice", labels=[*LABELS, "of"]
+        )
+        for one in advice.of_types:
+            labels, each = [self.model, one.worker_type.name], one.worker_type.usd_per_h
+            if one.published is not None:
+                wanted.add_metric(labels, one.published)
+            has.add_metric(labels, one.has)
+            holds.add_metric(labels, held)
+            arrivals.add_metric(labels, one.arrivals)
+            for bound, value in zip(("low", "high"), one.likely or (), strict=False):
+                likely.add_metric([*labels, bound], value)
+            if each is not None and one.wanted is not None:
+                cost.add_metric([*labels, "fleet"], one.has * each)
+                cost.add_metric([*labels, "wanted"], one.wanted * each)
+        yield from (family for family in (wanted, has, holds, arrivals, likely, cost) if family.samples)
 
 
 @asynccontextmanager
