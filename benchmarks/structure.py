@@ -42,14 +42,14 @@ LONG_LINES = 300  # of a module, and of a class
 # The ratchet: the most that each figure may be. A change that needs more raises the number here, in its own
 # diff, and its message says what the lines buy. A change that needs less lowers it.
 BARS = {
-    "product lines": 77_331,
-    "product modules": 354,
+    "product lines": 77_317,
+    "product modules": 353,
     "lines of experiments and benchmarks": 11_948,
     "modules over 300 lines": 48,
     "modules in the fullest folder": 19,
     "modules in a circle of imports": 0,
     "folder pairs that import each other": 0,
-    "modules that name a step coefficient": 4,
+    "modules that name a step coefficient": 3,
     "modules that declare a plan's options": 2,
     "classes over 300 lines": 0,
     "class names taken twice": 0,

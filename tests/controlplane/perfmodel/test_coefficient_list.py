@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import controlplane
 from controlplane.errors import BadInput
+from controlplane.migration.overload import ShedSettings, forecast
 from controlplane.perfmodel.coefficients import coefficient_row, mixed_s, prefill_s
 from controlplane.perfmodel.fit import fit_step
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
@@ -29,6 +30,9 @@ from controlplane.perfmodel.step import (
     Term,
     coefficients,
 )
+from controlplane.placement.outlook import prefill_lasts_s
+from controlplane.snapshot import RunningRequest, WorkerLoad
+from controlplane.types import RequestId, WorkerId
 from tokenfleet.profiles.form import parse_profile, profile_text
 
 SIZES = dict(zip((t.name for t in STEP_TERMS), (0.01, 4e-5, 3e-5, 8e-8, 4e-9, 0.006, 2e-4), strict=False))
@@ -70,6 +74,17 @@ def test_the_compiled_row_counts_each_coefficient_as_the_model_does(term: Term) 
     row = coefficient_row(profile(alone))
     for batch in zip(*grid(), strict=True):
         assert mixed_s(row, *batch) == pytest.approx(float(alone.step_s(*batch)), rel=1e-12)
+
+
+@each_term
+def test_placement_and_migration_count_each_coefficient_as_the_model_does(term: Term) -> None:
+    alone = StepModel(**dict.fromkeys(coefficients(PLAIN), 0.0) | {term.name: 0.25})
+    lasts_s = prefill_lasts_s(coefficient_row(profile(alone)), 300.0, 300.0, 0.0, 8, 1000.0)
+    assert lasts_s == pytest.approx(float(alone.step_s(300, 8, 1000, 300**2)), rel=1e-12)
+    running = tuple(RunningRequest(RequestId(f"r{i}"), 125, 0, 5, 0, 0.05) for i in range(8))
+    busy = WorkerLoad(WorkerId("w"), "serving", 400_000, running, (), alone)
+    ahead = forecast(busy.counted(), running, 400_000, alone, ShedSettings())
+    assert 0.05 * ahead.step == pytest.approx(float(alone.step_s(0, 8, 1000)), rel=1e-12)
 
 
 @pytest.mark.parametrize("term", PREFILL_TERMS, ids=lambda term: term.name)
@@ -169,9 +184,10 @@ def test_one_more_coefficient_takes_the_list_and_the_kernel(tmp_path: Path) -> N
             "-k",
             "each_coefficient and sequence_sq",
         ],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        # A folder of kernels of its own: those of unedited files have the old places of coefficients in them.
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "kernels")},
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
-    assert "4 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "5 passed" in ran.stdout, ran.stdout + ran.stderr
