@@ -1,14 +1,16 @@
 """Do 90 % intervals of predicted latencies hold what was measured? With each stack left out; and their table.
 
-    python experiments/profiling/intervals.py [--write] [--learn] [--resume FOLDER] [--format table|json]
+    python experiments/profiling/intervals.py [--write] [--learn KIND] [--resume FOLDER] [--format table|json]
 
 A stack is a source, an engine and a GPU. Its runs are `accuracy.py`'s sweeps, at most RATES rates of each,
 and the first requests of `vllm_logs`, before its queue grows. Each rate has three errors: of decode, of first
 tokens, and the steps that chance adds to one. They bring TPOT, mean TTFT and its p99 to those measured, by
 the slopes of simulated runs. A calibrated mean counts chance already: there TPOT and mean TTFT tell the first
 two, and p90 and p99 together the third, by halving. `uncertainty.DENSE` and CALIBRATED have their quantiles,
-each stack counted once. They are widened, since the median of a few stacks is uncertain itself. LEFT_OUT is
-judged but not learned from: its prompts are not answered by the engine alone.
+each stack counted once. They are widened, since the median of a few stacks is uncertain itself. The rates of
+a sweep share its calibration, so calibrated errors are independent by stack alone: Student's t of one degree
+less than stacks widens them. LEFT_OUT is judged but not learned from: its prompts are not answered by the
+engine alone.
 
 Profiles are drawn by the errors of the other stacks; a mixture's by those of all dense stacks. An interval
 is from the 5th to the 95th percentile of DRAWS draws, its width relative to the prediction. Rates past the
@@ -33,6 +35,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import lsq_linear
+from scipy.stats import norm, t
 
 from controlplane.perfmodel import uncertainty
 from controlplane.perfmodel.profile import Profile
@@ -138,18 +141,20 @@ def learned(seen: dict[str, Rows], kind: str, without: str | None = None) -> Err
     both = np.cov(table[:2], aweights=weights)
     traded = round(float(both[0, 1] / both[1, 1]), 3) if kind == CALIBRATED else 0.0
     table[0] -= traded * table[1]
-    decode, first, late = (quantiles(of, weights, len(set(stacks))) for of in table)
+    freedom = len(set(stacks)) - 1 if kind == CALIBRATED else np.inf
+    decode, first, late = (quantiles(of, weights, len(set(stacks)), freedom) for of in table)
     unseen = float(np.median([one["unseen"] for one in rows]))
     late = tuple(max(steps, 0.0) for steps in late)
     return ErrorsElsewhere(decode, first, late, round(unseen, 3), traded)
 
 
-def quantiles(values: Any, weights: Any, stacks: int) -> tuple[float, ...]:
+def quantiles(values: Any, weights: Any, stacks: int, freedom: float) -> tuple[float, ...]:
     """At AT; the outermost two on the lines that lead there."""
     order = np.argsort(values)
     place = np.cumsum(weights[order]) - 0.5 * weights[order]
     found = np.interp(AT[1:-1], place / weights.sum(), values[order])
-    found = found[2] + np.sqrt(1.0 + 1.0 / stacks) * (found - found[2])
+    wider = np.sqrt(1.0 + 1.0 / stacks) * t.ppf(AT[4:6], freedom) / norm.ppf(AT[4:6])
+    found = found[2] + wider[[1, 0, 0, 0, 1]] * (found - found[2])
     low, high = ((found[i] - found[j]) * 0.25 + found[i] for i, j in ((0, 1), (-1, -2)))
     return tuple(np.round([low, *found, high], 3).tolist())
 
@@ -191,12 +196,12 @@ def table_of(found: dict[Any, Any]) -> tuple[list[dict[str, str]], dict[str, Any
 def main() -> int:
     parser = flags(__doc__, LMBENCH, REQUEST_LOG, resumes=True)
     parser.add_argument("--write", action="store_true", help="put the tables where they are read")
-    parser.add_argument("--learn", action="store_true", help="learn the errors again")
+    parser.add_argument("--learn", choices=(COMPOSED, CALIBRATED), help="learn these errors again")
     asked = parser.parse_args()
     found = defaultdict(dict)
     seen = json.loads(FROZEN.read_text(encoding="utf-8"))["seen"]
     if asked.learn:
-        seen = {kind: seen_in(kind, asked) for kind in (COMPOSED, CALIBRATED)}
+        seen[asked.learn] = seen_in(asked.learn, asked)
     for kind, name in product((COMPOSED, LATER, CALIBRATED), (*DENSE, *MIXTURES)):
         known = learned(seen, CALIBRATED if kind == CALIBRATED else COMPOSED, stack_of(name))
         whose = f"{kind}, {'Scout' if name in MIXTURES else 'dense'}"

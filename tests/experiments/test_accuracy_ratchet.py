@@ -53,19 +53,21 @@ def test_plans_draw_the_errors_of_the_frozen_rates() -> None:
     assert intervals.learned(seen, intervals.CALIBRATED) == uncertainty.CALIBRATED
 
 
-def test_calibrated_intervals_hold_what_they_say_and_are_no_wider_on_the_same_rates() -> None:
+def test_calibrated_intervals_hold_what_they_say_and_only_those_of_tails_are_wider() -> None:
+    """On the same rates. Chance differs from stack to stack, and a calibration does not see it."""
     composed, calibrated = (
         INTERVALS["held"][f"{kind}, dense"]["all"] for kind in (intervals.LATER, intervals.CALIBRATED)
     )
-    least = dict.fromkeys(intervals.FIGURES, 0.86) | {"TTFT p99": 0.82}  # missed; docs/figures/intervals.md
-    assert all(least[name] <= share <= 0.94 for name, (share, _) in calibrated.items())
-    assert all(calibrated[name][1] <= composed[name][1] for name in intervals.FIGURES)
+    assert all(0.86 <= share <= 0.94 for share, _ in calibrated.values())
+    wider = {name: width / composed[name][1] for name, (_, width) in calibrated.items()}
+    assert wider.pop("TTFT p99") == pytest.approx(1.35, abs=0.02)  # docs/figures/intervals.md
+    assert max(wider.values()) <= 1.0
 
 
 def test_short_prompts_have_the_widest_tails_of_first_tokens_and_llm_d_the_most_misses() -> None:
     held = INTERVALS["held"][f"{intervals.CALIBRATED}, dense"]
     tails = {name: sweep["TTFT p99"] for name, sweep in held.items() if name != "all"}
-    kinds = (("short", 2.15), ("sharegpt", 1.26), ("long", 0.96))
+    kinds = (("short", 2.90), ("sharegpt", 1.75), ("long", 1.36))
     for kind, width in kinds:
         assert np.median([of[1] for name, of in tails.items() if kind in name]) == pytest.approx(
             width, abs=0.01
@@ -74,7 +76,7 @@ def test_short_prompts_have_the_widest_tails_of_first_tokens_and_llm_d_the_most_
         np.mean([of[0] for name, of in tails.items() if ("llmd" in name) == gateway])
         for gateway in (True, False)
     )
-    assert behind < 0.5 < 0.85 < direct
+    assert behind <= 0.5 < 0.9 < direct
 
 
 @pytest.mark.parametrize("kind", [intervals.COMPOSED, intervals.CALIBRATED])
