@@ -33,11 +33,10 @@ from itertools import chain, islice
 from controlplane.errors import BadInput
 from controlplane.migration.move import MoveTerms, Price, price_of
 from controlplane.migration.usage import WorkerView
-from controlplane.perfmodel.step import STEP_TERMS, Batch, StepModel
+from controlplane.perfmodel.step import StepModel
 from controlplane.snapshot import SERVING, HeldRequest, Load, Migrate, RunningRequest
 from controlplane.types import WorkerId
 
-DECODE_TERMS = tuple(term for term in STEP_TERMS if term.phase == "decode")
 MARGIN = 0.05  # the share by which a forecast must exceed its limit before anything moves
 # Tried for one source, or one that waits: where the likeliest workers and requests fail, others hardly do
 # better.
@@ -125,8 +124,7 @@ def peak_tokens(requests: Iterable[RunningRequest]) -> int:
 
 def _step_s(step: StepModel, sequences: int, context: float) -> float:
     """step.step_s in plain floats: a thousand workers are forecast in a heartbeat."""
-    batch = Batch(0.0, sequences, context)
-    t: float = sum(getattr(step, term.name) * term.regressor(batch) for term in DECODE_TERMS)
+    t = step.base_s + step.per_sequence_s * sequences + step.per_context_token_s * context
     for hinge in step.hinges:
         if hinge.of == "sequences" and sequences > hinge.start:
             t += hinge.per_unit_s * (sequences - hinge.start)

@@ -157,11 +157,16 @@ EDITS = [
         "    t = k[BASE] + k[PER_SEQUENCE] * sequences\n",
         "    t = k[BASE] + k[PER_SEQUENCE] * sequences + k[SEQUENCE_SQ] * sequences * sequences\n",
     ),
+    (
+        "../migration/overload.py",
+        "    t = step.base_s + step.per_sequence_s * sequences",
+        "    t = step.base_s + (step.per_sequence_s + step.per_sequence_sq_s * sequences) * sequences",
+    ),
 ]
 
 
 def test_one_more_coefficient_takes_the_list_and_the_kernel(tmp_path: Path) -> None:
-    """These tests pass for a seventh coefficient on a copy of the product that is edited in two files."""
+    """These tests pass for a seventh coefficient on a copy of the product that is edited in three files."""
     product = Path(controlplane.__file__).parent.parent
     for name in ("controlplane", "tokenfleet", "dataplane"):
         shutil.copytree(

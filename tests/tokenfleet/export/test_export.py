@@ -563,6 +563,12 @@ def test_one_machine_has_one_type_of_gpu() -> None:
         export_files(mixed("h100-sxm", "a100-sxm"), ["systemd"], ExportSettings(), Path("out"))
 
 
+def test_the_help_names_every_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--help"]) == 0
+    words = set(re.findall(r"[a-z-]+", capsys.readouterr().out))
+    assert words >= set(KINDS)
+
+
 def test_a_saved_plan_is_exported_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from planning_builders import poisson, save
 
