@@ -8,9 +8,9 @@ fleet follows `serve`'s scaler, which sees every prompt as it arrives. It learns
 that ended, by its own `History`. The advice looks at the same moments, every 5 s, at what the metrics of vLLM
 would show, and nothing follows it. Days chosen before the first run.
 
-A minute agrees where both want the same number at its end, or numbers one apart. A look is held where a
-replica left: what came in those 5 s is counted by no metric. Nor is what a new replica got before its first
-look. In all other looks the arrivals must be the same to the request.
+A minute agrees where both want the same number at its end, or numbers one apart. `serve` on another draw of
+the day shows the noise. A look is held where a replica left: what came in those 5 s is counted by no metric.
+Nor is what a new replica got before its first look. In all other looks arrivals must agree to the request.
 """
 
 from __future__ import annotations
@@ -46,21 +46,23 @@ LOOKS_A_MINUTE = round(60.0 / LOOK_S)
 
 @dataclass
 class Day:
-    """What was seen on a day: minutes in which both had a number, by how far apart; looks; arrivals."""
+    """What was seen on a day: what both want at the end of each minute; looks; arrivals."""
 
     looks: int = 0
     off: int = 0
     off_new: int = 0
     arrived: int = 0
     uncounted: int = 0
-    apart: dict[int, int] = field(default_factory=dict)
+    wanted: list[int] = field(default_factory=list)
+    advised: list[int] = field(default_factory=list)
 
-    def row(self, day: int) -> dict[str, Any]:
-        apart, minutes = self.apart, sum(self.apart.values())
-        within = sum(count for k, count in apart.items() if abs(k) <= 1) / minutes
-        mean = sum(k * c for k, c in apart.items()) / minutes
+    def row(self, day: int, other_draw: Day) -> dict[str, Any]:
+        within, own = (
+            round(sum(abs(a - b) <= 1 for a, b in zip(of, self.wanted, strict=False)) / len(of), 4)
+            for of in (self.advised, other_draw.wanted)
+        )
         return {
-            "day": day, "minutes": minutes, "within 1": round(within, 4), "mean apart": round(mean, 3),
+            "day": day, "minutes": len(self.wanted), "within 1": within, "serve on two draws": own,
             "arrivals": self.arrived, "in held looks": self.uncounted, "at new replicas": self.off_new,
             "off elsewhere": self.off,
         }  # fmt: skip
@@ -100,8 +102,8 @@ def both(settings: AdviceSettings, control: Settings, found: Day) -> Any:
                 found.off_new += is_off if watched.last.keys() - before else 0
                 found.off += 0 if watched.last.keys() - before else is_off
             if found.looks % LOOKS_A_MINUTE == 0 and advice.wanted is not None:
-                apart = advice.wanted - wanted
-                found.apart[apart] = found.apart.get(apart, 0) + 1
+                found.wanted.append(wanted)
+                found.advised.append(advice.wanted)
             return state, actions
 
         return decide
@@ -109,10 +111,9 @@ def both(settings: AdviceSettings, control: Settings, found: Day) -> Any:
     return brain
 
 
-def day(asked: Any, number: int, hours: float) -> Day:
-    """One day of both, from midnight on."""
-    lengths = sharegpt(asked.data)
-    traffic = servegen(asked.data, NAME, lengths, 12.0, hours, asked.seed, number, 0.0)
+def day(asked: Any, number: int, hours: float, seed: int) -> Day:
+    """A draw of one day of both, from midnight on."""
+    traffic = servegen(asked.data, NAME, sharegpt(asked.data), 12.0, hours, seed, number, 0.0)
     profile, slo = find_profiles("llama-3.1-70b", ["h100"], [2])[0], Slo(1.0, 0.075)
     scaling = Autoscale(1, SLOTS).settings((WorkerType.of(profile),))
     settings = looked_at(AdviceSettings(slo, TARGET, scaling, COLD_S), LOOK_S)
@@ -128,10 +129,9 @@ def main() -> int:
     days, hours = (DAYS[:1], 1.0) if asked.quick else (DAYS, 24.0)
     rows, bars = [], {}
     for number in days:
-        name = f"day{number} {hours:g}h {asked.seed}"
-        one = asked.resume.part(name, lambda number=number: asdict(day(asked, number, hours)))
-        one["apart"] = {int(k): count for k, count in one["apart"].items()}
-        rows.append(row := Day(**one).row(number))
+        draws = ((number, hours, seed) for seed in (asked.seed, asked.seed + 1))
+        one, again = (asked.resume.part(f"day{of}", lambda of=of: asdict(day(asked, *of))) for of in draws)
+        rows.append(row := Day(**one).row(number, Day(**again)))
         bars[f"day {number}: minutes within one replica"] = bar(row["within 1"], 0.98, at_least=True)
         bars[f"day {number}: arrivals off, in looks that counted"] = bar(row["off elsewhere"], 0)
     return show("advice_minutes", rows, bars, asked)

@@ -77,8 +77,8 @@ def test_what_a_server_answers_instead_of_metrics_is_said(capsys):
         ranks = stack.enter_context(answering(two))
         (found,) = pages(busy, other, page, ranks, "127.0.0.1:9")
     assert list(found.values()) == [
-        NoCounts("answers with status 503"),
-        NoCounts("answers with status 404", answers=True),
+        NoCounts("/metrics answers with status 503"),
+        NoCounts("/metrics answers with status 404", answers=True),
         NoCounts("not Prometheus metrics", answers=True),
         NoCounts(SEVERAL.format(2), answers=True),
         NoCounts("does not answer: connection refused", refuses=True),
@@ -183,7 +183,7 @@ def test_metrics_are_asked_with_the_token_of_the_file_as_it_is_now_or_of_the_env
             (found,) = pages(address, bearer=one)
             assert isinstance(found[address], EngineCounts)
         (found,) = pages(address, bearer=Bearer(None, {}))
-        assert found[address] == NoCounts("answers with status 401", answers=True)
+        assert found[address] == NoCounts("/metrics answers with status 401", answers=True)
     path.unlink()
     assert bearer.headers() == {"Authorization": "Bearer s3cret"}  # the last one stands
 
