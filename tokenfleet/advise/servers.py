@@ -106,7 +106,9 @@ class Servers:
         try:
             async with self._session.get(url_of(server), headers=headers, allow_redirects=False) as reply:
                 if reply.status != 200:
-                    return NoCounts(f"/metrics answers with status {reply.status}", answers=reply.status < 500)
+                    return NoCounts(
+                        f"/metrics answers with status {reply.status}", answers=reply.status < 500
+                    )
                 return await _text(reply)
         except TimeoutError:
             return NoCounts(f"does not answer within {TIMEOUT_S:g} s")

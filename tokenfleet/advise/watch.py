@@ -23,7 +23,7 @@ from controlplane.perfmodel.calibration import Interval, calibrated_by
 from tokenfleet.advise.advice import Advice, AdviceSettings, AdviceState
 from tokenfleet.advise.day import AdviceHistory
 from tokenfleet.advise.decide import ORIGIN_S, advise, looked_at
-from tokenfleet.advise.look import Buckets, FleetTraffic, NoCounts, Page, Watched, look
+from tokenfleet.advise.look import FleetTraffic, NoCounts, Page, Watched, look
 from tokenfleet.profiles.engine_metrics import LENGTHS, EngineCounts, intervals_of
 from tokenfleet.traces.from_metrics import CountedTraffic, LengthHistogram
 
@@ -51,10 +51,10 @@ class MetricsSource(Protocol):
         """What each server says now."""
 
 
-async def first_pages(servers: MetricsSource) -> dict[str, EngineCounts]:
+async def first_pages(servers: MetricsSource, is_planned: bool = False) -> dict[str, EngineCounts]:
     """The servers' first pages. Raises BadInput for one that gives no counts, and where models differ.
 
-    A pod that does not answer yet is starting, where another answers.
+    A pod that does not answer yet is starting, where another answers. `is_planned`: lengths are needed, too.
     """
     pages = await servers.pages(ORIGIN_S)
     if not pages:
@@ -68,6 +68,8 @@ async def first_pages(servers: MetricsSource) -> dict[str, EngineCounts]:
             raise BadInput(f"{server}: {page.why}")
         if "ended" not in page.values:
             raise BadInput(f"{server}: vllm:request_success_total is missing")
+        if is_planned and page.values["ended"] and not page.buckets["prompt"]:
+            raise BadInput(f"{server}: vllm:{LENGTHS['prompt']} is missing; --plan needs lengths")
     counts = {server: page for server, page in pages.items() if isinstance(page, EngineCounts)}
     models = {page.model: server for server, page in counts.items()}
     if len(models) > 1:
@@ -257,22 +259,16 @@ class _Lengths:
         self.ended = self.prompt_tokens = self.output_tokens = 0.0
         self.buckets: dict[str, dict[float, float]] = {name: {} for name in LENGTHS}
 
-    def add(self, traffic: FleetTraffic) -> None:
-        self.ended += traffic.ended
-        self.prompt_tokens += traffic.prompt_tokens
-        self.output_tokens += traffic.output_tokens
-        self._add(traffic.buckets)
+    def add(self, more: FleetTraffic | _Lengths) -> None:
+        self.ended += more.ended
+        self.prompt_tokens += more.prompt_tokens
+        self.output_tokens += more.output_tokens
+        for name in LENGTHS:
+            for edge, count in more.buckets.get(name, {}).items():
+                self.buckets[name][edge] = self.buckets[name].get(edge, 0.0) + count
 
     def with_those_of(self, other: _Lengths) -> _Lengths:
         both = _Lengths()
         for one in (self, other):
-            both.ended += one.ended
-            both.prompt_tokens += one.prompt_tokens
-            both.output_tokens += one.output_tokens
-            both._add(one.buckets)
+            both.add(one)
         return both
-
-    def _add(self, buckets: Buckets) -> None:
-        for name in LENGTHS:
-            for edge, count in buckets.get(name, {}).items():
-                self.buckets[name][edge] = self.buckets[name].get(edge, 0.0) + count

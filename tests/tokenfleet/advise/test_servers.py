@@ -156,6 +156,17 @@ def test_a_watch_ends_in_a_plan_for_the_traffic_seen(tmp_path, capsys):
     assert "Recommended fleet" in told
 
 
+def test_a_watch_for_a_plan_is_refused_at_its_start_where_no_metric_has_lengths(capsys):
+    server = CountedServer()
+    server.arrive(9)
+    server.end(9)
+    lines = [line for line in server.text().splitlines() if "request_prompt_tokens" not in line]
+    with answering("\n".join(lines) + "\n") as address:
+        code, said = refused(capsys, address, "--plan", "1h", "--model", "llama-3.1-8b")
+    missing = "vllm:request_prompt_tokens_bucket is missing; --plan needs lengths"
+    assert (code, said) == (2, f"error: {address}: {missing}")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -79,9 +79,7 @@ def advise_command(flags: AdviseFlags) -> int:
     refuse_unwritable_plan(flags.output_dir)
     with ExitStack() as cleanup:
         seen = asyncio.run(_watch(flags, every_s, watched_s, settings, cleanup))
-    if seen is not None:
-        return planned_for(seen, flags)
-    return 0
+    return 0 if seen is None else planned_for(seen, flags)
 
 
 async def _watch(
@@ -114,12 +112,11 @@ async def _watch(
             await stack.enter_async_context(scaler_at(flags.scaler, gauges, demand))
         if demand and not await some_answer(fleet.servers, every_s, stop, lambda why: warn([why])):
             return None
-        first = await first_pages(fleet.servers)
+        first = await first_pages(fleet.servers, is_planned=watched_s is not None)
         model = gauges.model = next(iter(first.values())).model
         settings = replace(settings_of(first), served=model)
         is_silent = watched_s is not None and flags.output_format == OutputFormat.JSON
-        output = None if is_silent else flags.output_format
-        shown = ShownAdvice(flags.once, output, settings, gauges, cleanup)
+        shown = ShownAdvice(flags.once, None if is_silent else flags.output_format, settings, gauges, cleanup)
         watch = FleetWatch(fleet.servers, settings, model, every_s, fleet.applied)
         until = Until(shown, watched_s)
         if listening is not None:
