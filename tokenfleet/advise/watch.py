@@ -64,18 +64,24 @@ async def first_pages(servers: MetricsSource, is_planned: bool = False) -> dict[
         may_start = some_answer and server in servers.discovered
         if may_start and isinstance(page, NoCounts) and not page.answers:
             continue
-        if isinstance(page, NoCounts):
-            raise BadInput(f"{server}: {page.why}")
-        if "ended" not in page.values:
-            raise BadInput(f"{server}: vllm:request_success_total is missing")
-        if is_planned and page.values["ended"] and not page.buckets["prompt"]:
-            raise BadInput(f"{server}: vllm:{LENGTHS['prompt']} is missing; --plan needs lengths")
+        if why := _lacks(page, is_planned):
+            raise BadInput(f"{server}: {why}")
     counts = {server: page for server, page in pages.items() if isinstance(page, EngineCounts)}
     models = {page.model: server for server, page in counts.items()}
     if len(models) > 1:
         (one, at), (other, there) = sorted(models.items())[:2]
         raise BadInput(f"advise: one model at a time; {at} serves {one}, {there} serves {other}")
     return counts
+
+
+def _lacks(page: Page, is_planned: bool) -> str:
+    """What a first page lacks, or nothing."""
+    if isinstance(page, NoCounts):
+        return page.why
+    if "ended" not in page.values:
+        return "vllm:request_success_total is missing"
+    no_lengths = is_planned and page.values["ended"] and not page.buckets["prompt"]
+    return f"vllm:{LENGTHS['prompt']} is missing; --plan needs lengths" if no_lengths else ""
 
 
 async def some_answer(
