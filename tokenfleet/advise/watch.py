@@ -62,9 +62,8 @@ async def first_pages(servers: MetricsSource, is_planned: bool = False) -> dict[
     some_answer = any(isinstance(page, EngineCounts) for page in pages.values())
     for server, page in pages.items():
         may_start = some_answer and server in servers.discovered
-        if may_start and isinstance(page, NoCounts) and not page.answers:
-            continue
-        if why := _lacks(page, is_planned):
+        is_silent = isinstance(page, NoCounts) and not page.answers
+        if (why := _lacks(page, is_planned)) and not (may_start and is_silent):
             raise BadInput(f"{server}: {why}")
     counts = {server: page for server, page in pages.items() if isinstance(page, EngineCounts)}
     models = {page.model: server for server, page in counts.items()}
