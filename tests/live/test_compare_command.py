@@ -56,6 +56,9 @@ def test_a_fleet_is_replayed_and_simulated_request_by_request(
     assert answer["simulated_workers"] == workers
     figures = {f["name"]: f for f in answer["figures"]}
     assert figures["attainment"]["live"] == figures["attainment"]["simulated"] == 1.0
+    # Placement predicted the lengths; the answers have them all the same.
+    lengths = np.loadtxt(trace, delimiter=",", skiprows=1, usecols=2)
+    assert sorted(np.genfromtxt(kept, delimiter=",", skip_header=1, usecols=2)) == sorted(lengths)
     assert {"TTFT p50", "TTFT p90", "TPOT mean", "preemptions", "migrations"} <= set(figures)
     assert all(f["live"] >= 0 and f["simulated"] >= 0 for f in answer["figures"])
     rows = kept.read_text().splitlines()

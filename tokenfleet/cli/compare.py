@@ -104,7 +104,6 @@ def compare_command(flags: CompareFlags) -> int:
     """
     request, fixed_s = _checked(flags)
     trust = client_context(flags.tls_ca)
-    targets = request.slo
     from tokenfleet.compare.replay import read_steps
     from tokenfleet.planning.inputs import trimmed
     from tokenfleet.traces import read_traces
@@ -133,7 +132,7 @@ def compare_command(flags: CompareFlags) -> int:
     fleet = run["simulated"] = [as_served(worker, sizes[i % len(sizes)]) for i in range(count)]
     specs = [WorkerSpec(one) for one in fleet]
     log = replayed.log
-    outcome = simulate(log.workload, specs, targets, flags.policy, seed=flags.seed)
+    outcome = simulate(log.workload, specs, request.slo, flags.policy, seed=flags.seed)
     lots = np.random.default_rng(flags.seed)
     simulated = {
         "ttft_s": first_tokens_s(outcome.ttft_s, worker, overheads_s, lots),
@@ -141,7 +140,7 @@ def compare_command(flags: CompareFlags) -> int:
         "preemptions": int(outcome.preemptions.sum()),
         "migrations": int(outcome.migrations.sum()),
     }
-    figures = compared(log.ttft_s, log.tpot_s, simulated, targets, run["counters"])
+    figures = compared(log.ttft_s, log.tpot_s, simulated, request.slo, run["counters"])
     if flags.per_request is not None:
         _write_requests(flags.per_request, replayed, simulated)
     run["overheads_s"] = overheads_s
@@ -269,12 +268,12 @@ async def _replayed(
     alone_s = worker.alone_ttft_s(LONE_TOKENS)
     extra_s = await overheads_s(to, alone_s, rng) if fixed_s is None else np.array([fixed_s])
     before = await _counters(flags, trust)
+    to = replace(to, is_emulated=before.get("engines") == {"emulated"})
     with counted_bar("replaying", len(workload)) as advance:
         replayed = await replay(workload, to, rng, advance)
     after = await _counters(flags, trust)
     counters = {name: after[name] - before[name] for name in COUNTERS if name in after}
-    workers = after.get("workers", 0)
-    known = {"workers": workers, "sizes": after.get("sizes")}
+    known = {"workers": after.get("workers", 0), "sizes": after.get("sizes")}
     return {"replayed": replayed, "overheads_s": extra_s, "counters": counters, **known}
 
 
@@ -314,11 +313,8 @@ async def _counters(flags: CompareFlags, trust: ssl.SSLContext) -> dict[str, Any
         for line in metrics.splitlines()
         if line.startswith('tokenfleet_migrations_total{outcome="done"')
     )
-    return {"workers": len(serving), "sizes": sizes, "preemptions": preemptions, "migrations": int(moved)}
-
-
-def _size(figure: ComparedFigure) -> float:
-    return abs(figure.error or 0.0)
+    counted = {"preemptions": preemptions, "migrations": int(moved)}
+    return {"workers": len(serving), "engines": {w.get("engine") for w in serving}, "sizes": sizes, **counted}
 
 
 def _simulated_text(fleet: list[Profile], is_known: bool) -> str:
@@ -354,8 +350,8 @@ def _say(
         print(json.dumps(answer, indent=1))
         return
     columns = ("figure", "live", "simulated", "simulated vs live")
-    worst = max((f for f in figures if f.error is not None and f.kind == "relative"), key=_size, default=None)
-    largest = "" if worst is None else f"; largest error {100 * _size(worst):.1f} %, in {worst.name}"
+    relative = [(100 * abs(f.error), f.name) for f in figures if f.error is not None and f.kind == "relative"]
+    largest = "; largest error {:.1f} %, in {}".format(*max(relative)) if relative else ""
     show(
         [
             f"Compared {requests:,} requests on {workers_text(workers)}{largest}",

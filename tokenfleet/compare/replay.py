@@ -1,8 +1,9 @@
 """Replay of a workload on a running OpenAI endpoint: each request at its time, tokens as a client sees them.
 
 Prompts are random token ids of the trace's lengths, so no prefix is cached and nothing is tokenized; outputs
-are made to have the trace's lengths (`ignore_eos`, vLLM's). Latencies count from the instant at which a
-request was really sent, so that a busy client is not taken for a slow server.
+have the trace's lengths. Emulated engines end them there, and placement has to predict them. Of other engines
+they are demanded (`ignore_eos`, vLLM's), so that placement knows them. Latencies count from the instant at
+which a request was really sent, so that a busy client is not taken for a slow server.
 
 **HTTP overhead** is the time that the way to an engine and back adds to a first token. A lone request on an
 idle fleet finds a gateway that shares its processor with no engine, and takes less. So the overhead is
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.workload import Workload
 from dataplane.http.tls import distrust
+from dataplane.live.engine_api.link import ENDS_AT
 from tokenfleet.profiles.measurements import RequestLog, numbers, read_table
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 3, 1000  # ids that any vocabulary has
@@ -87,6 +90,7 @@ class Endpoint:
     key: str | None = None
     trust: ssl.SSLContext | None = None
     context_limit_tokens: int = 0  # vLLM's max_model_len; 0 where the endpoint does not say
+    is_emulated: bool = False  # all of its workers are
 
     def session(self, timeout_s: float) -> aiohttp.ClientSession:
         """A client of it, that sends the key and accepts the certificates that are trusted."""
@@ -150,23 +154,19 @@ async def replay(
 
         async def one(i: int) -> None:
             await asyncio.sleep(max(0.0, began + float(workload.arrival_s[i]) - time.perf_counter()))
-            tokens = int(workload.output_tokens[i])
-            body = {
-                "model": endpoint.model,
-                "prompt": prompts[i],
-                "max_tokens": tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
+            body = _body(endpoint, prompts[i], int(workload.output_tokens[i]))
             sent[i] = time.perf_counter() - began
             try:
                 async with session.post(f"{endpoint.url}/v1/completions", json=body) as reply:
                     if reply.status != 200:
                         raise BadInput(f"HTTP {reply.status}: {(await reply.text())[:200]}")
                     async for line in reply.content:
-                        _take(line, i, time.perf_counter() - began, first, last, received)
+                        chunk = _chunk(line)
+                        if chunk.get("choices"):
+                            last[i] = time.perf_counter() - began
+                            first[i] = last[i] if np.isnan(first[i]) else first[i]
+                        if chunk.get("usage"):
+                            received[i] = int(chunk["usage"]["completion_tokens"])
             except (aiohttp.ClientError, OSError, TimeoutError, BadInput) as error:
                 errors.append(str(error) or repr(error))
                 last[i] = np.nan
@@ -179,29 +179,27 @@ async def replay(
     return Replay(sent, first, last, workload.prompt_tokens, received, tuple(errors), began_unix_s)
 
 
-def _take(
-    line: bytes,
-    i: int,
-    now_s: float,
-    first: NDArray[np.float64],
-    last: NDArray[np.float64],
-    received: NDArray[np.int64],
-) -> None:
-    """One line of a stream. Raises BadInput for an error in it."""
+def _body(endpoint: Endpoint, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """A request whose answer has that many tokens."""
+    body = {"model": endpoint.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    if not endpoint.is_emulated:
+        return body | {"ignore_eos": True}
+    most = max(endpoint.context_limit_tokens - len(prompt), tokens)  # as a chat client allows
+    return body | {"max_tokens": most, "vllm_xargs": {ENDS_AT: len(prompt) + tokens}}
+
+
+def _chunk(line: bytes) -> dict[str, Any]:
+    """The chunk in a line of a stream; empty where it has none. Raises BadInput for an error in it."""
     if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-        return
+        return {}
     try:
-        chunk = json.loads(line[6:])
+        chunk: dict[str, Any] = json.loads(line[6:])
     except ValueError:
         raise BadInput(f"endpoint: a chunk that is not JSON: {line[:80]!r}") from None
     if "error" in chunk:
         raise BadInput(f"endpoint: {chunk['error'].get('message', 'an error')}")
-    if chunk.get("choices"):
-        if np.isnan(first[i]):
-            first[i] = now_s
-        last[i] = now_s
-    if chunk.get("usage"):
-        received[i] = int(chunk["usage"]["completion_tokens"])
+    return chunk
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ def worker_view(member: Member, role: Role, at: Attached | None, here: list[Trac
         info = at.link.info
         view |= {
             "pid": info.pid,
+            "engine": info.engine,
             "host": urlsplit(info.endpoint).hostname,
             "silent": at.is_silent,
             "tp_degree": info.tp_degree,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from controlplane.perfmodel.profile import Profile
 from dataplane.live.emulated.segment import Noise, Segment, state_after
 from dataplane.live.engine_api.kv_messages import Control, message_of
+from dataplane.live.engine_api.link import ENDS_AT
 from dataplane.live.engine_api.messages import EngineRequest, Finish, Moment, MomentKind
 from dataplane.live.engine_api.step_trace import no_load
 from dataplane.live.kv.holds import Holds, LoadJob
@@ -202,7 +203,9 @@ class EmulatedBatch:
         params = segment.params
         token = self._noise.token(segment.state)
         produced = segment.produced + 1
-        stops = produced > params.min_tokens and not params.ignore_eos and self._noise.ends(segment.state)
+        end = (params.extra_args or {}).get(ENDS_AT)
+        ends = segment.tokens + 1 >= end if isinstance(end, int) else self._noise.ends(segment.state)
+        stops = produced > params.min_tokens and not params.ignore_eos and ends
         if stops and params.eos_token_id is not None:
             token = params.eos_token_id
         is_first = segment.produced == 0

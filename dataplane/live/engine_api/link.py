@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # In Sampling.extra_args: output tokens that an earlier segment of the request made.
 PRIOR_TOKENS = "tokenfleet_prior_tokens"
+# There too, from a client: the context at which an emulated engine ends an answer. Placement ignores it.
+ENDS_AT = "tokenfleet_emulated_end"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.snapshot import Pace
 from controlplane.types import WorkerId
 from dataplane.live.emulated.engine import EmulatedEngine, Fabric
+from dataplane.live.engine_api.link import ENDS_AT
 from dataplane.live.engine_api.messages import Finish
 from dataplane.live.migration.move import MoveBudget
 from harness.bare_fleet import BareFleet
@@ -96,6 +97,21 @@ def test_a_moved_stream_says_what_the_unmoved_one_says(mode):
         assert stream.tokens == expected
         if mode == "live":
             assert move.tail_tokens < 700 / 4
+
+    run(story)
+
+
+@pytest.mark.parametrize("answer", [300, 1])
+def test_an_answer_ends_where_its_client_has_set_the_end_moved_or_not(answer):
+    async def story(fleet, a, b):
+        asked = {"ignore_eos": False, "max_tokens": 2000, "extra_args": {ENDS_AT: 700 + answer}}
+        expected = await unmoved(fleet, prompt(700), max_tokens=answer)
+        stream = await fleet.start(A, prompt(700), asked)
+        if answer > 20:
+            await stream.until(20)
+            assert (await fleet.move(stream, B)).outcome == "done"
+        assert await stream.ended() == Finish.STOP
+        assert stream.tokens == expected
 
     run(story)
 
