@@ -259,7 +259,7 @@ def _seconds(form: Match, arrival: NDArray[np.generic]) -> tuple[NDArray[np.floa
     clock_start_s = start_s if start_s > EPOCH_S else None
     if form.format.relative and start_s <= span_s:
         return arrival.astype(np.float64), None, 0.0
-    moved = form.format.relative and form.name != "history"  # of our own times we know that they are dates
+    moved = form.format.relative and clock_start_s is None and form.name != "history"
     return (arrival - first) * unit_s, clock_start_s, start_s if moved else 0.0
 
 

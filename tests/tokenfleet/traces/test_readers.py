@@ -214,7 +214,10 @@ def test_a_plain_trace_keeps_its_start_and_a_clock_does_not(file: Path) -> None:
     late = read_trace(written(file, f"{HEAD}\n1700000000,1,1\n1700000005,1,1\n"))
     assert late.workload.arrival_s.tolist() == [0, 5]
     assert late.clock_start_s == 1_700_000_000
-    assert "counted from the first arrival" in late.warnings[0]
+    assert not late.warnings
+    offset = read_trace(written(file, f"{HEAD}\n3000,1,1\n3005,1,1\n"))
+    assert offset.clock_start_s is None
+    assert "counted from the first arrival" in offset.warnings[0]
 
 
 @pytest.mark.parametrize(
