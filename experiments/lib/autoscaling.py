@@ -135,24 +135,39 @@ def busiest_h(data: Path, name: str, day: int) -> float:
 
 
 def loop_run(
-    plan: PlanFile, cold_start_s: float, workload: Workload, predictor: LengthTable
+    plan: PlanFile,
+    cold_start_s: float,
+    workload: Workload,
+    predictor: LengthTable,
+    began_unix_s: float | None = None,
 ) -> tuple[Outcome, FleetRecord, list[Look]]:
     """The loop of `serve --plan` with its default flags, and its log of the fleet.
 
-    The plan's schedule does not cover this traffic.
+    `began_unix_s`: when the workload begins, for the plan's schedule; None: the schedule does not cover it.
     """
     kinds = {group.worker_type.name: group.workers for group in plan.groups}
     loop, (policy, moves) = planned_loop(plan), read_policy(plan.policy)
-    bounds = replace(autoscale_of(f"{loop.fewest}..{loop.most}", "80s", plan), most_kinds=kinds)
+    floor = None if began_unix_s is None else loop.floor
+    bounds = autoscale_of(f"{loop.fewest}..{loop.most}", "80s", plan)
+    bounds = replace(bounds, most_kinds=kinds, floor=floor)
     types = tuple(group.worker_type for group in plan.groups)
     settings = ControllerSettings("", None, False, 0, types, bounds, moves=moves, policy=policy)
     workers = [WorkerSpec(g.worker_type.profile) for g in plan.groups for _ in range(g.workers)]
-    rules = settings.tick(settings.profiles)
-    control = ControlSettings(rules, beat_s=HEARTBEAT_S)
+    by_fewest: dict[int, Settings] = {}
+
+    def rules_at(now_s: float) -> Settings:
+        unix_s = (began_unix_s or 0.0) + now_s
+        fewest = bounds.fewest(unix_s, cold_start_s)
+        if fewest not in by_fewest:
+            by_fewest[fewest] = settings.tick(settings.profiles, unix_s, cold_start_s)
+        return by_fewest[fewest]
+
+    control = ControlSettings(rules_at(0.0), beat_s=HEARTBEAT_S)
     start = ElasticSettings(start_kinds=kinds, cold_start_s=cold_start_s)
     looks: list[Look] = []
 
     def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
+        rules = rules_at(seen.now_s)
         state, actions = tick(rules, state, seen)
         looks.append(look_of(seen, seen.now_s, rules.scaling, state.scaling))
         return state, actions
