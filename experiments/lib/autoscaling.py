@@ -140,6 +140,7 @@ def loop_run(
     workload: Workload,
     predictor: LengthTable,
     began_unix_s: float | None = None,
+    beat_s: float = HEARTBEAT_S,
 ) -> tuple[Outcome, FleetRecord, list[Look]]:
     """The loop of `serve --plan` with its default flags, and its log of the fleet.
 
@@ -162,7 +163,7 @@ def loop_run(
             by_fewest[fewest] = settings.tick(settings.profiles, unix_s, cold_start_s)
         return by_fewest[fewest]
 
-    control = ControlSettings(rules_at(0.0), beat_s=HEARTBEAT_S)
+    control = ControlSettings(rules_at(0.0), beat_s=beat_s)
     start = ElasticSettings(start_kinds=kinds, cold_start_s=cold_start_s)
     looks: list[Look] = []
 

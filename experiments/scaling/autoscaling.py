@@ -1,7 +1,7 @@
 """Autoscaling on production rates: worker-hours against the hindsight optimum's, cold starts of 60 s.
 
-    python experiments/scaling/autoscaling.py [--quick] [--azure] [--planned] [--advice] [--without DAY...]
-        [--resume FOLDER] [--jobs N] [--format table|json]
+    python experiments/scaling/autoscaling.py [--quick] [--azure] [--planned] [--advice] [--dated DAY]
+        [--without DAY...] [--resume FOLDER] [--jobs N] [--format table|json]
 
 Traffic. ServeGen's rates of 14 days are points of 10-minute windows with straight lines between, scaled to a
 mean of 12 requests a second. Arrivals are Poisson at that rate, lengths ShareGPT's. An hour of every day is
@@ -25,6 +25,10 @@ fleet that runs on, without a floor by the clock or a memory of other days. What
 told apart as in the scorecard (tokenfleet.service.gap). The first day has none before it. Nothing arrives in
 the hour of day 8: its next hour with arrivals stands in, after silence. Azure's trace has no other day: the
 plan sees its busiest 20 minutes, and minutes 8 to 58 count, without requests beyond the model's context.
+
+Dated (`--dated DAY`). The plan sees the whole day before, with its dates, at a mean of 4 requests a second.
+Its loop serves the day, with its schedule as a floor by the clock and without. Windows of the optimum are not
+tried with fewer, so it is a little too dear.
 
 Advice (`--advice`). The same hours through `tokenfleet advise --replay`: it sees vLLM's metrics alone, HPA
 follows it (15 s, tolerance 0 or 10 %), and it remembers no earlier days. Llama-3.1 70B on 2 H100s, chunked
@@ -51,7 +55,7 @@ import polars as pl
 
 from controlplane.control import Settings, tick
 from controlplane.port import Decide
-from controlplane.scaler.bounds import Autoscale
+from controlplane.scaler.bounds import DAY_S, Autoscale
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
@@ -99,6 +103,8 @@ ADVISED_SLO = Slo(1.0, 0.075)  # edges of vLLM's histograms
 DAYS = range(1, 15)
 PLANNED = "the loop of a plan of the day before"
 PLANNED_H = 1.0 / 3.0
+DATED, DATED_RPS = "the loop of a dated plan, {}floor by the clock", 4.0
+FIRST_DAY_S = 1_767_225_600.0  # Unix time of day 1: 2026-01-01
 HOUR_S, LEAD_S = 3600.0, 1800.0  # the hour that counts, and what the planned loop serves before it
 AZURE_S, AZURE_LEAD_S = 3000.0, 500.0  # the same of Azure's trace, which ends after 3,502 s
 SILENT = {8: 20.0}  # its hour has no arrivals: from when on the next one does
@@ -162,12 +168,13 @@ def advised_runs(traffic: Traffic) -> list[Run]:
     return [Run(row.rule, row.target or None, row.requests, next(late), row.worker_s) for row in tried]
 
 
-def plan_of(known: Workload) -> dict[str, Any]:
+def plan_of(known: Workload, began_unix_s: float = 0.0) -> dict[str, Any]:
     """The plan's JSON of a trace."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "before.csv"
         columns = ("arrival_s", "prompt_tokens", "output_tokens")
-        pl.DataFrame({column: getattr(known, column) for column in columns}).write_csv(trace)
+        table = pl.DataFrame({column: getattr(known, column) for column in columns})
+        table.with_columns(pl.col("arrival_s") + began_unix_s).write_csv(trace, float_precision=6)
         slo = f"ttft={CASE.slo.ttft_s}s,tpot={CASE.slo.tpot_s}s"
         of = ("--trace", str(trace), "--profile", str(library_folder() / "aladdin" / CASE.file), "--slo", slo)
         return timed_plan(*of, "--drop-too-long", "--cold-start", f"{COLD_S:g}s", "--jobs", "1")[0]
@@ -199,6 +206,23 @@ def planned_runs(
     met = outcome.met[(load.arrival_s >= lead_s) & (load.arrival_s < lead_s + long_s)]
     worker_s = best["run"]["worker_s"] + sum(above.values())
     return [Run(**best["run"]), Run(PLANNED, None, len(met), int((~met).sum()), worker_s, above)]
+
+
+def dated_runs(day: int, asked: argparse.Namespace) -> list[Run]:
+    """The optimum of a whole day, and the loop of the day before's dated plan, without its floor and with."""
+    lengths = sharegpt(asked.data)
+    before, today = (
+        servegen(asked.data, SERIES, lengths, DATED_RPS, 24.0, asked.seed + known, day - known, 0.0)
+        for known in (1, 0)
+    )
+    began = FIRST_DAY_S + (day - 1) * DAY_S
+    document = asked.resume.part(f"dated {day}", lambda: plan_of(before.workload, began - DAY_S))
+    plan, table = parse_plan(document, "plan.json"), lengths.table()
+    found = [seen("clairvoyant", *Bench(today, lengths).hindsight().cheapest(trims=False)[1:])]
+    for name, at in ((DATED.format("no "), None), (DATED.format(""), began)):
+        outcome, record, _ = loop_run(plan, COLD_S, today.workload, table, at, BEAT_S)
+        found.append(seen(name, outcome, record))
+    return found
 
 
 def rows(name: str, pieces: list[list[Run]]) -> list[dict[str, Any]]:
@@ -299,6 +323,8 @@ def run(asked: argparse.Namespace) -> int:
         else:
             found = runs(real, own, line_at(own, (3.0, 6.0, 9.0), 200.0, asked.seed), asked.quick)
         table = rows(real.name, [found])
+    elif asked.dated:
+        table = rows(f"ServeGen {SERIES}, day {asked.dated}", [dated_runs(asked.dated, asked)])
     else:
         table = days(asked)
     bars = {}
@@ -318,6 +344,9 @@ if __name__ == "__main__":
     parser.add_argument("--azure", action="store_true", help="Azure's hour instead of ServeGen's days")
     parser.add_argument("--advice", action="store_true", help="replay `tokenfleet advise` instead")
     parser.add_argument("--planned", action="store_true", help="the loop of the day before's plan instead")
+    parser.add_argument(
+        "--dated", type=int, metavar="DAY", help="a whole day, by a dated plan of the day before"
+    )
     parser.add_argument("--without", type=int, nargs="*", default=[], help="days to leave out")
     parser.add_argument("--jobs", type=int, default=2, help="hours simulated at a time")
     sys.exit(run(parser.parse_args()))

@@ -25,7 +25,10 @@ def floored_plan():
     spans = [(0.0, 6.0, 1), (6.0, 8.0, PLANNED)]
     schedule = [{"start_s": a * HOUR_S, "end_s": b * HOUR_S, "workers": n} for a, b, n in spans]
     line = {"workers_per_rps": 0.001, "intercept": 0.1, "r2": 0.99}
-    inputs = plan_json()["inputs"] | {"clock_start_unix_s": began_s}
+    # The line needs both for this rate, which is far above what the test sends.
+    busiest = {"start_s": 0.0, "end_s": 8 * HOUR_S, "requests": 9, "rate_rps": 2000.0}
+    busiest |= {"prompt_tokens": 20.0, "output_tokens": 20.0}
+    inputs = plan_json()["inputs"] | {"clock_start_unix_s": began_s, "phases": [busiest]}
     return plan_json(PLANNED, schedule=schedule, demand_line=line, inputs=inputs), began_s + 6 * HOUR_S
 
 

@@ -4,10 +4,14 @@
 fewest are the least of it; else 1 of each role, since nothing is known of the other hours.
 
 **Most.** What was planned, of each worker type: no more was proven to be needed, and no more may be there.
+
+**The floor** has the schedule's ups and downs, but not the plan's margin for step times that may be wrong: a
+running fleet measures its own. Its highest is what the plan's line has at the trace's busiest rate.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,15 +49,26 @@ def clock_floor(plan: PlanFile) -> ClockFloor | None:
     """
     detail, began_s = plan.schedule_detail, plan.inputs.clock_start_unix_s
     _check(plan)
-    week = () if detail is None or not detail.week else tuple(_week(list(detail.week.values())))
+    share = _needed_share(plan)
+    week = () if detail is None or not detail.week else tuple(_week(list(detail.week.values()), share))
     if began_s is None or not plan.schedule:
         return None
     if week:
         return ClockFloor(WEEK_S, week)
     faster = plan.inputs.rate_scale  # the trace's time passes so much faster than the clock's
     return by_the_day(
-        (began_s + s.start_s * faster, began_s + s.end_s * faster, s.workers) for s in plan.schedule
+        (began_s + s.start_s * faster, began_s + s.end_s * faster, math.ceil(share * s.workers))
+        for s in plan.schedule
     )
+
+
+def _needed_share(plan: PlanFile) -> float:
+    """What the busiest traffic needs by the plan's line, over what is planned; 1 where a mix has no line."""
+    line = plan.demand_line if len(plan.fleet) == 1 else None
+    if line is None or not plan.workers:
+        return 1.0
+    busiest_rps = max((one.rate_rps for one in plan.inputs.phases), default=plan.inputs.rate_rps or math.inf)
+    return min((line.workers_per_rps * busiest_rps + line.intercept) / plan.workers, 1.0)
 
 
 def _check(plan: PlanFile) -> None:
@@ -67,22 +82,22 @@ def _check(plan: PlanFile) -> None:
             )
 
 
-def _week(rows: list[list[int]]) -> Iterator[ScheduleInterval]:
+def _week(rows: list[list[int]], share: float) -> Iterator[ScheduleInterval]:
     if len(rows) != WEEKDAYS or len({len(row) for row in rows}) > 1 or not rows[0]:
         raise BadInput(f"--plan: schedule_detail.week: expected {WEEKDAYS} days of as many cells each")
     cell_s = DAY_S / len(rows[0])
     for day, row in enumerate(rows):
         for cell, workers in enumerate(row):
             start_s = day * DAY_S + cell * cell_s
-            yield ScheduleInterval(start_s, start_s + cell_s, workers)
+            yield ScheduleInterval(start_s, start_s + cell_s, math.ceil(share * workers))
 
 
 def expected_loop(plan: PlanFile) -> ExpectedLoop | None:
     """The loop that serves the plan, and its expected cost over the trace; None where there is no schedule.
 
     It is the schedule's cost. The schedule knows the trace, and keeps the plan's margin in each window. A
-    loop that sees arrivals alone takes some per cent more, or less where that margin is a whole worker
-    (docs/figures/planned-loop.md). Hours that the trace does not cover cost what their demand asks for.
+    loop that sees arrivals alone takes some per cent more, or less where step times are as predicted and that
+    margin is wide (docs/figures/planned-loop.md). Hours that the trace does not cover cost what they ask for.
     """
     seconds = sum(s.end_s - s.start_s for s in plan.schedule)
     if seconds <= 0 or plan.workers == 0:

@@ -42,6 +42,36 @@ def test_a_trace_that_was_sped_up_takes_its_own_time_of_the_clock():
     assert [loop.floor.at(NOON + h * 3600 + 1) for h in range(3)] == [3, 4, 0]
 
 
+def test_the_floor_leaves_out_the_margin_for_step_times_that_a_running_fleet_measures():
+    phases = [
+        {
+            "start_s": 0.0,
+            "end_s": 7200.0,
+            "requests": 9,
+            "rate_rps": r,
+            "prompt_tokens": 9,
+            "output_tokens": 9,
+        }
+        for r in (10.0, 40.0)
+    ]
+    line = {
+        "workers_per_rps": 0.1,
+        "intercept": 0.5,
+        "r2": 1.0,
+        "points": [],
+    }  # 4.5 at the busiest, 9 planned
+    inputs = {"clock_start_unix_s": NOON, "phases": phases}
+    floors = {}
+    for of in (4, 9):
+        schedule = [min(n, of) for n in (2, 4, 6, 9)]
+        floor = planned_loop(plan(*schedule, of=of, inputs=inputs, demand_line=line)).floor
+        floors[of] = [floor.at(NOON + h * 3600) for h in range(4)]
+    assert floors == {4: [2, 4, 4, 4], 9: [1, 2, 3, 5]}, "a plan below its line keeps its schedule"
+    days = {str(day): [5 + day % 2] * 8 for day in range(7)}
+    week = plan(9, of=9, schedule_detail={"week": days}, inputs=inputs, demand_line=line)
+    assert [planned_loop(week).floor.at(NOON + day * DAY_S) for day in range(2)] == [3, 3]
+
+
 def test_a_week_keeps_its_weekdays():
     days = {str(day): [1 + day % 2] * 8 for day in range(7)}
     assert planned_loop(plan(2, schedule_detail={"week": days})).floor is None, "no dates, no weekdays"
