@@ -1,7 +1,7 @@
 """Late requests where memory binds: with moves and without, and with errors of predictions fed back or not.
 
-    python experiments/planning/memory_bound.py [--only moves|lengths|fragmentation] [--quick]
-        [--format table|json]
+    python experiments/planning/memory_bound.py [--only moves|lengths|fragmentation|live] [--quick]
+        [--resume FOLDER] [--format table|json]
 
 Sixteen LLaMA-7B workers on A10s under vLLM 0.1.7, as Llumnix (OSDI '24) measured them: a memory of 13,616
 tokens, decode steps that grow by 0.286 ms a sequence, prefill times of Figure 10's recompute curve. Targets
@@ -16,14 +16,22 @@ where a CV is named; 4,000 requests, three streams of arrivals.
   fragmentation
             the memory that harness/fragmentation.py counts as fragmented (Llumnix' Figure 12), L-L 4/s, 2,500
             requests of one stream
+  live      four such workers, emulated, L-L 1.3/s, 200 requests a stream, with moves and without, served and
+            simulated. The client names no length; placement predicts it from 5,000 answers of another stream.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import sys
-from dataclasses import dataclass
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 
@@ -32,10 +40,14 @@ from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
+from dataplane.history.files import HistoryLimits, HistoryWriter
 from dataplane.simulated.control_loop import SimulatedPlane, drive
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare, simulate
 from experiments.lib.results import bar, flags, show
 from harness.fragmentation import MIGRATE, simulated
+from harness.served import MODEL, Server, fleet, tiny_model
+from tokenfleet.compare.replay import replay, served_model
+from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces.distributions import LONG, MEDIUM, PUBLISHED_SEED, SHORT, LengthMix, gamma, poisson
 
 WORKERS, BLOCK, KV_BYTES = 16, 16, 524_288
@@ -56,6 +68,8 @@ TARGETS = Slo(10.0, 0.1)
 STREAMS, REQUESTS = 3, 4000
 FIRST, POORLY_PREDICTED = 21, 2500
 POLICIES = ("spread", "spread+migrate")
+LIVE_WORKERS, LIVE_RPS, LIVE_STREAMS = 4, 1.3, 4
+WHYS = {"is forecast at": "corrected", "waits at the gateway": "made room"}  # by what a move's reason says
 
 
 @dataclass(frozen=True)
@@ -191,11 +205,79 @@ def with_fragmentation(asked: argparse.Namespace) -> tuple[list[dict[str, Any]],
     return rows, bars
 
 
-PARTS = {"moves": with_moves, "lengths": with_errors, "fragmentation": with_fragmentation}
+def told_moves(server: Server) -> list[str]:
+    """What the fleet says of each move: why, and how it ended."""
+    said = []
+    with suppress(TimeoutError), urlopen(f"{server.control}/v1/events", timeout=3.0) as lines:
+        for line in lines:
+            event = json.loads(line[6:]) if line.startswith(b"data: ") else {}
+            if event.get("kind") == "migrate":
+                said.append(event["reason"])
+    return said
+
+
+def served(policy: str, load: Workload, before: Workload) -> dict[str, Any]:
+    """What a fleet of LIVE_WORKERS does with a load, that remembers the lengths of `before`."""
+    with tiny_model() as model:
+        write_profile(PROFILE, model.parent / "profile.yaml")
+        history = HistoryWriter(model.parent / "data" / "history", HistoryLimits())
+        for prompt, output in zip(before.prompt_tokens.tolist(), before.output_tokens.tolist(), strict=True):
+            row = {"prompt_tokens": prompt, "output_tokens": output, "outcome": "finished", "model": MODEL}
+            history.add({"arrival_s": 1.0} | row)
+        history.close()
+        words = ["--engine", "emulated", "--profile", str(model.parent / "profile.yaml"), "--policy", policy]
+        words += ["--slo", f"ttft={TARGETS.ttft_s:g}s,tpot={1000 * TARGETS.tpot_s:g}ms"]
+        with fleet(model, *words, "--workers", str(LIVE_WORKERS), engine_flags=()) as server:
+            to = replace(asyncio.run(served_model(server.gateway, None)), is_emulated=True)
+            got = asyncio.run(replay(load, to, np.random.default_rng(7)))
+            moves = told_moves(server)
+            view = server.ask("GET", "/v1/fleet")
+    tpot_s = (got.last_token_s - got.first_token_s) / np.maximum(got.output_tokens - 1, 1)
+    met = (got.first_token_s - got.sent_s <= TARGETS.ttft_s) & (tpot_s <= TARGETS.tpot_s)
+    done = [said for said in moves if said.endswith("; done")]
+    whys = Counter(next((name for why, name in WHYS.items() if why in said), said) for said in done)
+    return {
+        "late": int((~met).sum()),
+        "failed": int(((got.output_tokens != load.output_tokens) | ~got.finished).sum()),
+        "preemptions": sum(worker["telemetry"]["preemptions"] for worker in view["workers"]),
+        "moves": dict(whys),
+        "not done": len(moves) - len(done),
+        "steps": max(one["slowdown"] or 1.0 for one in view["step_times"]),
+    }
+
+
+def live(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows by stream and policy, served and simulated, and the bars."""
+    rows, streams = [], 1 if asked.quick else LIVE_STREAMS
+    before = workload("L-L", 1.0, 99, 1.0, DRAWN).take(slice(DRAWN // 2, None))
+    lengths = LengthTable.from_history(before.prompt_tokens, before.output_tokens)
+    for seed in range(asked.seed + 1, asked.seed + 1 + streams):
+        load = workload("L-L", LIVE_RPS, seed, 1.0, 40 if asked.quick else 200)
+        off = np.abs(lengths.predict(load.prompt_tokens) - load.output_tokens).sum()
+        for policy in POLICIES:
+            made = asked.resume.part(f"{policy} {seed} {len(load)}", partial(served, policy, load, before))
+            sim = simulate(load, [WorkerSpec(PROFILE)] * LIVE_WORKERS, TARGETS, policy, predictor=lengths)
+            said = {"late": int((~sim.met).sum()), "preemptions": int(sim.preemptions.sum())}
+            said["moves"] = int(sim.migrations.sum())
+            told = {f"{name}, simulated": count for name, count in said.items()}
+            row = {"stream": seed, "policy": policy, "lengths off": off / load.output_tokens.sum()}
+            rows.append(row | made | told)
+    with_moves = [row for row in rows if row["policy"] == POLICIES[1]]
+    late = [sum(row["late"] for row in rows if row["policy"] == policy) for policy in POLICIES]
+    return rows, {
+        "late with moves, share of those without": bar(late[1] / max(late[0], 1), 1.0),
+        "moves that correct, fewest in a stream": bar(
+            min(row["moves"].get("corrected", 0) for row in with_moves), 1, at_least=True
+        ),
+        "failed, or of another length": bar(sum(row["failed"] for row in rows), 0),
+    }
+
+
+PARTS = {"moves": with_moves, "lengths": with_errors, "fragmentation": with_fragmentation, "live": live}
 
 
 def main() -> int:
-    parser = flags(__doc__)
+    parser = flags(__doc__, resumes=True)
     parser.add_argument("--only", choices=PARTS, default="moves")
     asked = parser.parse_args()
     return show(f"memory_bound, {asked.only}", *PARTS[asked.only](asked), asked)
