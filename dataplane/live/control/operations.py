@@ -15,7 +15,7 @@ from controlplane.placement.ledger import NONE
 from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.scaler.bounds import Autoscale
 from controlplane.snapshot import Note, Scale
-from controlplane.types import WorkerId
+from controlplane.types import RequestId, WorkerId
 from dataplane.http.rules import Conflict, UnknownName
 from dataplane.live.control import views
 from dataplane.live.control.fleet_state import DemandCount, FleetState, MoveRow, RequestRow, WorkerRow, copied
@@ -32,6 +32,7 @@ from dataplane.live.pool.pool import WorkerPool
 
 LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
 LAST_SCALING, LAST_LOSSES = 5, 10
+PREEMPTED_S = 1.0  # without a token, while others of the worker get theirs: some ten steps
 SCALING_KINDS = ("scale", "advice-scale", "correction", "limit")
 
 
@@ -235,7 +236,7 @@ class Operations:
                 WorkerRow(m.worker, m.kind, m.state, workers.get(m.worker, NONE), sizes.get(m.worker, 0))
                 for m in pool.members()
             ],
-            [RequestRow(t.id, requests[t.id], *self._ties(t)) for t in core.requests if t.id in requests],
+            self._request_rows(requests),
             [MoveRow(m.request, m.source, m.target) for m in moves.open.values()],
             pool.asked_kinds,
             self.auto and not self.updates.reshapes,
@@ -249,6 +250,21 @@ class Operations:
             self.step_times.profiles(),
             self.step_times.believed(),
         )
+
+    def _request_rows(self, rows: Mapping[RequestId, int]) -> list[RequestRow]:
+        """The requests that the ledger has. One that is preempted stays: it has no KV to copy."""
+        last_s: dict[WorkerId | None, float] = {}
+        for t in self.core.requests:
+            last_s[t.worker] = max(t.last_token_s or 0.0, last_s.get(t.worker, 0.0))
+
+        def is_preempted(t: Tracked) -> bool:
+            return t.last_token_s is not None and last_s[t.worker] - t.last_token_s > PREEMPTED_S
+
+        def row_of(t: Tracked) -> RequestRow:
+            is_tied, elsewhere = self._ties(t)
+            return RequestRow(t.id, rows[t.id], is_tied or is_preempted(t), elsewhere)
+
+        return [row_of(t) for t in self.core.requests if t.id in rows]
 
     def _ties(self, tracked: Tracked) -> tuple[bool, dict[WorkerId, int]]:
         """Whether a request cannot leave its place, and who else had it cached: looked up once a place."""
