@@ -49,6 +49,14 @@ def test_a_running_fleet_is_seen_as_it_is(live_extra):
                 look()
             await front.until("r0", 10)
             look()
+            (r0,) = (t for t in front.core.requests if t.id == "r0")
+            assert not any(row.fixed for row in operations.state().requests)
+            given_s, r0.last_token_s = (
+                r0.last_token_s,
+                r0.last_token_s - 2.0,
+            )  # others of its worker get theirs
+            assert [row.request for row in operations.state().requests if row.fixed] == ["r0"]
+            r0.last_token_s = given_s
             moving = asyncio.ensure_future(front.core.segments.move("r0", B, "a test"))
             while not moving.done():
                 look()

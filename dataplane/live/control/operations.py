@@ -15,7 +15,7 @@ from controlplane.placement.ledger import NONE
 from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.scaler.bounds import Autoscale
 from controlplane.snapshot import Note, Scale
-from controlplane.types import RequestId, WorkerId
+from controlplane.types import WorkerId
 from dataplane.http.rules import Conflict, UnknownName
 from dataplane.live.control import views
 from dataplane.live.control.fleet_state import DemandCount, FleetState, MoveRow, RequestRow, WorkerRow, copied
@@ -225,9 +225,12 @@ class Operations:
         """The fleet at this instant, for the controller."""
         self.looked_s = time.monotonic()
         core, pool, moves = self.core, self.cluster, self.core.migrations
-        workers, requests = core.placement.worker_rows, core.placement.request_rows
+        workers, rows = core.placement.worker_rows, core.placement.request_rows
         sizes = {at.worker: at.link.info.kv_bytes_per_token for at in core.attached()}
-        held = [(requests[t.id], round(left_s, 3)) for t, left_s in core.admission.held()]
+        held = [(rows[t.id], round(left_s, 3)) for t, left_s in core.admission.held()]
+        last_s: dict[WorkerId | None, float] = {}  # when each worker last gave a token
+        for t in core.requests:
+            last_s[t.worker] = max(t.last_token_s or 0.0, last_s.get(t.worker, 0.0))
         records, table = copied(core.placement.ledger)
         return FleetState(
             records,
@@ -236,7 +239,7 @@ class Operations:
                 WorkerRow(m.worker, m.kind, m.state, workers.get(m.worker, NONE), sizes.get(m.worker, 0))
                 for m in pool.members()
             ],
-            self._request_rows(requests),
+            [RequestRow(t.id, rows[t.id], *self._ties(t, last_s)) for t in core.requests if t.id in rows],
             [MoveRow(m.request, m.source, m.target) for m in moves.open.values()],
             pool.asked_kinds,
             self.auto and not self.updates.reshapes,
@@ -251,27 +254,17 @@ class Operations:
             self.step_times.believed(),
         )
 
-    def _request_rows(self, rows: Mapping[RequestId, int]) -> list[RequestRow]:
-        """The requests that the ledger has. One that is preempted stays: it has no KV to copy."""
-        last_s: dict[WorkerId | None, float] = {}
-        for t in self.core.requests:
-            last_s[t.worker] = max(t.last_token_s or 0.0, last_s.get(t.worker, 0.0))
+    def _ties(self, tracked: Tracked, last_s: Mapping[Any, float]) -> tuple[bool, dict[WorkerId, int]]:
+        """Whether a request cannot leave its place, and who else had it cached: looked up once a place.
 
-        def is_preempted(t: Tracked) -> bool:
-            return t.last_token_s is not None and last_s[t.worker] - t.last_token_s > PREEMPTED_S
-
-        def row_of(t: Tracked) -> RequestRow:
-            is_tied, elsewhere = self._ties(t)
-            return RequestRow(t.id, rows[t.id], is_tied or is_preempted(t), elsewhere)
-
-        return [row_of(t) for t in self.core.requests if t.id in rows]
-
-    def _ties(self, tracked: Tracked) -> tuple[bool, dict[WorkerId, int]]:
-        """Whether a request cannot leave its place, and who else had it cached: looked up once a place."""
+        One that is preempted has no KV to copy.
+        """
         if tracked.ties is None:
             elsewhere = self.core.placement.cached_elsewhere(tracked)
             tracked.ties = self.core.segments.why_fixed(tracked) is not None, elsewhere
-        return tracked.ties
+        is_fixed, elsewhere = tracked.ties
+        own_s = tracked.last_token_s
+        return is_fixed or (own_s is not None and last_s[tracked.worker] - own_s > PREEMPTED_S), elsewhere
 
     def requests(self) -> list[dict[str, Any]]:
         """Every running and waiting request."""
