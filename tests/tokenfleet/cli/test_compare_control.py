@@ -40,7 +40,8 @@ class NoFleet(BaseHTTPRequestHandler):
 class Fleet(NoFleet):
     """Answers as a fleet of one worker that serves and one that starts."""
 
-    worker: ClassVar = {"worker": "w0", "state": "serving", "telemetry": {"preemptions": 3}, **SMALL}
+    worker: ClassVar = {"worker": "w0", "state": "serving", "engine": "emulated", **SMALL}
+    worker |= {"telemetry": {"preemptions": 3}}
 
     def do_GET(self):
         fleet = {"workers": [self.worker, {"worker": "w1", "state": "starting"}]}
@@ -73,7 +74,8 @@ def test_a_control_api_without_a_fleet_is_told_as_one():
 
 def test_the_sizes_of_workers_that_serve_are_read_and_a_wrong_one_is_refused():
     found, _ = counted(Fleet)
-    assert found == {"workers": 1, "sizes": [SMALL], "preemptions": 3, "migrations": 0}
+    counters = {"preemptions": 3, "migrations": 0}
+    assert found == {"workers": 1, "engines": {"emulated"}, "sizes": [SMALL]} | counters
     for wrong in (0, "many", None, True):
         bad = type("Bad", (Fleet,), {"worker": Fleet.worker | {"kv_blocks": wrong}})
         refused, url = counted(bad)
