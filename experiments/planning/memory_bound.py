@@ -45,7 +45,7 @@ from dataplane.simulated.control_loop import SimulatedPlane, drive
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare, simulate
 from experiments.lib.results import bar, flags, show
 from harness.fragmentation import MIGRATE, simulated
-from harness.served import MODEL, Server, fleet, tiny_model
+from harness.served import Server, fleet, tiny_model
 from tokenfleet.compare.replay import replay, served_model
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces.distributions import LONG, MEDIUM, PUBLISHED_SEED, SHORT, LengthMix, gamma, poisson
@@ -222,8 +222,8 @@ def served(policy: str, load: Workload, before: Workload) -> dict[str, Any]:
         write_profile(PROFILE, model.parent / "profile.yaml")
         history = HistoryWriter(model.parent / "data" / "history", HistoryLimits())
         for prompt, output in zip(before.prompt_tokens.tolist(), before.output_tokens.tolist(), strict=True):
-            row = {"prompt_tokens": prompt, "output_tokens": output, "outcome": "finished", "model": MODEL}
-            history.add({"arrival_s": 1.0} | row)
+            row = {"prompt_tokens": prompt, "output_tokens": output, "outcome": "finished"}
+            history.add({"arrival_s": 1.0, "model": str(model)} | row)  # as serve names it
         history.close()
         words = ["--engine", "emulated", "--profile", str(model.parent / "profile.yaml"), "--policy", policy]
         words += ["--slo", f"ttft={TARGETS.ttft_s:g}s,tpot={1000 * TARGETS.tpot_s:g}ms"]
