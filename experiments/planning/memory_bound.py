@@ -225,9 +225,10 @@ def served(policy: str, load: Workload, before: Workload) -> dict[str, Any]:
             row = {"prompt_tokens": prompt, "output_tokens": output, "outcome": "finished"}
             history.add({"arrival_s": 1.0, "model": str(model)} | row)  # as serve names it
         history.close()
-        words = ["--engine", "emulated", "--profile", str(model.parent / "profile.yaml"), "--policy", policy]
+        words = ["--engine", "emulated", "--workers", str(LIVE_WORKERS), "--queue-wait", "10m"]
+        words += ["--profile", str(model.parent / "profile.yaml"), "--policy", policy]
         words += ["--slo", f"ttft={TARGETS.ttft_s:g}s,tpot={1000 * TARGETS.tpot_s:g}ms"]
-        with fleet(model, *words, "--workers", str(LIVE_WORKERS), engine_flags=()) as server:
+        with fleet(model, *words, engine_flags=()) as server:
             to = replace(asyncio.run(served_model(server.gateway, None)), is_emulated=True)
             got = asyncio.run(replay(load, to, np.random.default_rng(7)))
             moves = told_moves(server)
