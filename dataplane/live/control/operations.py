@@ -263,7 +263,7 @@ class Operations:
             elsewhere = self.core.placement.cached_elsewhere(tracked)
             tracked.ties = self.core.segments.why_fixed(tracked) is not None, elsewhere
         is_fixed, elsewhere = tracked.ties
-        own_s = tracked.last_token_s
+        own_s = tracked.last_token_s if tracked.worker else None  # one in line has no worker
         return is_fixed or (own_s is not None and last_s[tracked.worker] - own_s > PREEMPTED_S), elsewhere
 
     def requests(self) -> list[dict[str, Any]]:
