@@ -1,4 +1,4 @@
-"""What a replay tells a fleet of the length of an answer."""
+"""A replay and the lengths of its answers: to whom they are named."""
 
 from types import SimpleNamespace
 
