@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from controlplane.figures import duration_text
+from controlplane.figures import counted, duration_text
 from controlplane.types import Slo
 from tokenfleet.advise.advice import Advice, AdviceSettings, Spent, TypeAdvice
 from tokenfleet.advise.bottleneck import bottleneck, hopeless
@@ -24,7 +24,7 @@ Clock = Callable[[float], datetime]
 
 def verdict(settings: AdviceSettings, advice: Advice) -> str:
     """The advice in a sentence."""
-    has, wanted = f"{advice.has} replica" + ("" if advice.has == 1 else "s"), advice.wanted
+    has, wanted = counted(advice.has, "replica"), advice.wanted
     if wanted is None:
         return f"None yet, since {_awaited(advice)}; {has} now"
     sure = ""

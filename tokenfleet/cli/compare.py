@@ -14,7 +14,7 @@ import typer
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.figures import duration_text
+from controlplane.figures import counted, duration_text
 from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Frontend, Profile
 from controlplane.types import Slo
 from dataplane.http.tls import client_context
@@ -23,7 +23,7 @@ from tokenfleet.cli.terminal import counted_bar, show, warn
 from tokenfleet.files import write_files
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.profiles.library import read_profile
-from tokenfleet.report.tables import share_text, table, workers_text
+from tokenfleet.report.tables import share_text, table
 from tokenfleet.texts import Parsed, parse_duration_s, parse_slo, parse_window_s
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ def _say(
     largest = "; largest error {:.1f} %, in {}".format(*max(relative)) if relative else ""
     show(
         [
-            f"Compared {requests:,} requests on {workers_text(workers)}{largest}",
+            f"Compared {requests:,} requests on {counted(workers, 'worker')}{largest}",
             table(columns, (f.cells for f in figures), left=("figure",)),
             f"Simulated TTFTs include {duration_text(float(np.median(run['overheads_s'])))} of HTTP overhead,"
             " and the profile's scatter of step times.",

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from enum import StrEnum
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -80,15 +80,6 @@ TlsCa = Annotated[
 def flag(default: T, help: str, *names: str, **settings: Any) -> T:
     """An optional flag of a record: its default, its line in the help, and Typer's further settings of it."""
     return field(default=default, metadata={OPTION: typer.Option(*names, help=help, **settings)})
-
-
-@dataclass(frozen=True, slots=True)
-class TraceSource:
-    """Where the requests to plan for come from: files, or what a fleet has served."""
-
-    trace: list[Path] | None = flag(None, "trace of requests in any known format; repeat to merge several")
-    since: str | None = flag(None, "plan from what the fleet served in the last 1h, 7d, … instead of a trace")
-    data: Path | None = flag(None, "the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")
 
 
 # Options by their old names, which still work, and by their new ones: vLLM's, and one for one thing.

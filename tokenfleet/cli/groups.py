@@ -9,9 +9,9 @@ import typer
 
 _GROUPS = {
     "Targets": "slo attainment confidence class session-time agents",
-    "Traffic": "trace since prometheus selector users requests-per-day shape growth peak prompt-tokens"
-    " output-tokens data window rate-scale prompt-scale output-scale drop-too-long bias-from most-agents"
-    " open-loop",
+    "Traffic": "trace since prometheus selector users requests-per-day rate shape growth peak"
+    " prompt-tokens output-tokens data window rate-scale prompt-scale output-scale drop-too-long"
+    " bias-from most-agents open-loop",
     "Model and hardware": "model gpu tp workers prefill-workers prefill decode kind profile precision"
     " max-gpus cold-start reclaims-per-h",
     "Prices": "prices provider spot reserved price-scale budget-usd-per-h",
@@ -34,9 +34,10 @@ _GROUPS = {
 }
 ARGUMENTS, OTHER = "Arguments", "Other"
 _FIRST = {
-    "plan": "slo attainment confidence trace since users shape model gpu tp max-gpus prices output-dir all"
+    "plan": "slo attainment confidence trace since users rate model gpu tp max-gpus prices output-dir all"
     " format",
-    "whatif": "slo vary attainment trace since model gpu tp max-gpus prices spot output-dir verbose format",
+    "whatif": "slo vary attainment trace since rate model gpu tp max-gpus prices spot output-dir verbose"
+    " format",
     "simulate": "slo trace rate-scale model gpu tp workers prefill-workers policy prices per-request verbose"
     " format",
     "serve": "model plan workers tp slo autoscale fixed max-workers engine port api-key control-key data"

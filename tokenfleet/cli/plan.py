@@ -18,7 +18,7 @@ from rich.text import Text
 
 from controlplane.errors import BadInput
 from dataplane.startup import loading
-from tokenfleet.cli.flags import Format, NoCache, OutputFormat, Processes, TraceSource, flag, takes_flags
+from tokenfleet.cli.flags import Format, NoCache, OutputFormat, Processes, flag, takes_flags
 from tokenfleet.files import refuse_unwritable, write_files
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.report.tables import lines_table, plan_table
@@ -33,17 +33,21 @@ if TYPE_CHECKING:
 # Tables with the rows printed; None: all.
 BRIEF = {"Assumptions": None, "Classes": None, "Alternatives": 3, "Traffic phases": 6}
 MISSING = (
-    "--trace: missing; name a trace, --users 2000 --shape chat to plan without one, or --since 1h for what"
+    "--trace: missing; name a trace, --rate 10 or --users 2000 to plan without one, or --since 1h for what"
     " this fleet has served"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class UsageFlags:
-    """The flags that stand in for a trace."""
+class TraceSource:
+    """Where the requests to plan for come from: files, what a fleet has served, or answers in their place."""
 
+    trace: list[Path] | None = flag(None, "trace of requests in any known format; repeat to merge several")
+    since: str | None = flag(None, "plan from what the fleet served in the last 1h, 7d, … instead of a trace")
+    data: Path | None = flag(None, "the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")
     users: int | None = flag(None, "plan without a trace: for this many users, of a published shape")
     requests_per_day: float | None = flag(None, "the same, by requests a day")
+    rate: float | None = flag(None, "the same, by requests per second of the busiest hour")
     shape: str | None = flag(None, "shape of use: chat, long-chat, code, rag or agents (default: chat)")
     growth: float | None = flag(None, "traffic to add: 0.3 plans for 30 % more")
     peak: float | None = flag(None, "requests of the busiest hour over the day's mean (default: 1.8)")
@@ -58,7 +62,6 @@ class UsageFlags:
 @takes_flags()
 def plan_command(
     source: TraceSource,
-    usage: UsageFlags,
     request: PlanRequest,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="simulations at the same time (default: one per core)")
@@ -76,14 +79,14 @@ def plan_command(
     tokenfleet plan --trace day.csv --model llama-3.1-70b --gpu h100 --gpu a100 --tp 4 --tp 8
     --slo ttft=1.6s,tpot=75ms --attainment 0.999 --max-gpus 64 --output-dir out
 
-    tokenfleet plan --users 2000 --shape chat --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
+    tokenfleet plan --rate 10 --prompt-tokens 1000 --output-tokens 200 --model llama-3.1-8b
+    --slo ttft=400ms,tpot=30ms
 
     tokenfleet plan --prometheus http://prometheus:9090 --selector '{job="vllm"}' --since 7d
     --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
     """
     request.consistent()
-    counted = asked_range(usage, source)
-    used = None if counted else asked_usage(usage, source)
+    instead = asked_instead(source)
     # Imported here: the flags are checked before the compiled simulator is loaded.
     with loading():
         from tokenfleet.cli.terminal import console, warn
@@ -91,7 +94,7 @@ def plan_command(
 
     refuse_unwritable_plan(output_dir)
     with console(stderr=True).status("reading"):
-        trace, notes = asked_trace(counted or used, source, request)
+        trace, notes, _ = asked_trace(instead, source, request.seed, request.bias_from is not None)
         bias = None
         if request.bias_from is not None:
             from tokenfleet.service.scorecard import kept_bias  # loads the service's HTTP
@@ -131,60 +134,70 @@ def answer_plan(
 
 
 def asked_trace(
-    instead: MetricsRange | Usage | None, source: TraceSource, request: PlanRequest
-) -> tuple[Trace, tuple[str, ...]]:
-    """The trace to plan for, read or drawn, and what to warn of. Raises BadInput."""
+    instead: MetricsRange | Usage | None, source: TraceSource, seed: int, is_biased: bool
+) -> tuple[Trace, tuple[str, ...], list[str]]:
+    """The trace to plan for, read or drawn; what to warn of; the flags that name it. Raises BadInput.
+
+    `instead`: what stands in for a trace. `is_biased`: `--data` is needed for a kept plan's errors.
+    """
     from tokenfleet.service.forks import asked_traces
     from tokenfleet.traces import read_traces
     from tokenfleet.traces.prometheus import MetricsRange
     from tokenfleet.traces.usage import trace_of_usage
 
+    if instead is None:
+        paths, notes = asked_traces(source.trace, source.since, source.data, is_biased)
+        return read_traces(paths), notes, [word for path in paths for word in ("--trace", str(path))]
+    given = {name: value for name, value in asdict(source).items() if value is not None and name != "data"}
+    words = [word for name, value in given.items() for word in (_flag(name), str(value))]
     if isinstance(instead, MetricsRange):
-        return instead.trace(time.time(), request.seed), ()
-    if instead is not None:
-        return trace_of_usage(instead, request.seed), ()
-    paths, notes = asked_traces(source.trace, source.since, source.data, request.bias_from is not None)
-    return read_traces(paths), notes
+        return instead.trace(time.time(), seed), (), words
+    return trace_of_usage(instead, seed), (), words
 
 
-def asked_range(flags: UsageFlags, source: TraceSource) -> MetricsRange | None:
-    """The metrics to plan from; None where none are named. Raises BadInput."""
+def asked_instead(source: TraceSource) -> MetricsRange | Usage | None:
+    """The metrics, or the usage, to plan for; None where a trace or history is named.
+
+    Asks in a terminal where nothing is named. Raises BadInput.
+    """
     from tokenfleet.traces.prometheus import SINCE, MetricsRange
-
-    if flags.prometheus is None:
-        if flags.selector is not None:
-            raise BadInput("--selector: needs --prometheus too")
-        return None
-    given, first = given_usage(flags)
-    if given or source.trace:
-        raise BadInput(f"--prometheus: contradicts {'--trace' if source.trace else first}; give one of them")
-    return MetricsRange(flags.prometheus, flags.selector or "{}", source.since or SINCE)
-
-
-def given_usage(flags: UsageFlags) -> tuple[dict[str, Any], str]:
-    """The answers that flags give, by field of Usage, and the first one's flag."""
-    metrics = ("prometheus", "selector")
-    given = {
-        name: value for name, value in asdict(flags).items() if value is not None and name not in metrics
-    }
-    return given, "--" + next(iter(given), "").replace("_", "-")
-
-
-def asked_usage(flags: UsageFlags, source: TraceSource) -> Usage | None:
-    """The usage to plan for; None where a trace or history is named. Asks in a terminal. Raises BadInput."""
     from tokenfleet.traces.usage import Usage
 
-    given, first = given_usage(flags)
-    other = "--trace" if source.trace else "--since" if source.since is not None else None
-    if given and other is not None:
-        raise BadInput(f"{first}: contradicts {other}; give one of them")
-    if given and "users" not in given and "requests_per_day" not in given:
-        raise BadInput(f"{first}: needs --users or --requests-per-day too")
-    if given or other is not None:
-        return Usage(**given) if given else None
+    answers = given_answers(source)
+    if source.prometheus is not None:
+        return MetricsRange(source.prometheus, source.selector or "{}", source.since or SINCE)
+    if source.selector is not None:
+        raise BadInput("--selector: needs --prometheus too")
+    if answers or source.trace or source.since is not None:
+        return Usage(**answers) if answers else None
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise BadInput(MISSING)
     return answered_usage()
+
+
+def given_answers(source: TraceSource) -> dict[str, Any]:
+    """The flags of a usage that are given, by field. Raises BadInput where two name the traffic, or none."""
+    from tokenfleet.traces.usage import AMOUNTS
+
+    others = ("trace", "since", "data", "prometheus", "selector")
+    answers = {k: v for k, v in asdict(source).items() if v is not None and k not in others}
+    first, is_counted = _flag(next(iter(answers), "")), source.prometheus is not None
+    ways = {
+        "--trace": bool(source.trace),
+        "--since": source.since is not None and not is_counted,
+        first: bool(answers),
+        "--prometheus": is_counted,
+    }
+    given = [flag for flag, is_given in ways.items() if is_given]
+    if len(given) > 1:
+        raise BadInput(f"{given[-1]}: contradicts {given[0]}; give one of them")
+    if answers and answers.keys().isdisjoint(AMOUNTS):
+        raise BadInput(f"{first}: needs --users, --requests-per-day or --rate too")
+    return answers
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def answered_usage() -> Usage:
@@ -228,11 +241,11 @@ def plan_answer(plan: PlanFile, written: Path | None, show_all: bool) -> Iterato
         yield Text("Next: --output-dir DIR keeps plan.json and a report")
         return
     yield Text(f"Report: {written / 'report.html'}")
+    if plan.feasible and plan.unserved is None:
+        yield Text(f"Next: tokenfleet serve --model DIR --plan {written / 'plan.json'}")
     if is_exported(plan):
-        command = (
-            f"tokenfleet export kuberay --plan {written / 'plan.json'} --output-dir {written / 'deploy'}"
-        )
-        yield Text(f"Next: {command}")
+        files = f"--plan {written / 'plan.json'} --output-dir {written / 'deploy'}"
+        yield Text(f"On Kubernetes: tokenfleet export kuberay {files}")
 
 
 def is_exported(plan: PlanFile) -> bool:

@@ -19,7 +19,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from controlplane.errors import BadInput
-from controlplane.figures import duration_text
+from controlplane.figures import counted, duration_text
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo, SloClass
 from tokenfleet.cli.flags import Format, MaxBatchedTokens, MaxSeqs, OutputFormat, Verbose, flag, takes_flags
@@ -29,7 +29,6 @@ from tokenfleet.report.tables import (
     asked_text,
     facts_table,
     fleet_text,
-    gpus_text,
     share_text,
     usd_text,
 )
@@ -178,7 +177,7 @@ def simulation_lines(
     is_met &= all(r["attainment"] >= r["target"] for r in rows) if rows else in_slo >= asked
     target = "targets by class" if rows else f"target {asked_text(asked)}"
     yield Text(
-        f"{fleet_text(parts_of(fleet))} ({gpus_text(fleet.gpus)}, {usd_text(fleet.usd_per_hour)})"
+        f"{fleet_text(parts_of(fleet))} ({counted(fleet.gpus, 'GPU')}, {usd_text(fleet.usd_per_hour)})"
         f" {'meets' if is_met else 'misses'} the target:"
         f" {share_text(in_slo)} of {len(outcome.workload):,} requests in SLO ({target})",
         style="bold green" if is_met else "bold red",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, NoCache, OutputFormat, Processes, TraceSource, Verbose, takes_flags
+from tokenfleet.cli.flags import Format, NoCache, OutputFormat, Processes, Verbose, takes_flags
+from tokenfleet.cli.plan import TraceSource, asked_instead, asked_trace
 from tokenfleet.files import cache_folder, refuse_unwritable, write_files
 from tokenfleet.planning.request import PlanRequest
 
@@ -47,17 +48,19 @@ def whatif_command(
     tokenfleet whatif --trace day.csv --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
     --vary rate=0.5,1,2 --vary slo.tpot=20ms,30ms
 
+    tokenfleet whatif --rate 10 --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
+    --vary rate=1,1.5,2 --vary lengths.output=1,2
+
     tokenfleet whatif --trace day.csv --model llama-3.1-70b --slo ttft=1.6s,tpot=75ms
     --reclaims-per-h 0.05 --cold-start 5m --vary spot=no,yes --vary gpu=a100,h100,a100+h100
     """
     if ray is not None and jobs is not None:
         raise BadInput("--jobs: a Ray cluster has its own processors; leave out --jobs or --ray")
+    instead = asked_instead(source)
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.api.grid import grid_of, grid_texts
     from tokenfleet.cli.terminal import answer, console, warn
-    from tokenfleet.service.forks import asked_traces
     from tokenfleet.service.scorecard import kept_bias
-    from tokenfleet.traces import read_traces
     from tokenfleet.whatifs.axes import grid
     from tokenfleet.whatifs.view import whatif_tables
 
@@ -65,12 +68,13 @@ def whatif_command(
     _check_spot(request, cells)
     refuse_unwritable([output_dir / name for name in ("whatif.json", "whatif.html")] if output_dir else [])
     is_biased = request.bias_from is not None or "bias-from" in cells[0]
-    paths, notes = asked_traces(source.trace, source.since, source.data, is_biased)
     with console(stderr=True).status("reading"):
-        read = read_traces(paths)
-    words, jobs = _source(paths, source.data if is_biased else None), jobs or os.cpu_count() or 1
+        trace, notes, words = asked_trace(instead, source, request.seed, is_biased)
+    if is_biased and source.data is not None:
+        words += ["--data", str(source.data)]
     bias_of = lru_cache(partial(kept_bias, source.data))
-    plans = grid_of(read, request, cells, words, cache=kept, jobs=jobs, ray=ray, bias_of=bias_of)
+    jobs = jobs or os.cpu_count() or 1
+    plans = grid_of(trace, request, cells, words, cache=kept, jobs=jobs, ray=ray, bias_of=bias_of)
     texts = grid_texts(plans)
     if output_dir is not None:
         write_files({output_dir / name: text for name, text in texts.items()})
@@ -90,9 +94,3 @@ def _cache(folder: Path | None, is_off: bool) -> Cache:
 def _check_spot(request: PlanRequest, cells: Sequence[Changes]) -> None:
     if request.reclaims_per_h is not None and not request.spot and "spot" not in cells[0]:
         raise BadInput("--reclaims-per-h: only spot workers are interrupted; give --spot, or vary spot")
-
-
-def _source(paths: Sequence[Path | str], data: Path | None) -> list[str]:
-    """The flags of a plan that say where its trace and its bias are from."""
-    source = [word for path in paths for word in ("--trace", str(path))]
-    return source if data is None else [*source, "--data", str(data)]

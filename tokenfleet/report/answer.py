@@ -21,12 +21,10 @@ from tokenfleet.report.tables import (
     asked_text,
     count_text,
     fleet_text,
-    gpus_text,
     kind_text,
     phase_row,
     share_text,
     usd_text,
-    workers_text,
 )
 
 GUIDE = "docs/read-your-plan.md"
@@ -98,16 +96,16 @@ def _verdict(plan: PlanFile) -> Iterator[tuple[str, str]]:
             )
             session = "" if near.session_s is None else f", sessions {duration_text(near.session_s)}"
             within = f"TTFT {duration_text(near.ttft_s)} and TPOT {duration_text(near.tpot_s)}{session}"
-            cost = f"{gpus_text(near.gpus)}{GAP}{usd_text(near.usd_per_hour)}"
+            cost = f"{counted(near.gpus, 'GPU')}{GAP}{usd_text(near.usd_per_hour)}"
             yield "Nearest target", f"{looser}{within}, met by {fleet_text(near.fleet, gpus)}{GAP}{cost}"
         elif near is not None and near.attainment is not None:
             yield "Nearest target", f"this trace can show at most {share_text(near.attainment)}"
         return
-    cost = f"{gpus_text(plan.gpus)}{GAP}{usd_text(plan.usd_per_hour)}"
+    cost = f"{counted(plan.gpus, 'GPU')}{GAP}{usd_text(plan.usd_per_hour)}"
     yield "Recommended fleet", f"{fleet_text(plan.fleet, gpus)}{GAP}{cost}{GAP}meets the target"
     second = next((one for one in plan.alternatives if one.attainment.low is not None), None)
     if second is not None:
-        cost = f"{gpus_text(second.gpus)}{GAP}{usd_text(second.usd_per_hour)}"
+        cost = f"{counted(second.gpus, 'GPU')}{GAP}{usd_text(second.usd_per_hour)}"
         yield "Next best", f"{fleet_text(second.fleet, gpus)}{GAP}{cost}"
 
 
@@ -173,7 +171,7 @@ def sampling_text(sampled: tree.TraceSample) -> str:
     )
     if sampled.full_replay is None:
         return f"{text}This policy is not replayed on the whole trace."
-    more = f" with {workers_text(sampled.added_workers)} more" if sampled.added_workers else ""
+    more = f" with {counted(sampled.added_workers, 'worker')} more" if sampled.added_workers else ""
     return f"{text}Replayed{more}, the whole trace reaches {share_text(sampled.full_replay)}."
 
 
@@ -183,8 +181,8 @@ def _reasons(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield "Why not fewer?", fewer_text(plan.one_fewer, plan)
     if plan.workers_range is not None:
         low, high = plan.workers_range
-        text = f"{low} to {high} workers, once your own trace replaces the assumptions (nine times in ten)"
-        yield "Range", text
+        count = counted(low, "worker") if low == high else f"{low} to {high} workers"
+        yield "Range", f"{count}, once your own trace replaces the assumptions (nine times in ten)"
     yield from _cheaper_mixes(plan)
     if plan.moves is not None:
         yield "Moves", moves_text(plan.moves, plan)
@@ -224,7 +222,7 @@ def fewer_text(fewer: tree.OneFewer, plan: PlanFile) -> str:
 
 
 def _few(of: tree.OneFewer | tree.BindingDetail, plan: PlanFile) -> str:
-    return fleet_text(of.fleet, gpus_of(plan)) if of.fleet else workers_text(of.workers)
+    return fleet_text(of.fleet, gpus_of(plan)) if of.fleet else counted(of.workers, "worker")
 
 
 def _cheaper_mixes(plan: PlanFile) -> Iterator[tuple[str, str]]:
@@ -246,7 +244,7 @@ def moves_text(moves: tree.PlannedMoves, plan: PlanFile) -> str:
     serving = plan.workers if plan.spares is None else plan.workers - plan.spares.workers
     if (saved := moves.workers_without - serving) > 0:
         return (
-            f"save {workers_text(saved)}: without them the target takes {moves.workers_without}"
+            f"save {counted(saved, 'worker')}: without them the target takes {moves.workers_without}"
             f" ({usd_text(moves.usd_per_hour_without)}). On this fleet they cut {late}."
         )
     if on.late < off.late:
@@ -386,9 +384,9 @@ def affinity_text(other: tree.Affinity) -> str:
     """The saving of the plan's policy over the best that ignores caches, both on the recorded trace."""
     hits = "" if other.prefix_hit_rate is None else f" ({share_text(other.prefix_hit_rate)} hits)"
     if other.saved_workers <= 0:
-        return f"saves nothing here: {other.policy}{hits} needs {workers_text(other.workers)}, too"
+        return f"saves nothing here: {other.policy}{hits} needs {counted(other.workers, 'worker')}, too"
     usd = "" if other.saved_usd_per_hour is None else f", {usd_text(other.saved_usd_per_hour)},"
-    saves = f"saves {workers_text(other.saved_workers)}{usd}"
+    saves = f"saves {counted(other.saved_workers, 'worker')}{usd}"
     return f"{saves} against {other.policy}{hits} on the recorded trace"
 
 
@@ -402,9 +400,9 @@ def offload_text(host: tree.KvOffload) -> str:
     own = host.host_usd_per_hour
     if host.workers_without is None:
         price = f"It costs {usd_text(own)}." if own else "It has no price of its own."
-        return f"{text}Without it the trace needs more than {workers_text(host.tried_up_to)}. {price}"
+        return f"{text}Without it the trace needs more than {counted(host.tried_up_to, 'worker')}. {price}"
     saved = max(host.workers_without - host.workers, 0)
-    text += f"It saves {workers_text(saved) if saved else 'no worker'} on the recorded trace"
+    text += f"It saves {counted(saved, 'worker') if saved else 'no worker'} on the recorded trace"
     if (usd := host.saved_usd_per_hour) is None or not own:
         return f"{text}; it has no price of its own."
     net = f"{usd_text(usd)} less" if usd > 0 else f"{usd_text(-usd)} more"
@@ -422,7 +420,7 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
         yield "Autoscaling", loop_text(plan.loop, plan.workers, plan.usd_per_hour)
     if spares is not None:
         rate = f"{spares.reclaims_per_h:g} spot interruptions an hour each"
-        text = f"{spares.workers} of {workers_text(plan.workers)}, for {rate}"
+        text = f"{spares.workers} of {counted(plan.workers, 'worker')}, for {rate}"
         if spares.availability is not None:
             text += f"; enough serve {share_text(spares.availability)} of the time"
         yield "Standby workers", text
@@ -434,7 +432,7 @@ def _over_time(plan: PlanFile) -> Iterator[tuple[str, str]]:
 def loop_text(loop: tree.ExpectedLoop, fixed: int, fixed_usd: float | None) -> str:
     """The expected mean cost of `serve --plan`, compared with the `fixed` workers."""
     if loop.saved_share <= 0:
-        needs = f"with the plan's margin the trace needs {workers_text(fixed)} throughout"
+        needs = f"with the plan's margin the trace needs {counted(fixed, 'worker')} throughout"
         less = "; at quiet times `serve` may still release some" if loop.fewest_workers < fixed else ""
         return f"saves nothing for sure: {needs}{less}"
     mean, all_fixed = f"takes {loop.mean_workers:.3g} workers", str(fixed)

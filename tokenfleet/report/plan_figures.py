@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from controlplane.figures import duration_text
+from controlplane.figures import counted, duration_text
 from tokenfleet.planning.plan_file import Costed, Counted, PlanFile, ScalingRule, Stretch
 from tokenfleet.report.answer import cliff_text, scaling_text
 from tokenfleet.report.figures import Axis, Figure, Mark, Series
-from tokenfleet.report.tables import asked_text, share_text, usd_text, workers_text
+from tokenfleet.report.tables import asked_text, share_text, usd_text
 
 LEAST_LATE = 1e-4  # the smallest share of requests that is drawn
 
@@ -206,7 +206,7 @@ def _by_target(plan: PlanFile) -> Figure:
         "",
         "bars",
         [(i, float((row.usd_per_hour if priced else row.gpus) or 0.0)) for i, row in possible],
-        labels=[workers_text(row.workers or 0) for _, row in possible],
+        labels=[counted(row.workers or 0, "worker") for _, row in possible],
         tones=["b" if row.scale == 1.0 else "a" for _, row in possible],
     )
     return Figure(

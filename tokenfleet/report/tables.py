@@ -81,14 +81,6 @@ def usd_text(usd: float | None) -> str:
     return "no price known" if usd is None else f"${usd:,.2f}/h"
 
 
-def gpus_text(count: int) -> str:
-    return f"{count} GPU" + ("" if count == 1 else "s")
-
-
-def workers_text(count: int) -> str:
-    return f"{count} worker" + ("" if count == 1 else "s")
-
-
 def share_text(share: float) -> str:
     """A share as a percentage with the digits that its distance from 100 % needs."""
     if share in (0.0, 1.0):

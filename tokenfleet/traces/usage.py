@@ -1,8 +1,8 @@
 """A trace without a recording: the busiest hour of a service, drawn from its users and a published shape.
 
-What is asked: users or requests a day, the shape of use, the busiest hour over the mean, and growth. A bill
-has mean tokens, too. What is drawn: requests at the rate of the busiest hour, with lengths of the shape,
-scaled to means that are given.
+What is asked: users or requests a day and the busiest hour over the mean, or that hour's rate; the shape of
+use, and growth. A bill has mean tokens, too. What is drawn: requests at the rate of the busiest hour, with
+lengths of the shape, scaled to means that are given.
 
 Arrivals are Poisson at a rate that swings from minute to minute: its logarithm is an AR(1) with the standard
 deviation `SWING` and the correlation `KEPT` of Azure's conversation hour. Sessions arrive as a Poisson
@@ -31,7 +31,8 @@ BUSIEST = 1.8  # hour over the day's mean: ServeGen's 29 days have 1.2 to 2.2, n
 SWING, KEPT, MINUTE_S = 0.21, 0.82, 60.0
 FEWEST = 2_000  # requests of a drawn trace
 SHORTEST_S = 600.0
-MOST = {"users": 1e10, "requests-per-day": 1e10, "prompt-tokens": 1e7, "output-tokens": 1e7}
+AMOUNTS = ("users", "requests_per_day", "rate")  # one of them is given
+MOST = {"users": 1e10, "requests-per-day": 1e10, "rate": 1e5, "prompt-tokens": 1e7, "output-tokens": 1e7}
 OF_RATE, OF_LENGTHS = 0.2, 0.1  # standard deviations of logarithms
 
 
@@ -91,6 +92,7 @@ class Usage:
     """The answers to the questionnaire. Raises BadInput, one line, for one that cannot be.
 
     `growth`: the traffic to add, as a share (0.3: 30 % more). `peak`: the busiest hour over the day's mean.
+    `rate`: requests per second of the busiest hour, in place of a day's and `peak`.
     `prompt_tokens`, `output_tokens`: means over requests; None: the shape's.
     """
 
@@ -101,30 +103,33 @@ class Usage:
     peak: float = BUSIEST
     prompt_tokens: float | None = None
     output_tokens: float | None = None
+    rate: float | None = None
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             known = ", ".join(SHAPES)
             raise BadInput(f"--shape: {self.shape}: expected {known}{nearest(self.shape, SHAPES)}")
-        if (self.users is None) == (self.requests_per_day is None):
-            got = "neither" if self.users is None else "both"
-            raise BadInput(f"--users: expected --users or --requests-per-day, got {got}")
+        given = ["--" + name.replace("_", "-") for name in AMOUNTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise BadInput(f"--users: expected --users, --requests-per-day or --rate, got {got}")
         for flag, most in MOST.items():
             value = getattr(self, flag.replace("-", "_"))
             if value is not None and not 0 < value <= most:
                 raise BadInput(f"--{flag}: {value:g}, expected more than 0, at most {most:g}")
         if not 0 <= self.growth <= 100:
             raise BadInput(f"--growth: {self.growth:g}, expected 0 to 100 (0.3: 30 % more traffic)")
+        if self.rate is not None and self.peak != BUSIEST:
+            raise BadInput("--peak: contradicts --rate, which is the busiest hour's; leave out one")
         if not 1 <= self.peak <= 100:
             raise BadInput(f"--peak: {self.peak:g}, expected 1 to 100, the busiest hour over the day's mean")
         if self.rate_rps > (most := SHAPES[self.shape].most_rps):
-            flag = "users" if self.requests_per_day is None else "requests-per-day"
             rate = f"{self.rate_rps:.3g} requests per second in the busiest hour"
-            raise BadInput(f"--{flag}: {rate}, at most {most:g} of {self.shape} are drawn; plan for a part")
+            raise BadInput(f"{given[0]}: {rate}, at most {most:g} of {self.shape} are drawn; plan for a part")
 
     @property
     def a_day(self) -> float:
-        """Requests of a day of today."""
+        """Requests of a day of today, where users or a day's requests are given."""
         if self.requests_per_day is not None:
             return self.requests_per_day
         return (self.users or 0) * SHAPES[self.shape].a_day
@@ -132,13 +137,16 @@ class Usage:
     @property
     def rate_rps(self) -> float:
         """Requests per second of the busiest hour, growth included."""
-        return self.a_day / DAY_S * self.peak * (1.0 + self.growth)
+        today = self.a_day / DAY_S * self.peak if self.rate is None else self.rate
+        return today * (1.0 + self.growth)
 
     @property
     def name(self) -> str:
         """`chat, 2,000 users`."""
         if self.users is not None:
             return f"{self.shape}, {self.users:,} users"
+        if self.rate is not None:
+            return f"{self.shape}, {self.rate:g} req/s"
         return f"{self.shape}, {self.a_day:,.6g} requests a day"
 
 
@@ -186,13 +194,16 @@ def _in_sessions(lengths: str, laws: SessionLaws, rate_rps: float, duration_s: f
 def _rows(usage: Usage, load: Workload) -> Iterator[tuple[str, str, str]]:
     """What a person should check: (name, value, where from)."""
     shape = SHAPES[usage.shape]
-    if usage.users is not None:
+    if usage.rate is not None:
+        yield "Busiest hour", f"{usage.rate:g} req/s", "given"
+    elif usage.users is not None:
         value = f"{shape.a_day:g} a user, {usage.a_day:,.6g} in all"
         yield "Requests a day", value, "assumed; --requests-per-day replaces it"
     else:
         yield "Requests a day", f"{usage.a_day:,.6g}", "given"
-    source = "ServeGen's days have 1.2 to 2.2" if usage.peak == BUSIEST else "given"
-    yield "Busiest hour", f"{usage.peak:g}x the day's mean", source
+    if usage.rate is None:
+        source = "ServeGen's days have 1.2 to 2.2" if usage.peak == BUSIEST else "given"
+        yield "Busiest hour", f"{usage.peak:g}x the day's mean", source
     if usage.growth:
         yield "Growth", f"{100 * usage.growth:.3g} % more traffic", "given"
     yield "Rate planned for", f"{load.rate_rps:.3g} req/s for {duration_text(load.duration_s)}", "drawn"

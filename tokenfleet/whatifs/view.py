@@ -13,7 +13,7 @@ from controlplane.figures import counted
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.report.answer import ages
 from tokenfleet.report.page import page, section
-from tokenfleet.report.tables import fleet_text, gpus_text, share_text, table, usd_text
+from tokenfleet.report.tables import fleet_text, share_text, table, usd_text
 from tokenfleet.version import VERSION
 from tokenfleet.whatifs.axes import Scenario, checked
 from tokenfleet.whatifs.marginal import marginal
@@ -73,8 +73,8 @@ def verdict(scenarios: Sequence[Scenario]) -> str:
     head = f"{len(met)} of {counted(len(scenarios), 'scenario')} can meet the target"
     best = min(met, key=lambda one: cost(one, is_priced(scenarios)))
     assert best.plan is not None
-    fleet = f"{fleet_text(best.plan.fleet)} ({gpus_text(best.plan.gpus)}, {usd_text(best.plan.usd_per_hour)})"
-    return f"{head}; the cheapest is {fleet} at {_changes(best.changes)}"
+    price = f"({counted(best.plan.gpus, 'GPU')}, {usd_text(best.plan.usd_per_hour)})"
+    return f"{head}; the cheapest is {fleet_text(best.plan.fleet)} {price} at {_changes(best.changes)}"
 
 
 def sentences(scenarios: Sequence[Scenario]) -> list[str]:

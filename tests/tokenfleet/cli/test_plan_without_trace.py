@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ from planning_builders import worker
 
 import tokenfleet.cli.plan as verb
 from tokenfleet.cli.main import main
-from tokenfleet.cli.plan import asked_usage
+from tokenfleet.cli.plan import asked_instead
 from tokenfleet.profiles.library import write_profile
 
 
@@ -33,7 +34,8 @@ def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, tmp_p
     low, high = plan["workers_range"]
     assert 1 <= low <= plan["workers"] <= high
     says = dict(plan["says"])
-    assert says["Range"].startswith(f"{low} to {high} workers")
+    assert (low, high) == (1, 1)
+    assert says["Range"].startswith("1 worker, once your own trace")
     assert "assumed (rate ±25 %)" in says["Traffic"]
     assert "recorded" not in says["SLO attainment"]
     assert plan["doubt"]["traffic"] == "assumed"
@@ -45,7 +47,7 @@ def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, tmp_p
 def test_without_a_terminal_the_refusal_names_users(words, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err == (
-        "error: --trace: missing; name a trace, --users 2000 --shape chat to plan without one,"
+        "error: --trace: missing; name a trace, --rate 10 or --users 2000 to plan without one,"
         " or --since 1h for what this fleet has served\n"
     )
 
@@ -55,15 +57,34 @@ def test_without_a_terminal_the_refusal_names_users(words, capsys):
     [
         (("--users", "5", "--trace", "t.csv"), "--users: contradicts --trace; give one of them"),
         (("--growth", "0.1", "--since", "1h"), "--growth: contradicts --since; give one of them"),
-        (("--prompt-tokens", "9"), "--prompt-tokens: needs --users or --requests-per-day too"),
+        (("--trace", "t.csv", "--since", "1h"), "--since: contradicts --trace; give one of them"),
+        (("--prometheus", "http://a", "--rate", "1"), "--prometheus: contradicts --rate; give one of them"),
+        (("--selector", "{}", "--rate", "1"), "--selector: needs --prometheus too"),
+        (("--prompt-tokens", "9"), "--prompt-tokens: needs --users, --requests-per-day or --rate too"),
         (("--users", "1", "--output-tokens", "0"), "--output-tokens: 0, expected more than 0, at most 1e+07"),
-        (("--shape", "rag"), "--shape: needs --users or --requests-per-day too"),
+        (("--shape", "rag"), "--shape: needs --users, --requests-per-day or --rate too"),
         (("--users", "0"), "--users: 0, expected more than 0, at most 1e+10"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused_in_a_line(words, capsys, more, told):
     assert main([*words, *more]) == 2
     assert capsys.readouterr().err == f"error: {told}\n"
+
+
+def test_what_if_takes_a_rate_and_each_scenario_is_the_plan_of_its_command(words, tmp_path, capsys):
+    drawn = ("--rate", "0.5", "--prompt-tokens", "800", "--seed", "3")
+    more = ("--no-cache", "--policy", "spread", "--format", "json", "--vary", "rate=1,40")
+    assert main(["whatif", *words[1:], *drawn, *more]) == 0
+    small, large = json.loads(capsys.readouterr().out)["scenarios"]
+    assert small["plan"]["workers"] < large["plan"]["workers"]
+    for scenario in (small, large):
+        assert main([*shlex.split(scenario["command"])[1:], "--format", "json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["inputs"]["trace"] == "chat, 0.5 req/s"
+        assert (plan["workers"], plan["attainment"]) == (
+            scenario["plan"]["workers"],
+            scenario["plan"]["attainment"],
+        )
 
 
 class Terminal(io.StringIO):
@@ -77,12 +98,12 @@ def test_a_terminal_asks_for_the_answers(words, monkeypatch):
     asked = []
 
     def noted(*given):
-        asked.append(asked_usage(*given))
+        asked.append(asked_instead(*given))
         return asked[0]
 
     monkeypatch.setattr(sys, "stdin", Terminal("rag\n300\n900\n2\n0.5\n700\n0\n"))
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(verb, "asked_usage", noted)
+    monkeypatch.setattr(verb, "asked_instead", noted)
     assert main([*words, "--window", "0..0.001"]) == 1, "one request shows no target"
     (usage,) = asked
     assert (usage.shape, usage.a_day, usage.peak, usage.growth) == ("rag", 900, 2.0, 0.5)

@@ -199,7 +199,7 @@ def test_what_kv_offload_saves_is_net_of_its_price(usd: float, words: str) -> No
     )
 
 
-def test_the_terminal_prints_the_same_lines_and_its_next_command_works(
+def test_the_terminal_prints_the_same_lines_and_its_next_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(poisson(requests=400), tmp_path / "trace.csv")
@@ -214,7 +214,8 @@ def test_the_terminal_prints_the_same_lines_and_its_next_command_works(
     for topic, text in written["says"]:
         assert f"{topic}{':' if topic == 'Note' else ''} {' '.join(text.split())}" in unwrapped
         assert topic in page
-    (command,) = re.findall(r"^Next: tokenfleet (.*)$", said.out, re.MULTILINE)
+    assert f"\nNext: tokenfleet serve --model DIR --plan {tmp_path}/out/plan.json\n" in said.out
+    (command,) = re.findall(r"^On Kubernetes: tokenfleet (.*)$", said.out, re.MULTILINE)
     assert main(command.split()) == 0
     assert list((tmp_path / "out/deploy").rglob("*.yaml"))
 

@@ -14,13 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
+from controlplane.figures import counted
 from controlplane.scaler.bounds import Autoscale, ClockFloor
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.workers import planned_types
 from tokenfleet.planning.loop import expected_loop, planned_loop
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.report.answer import loop_text
-from tokenfleet.report.tables import workers_text
 from tokenfleet.texts import parse_duration_s
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def loop_lines(plan: PlanFile, autoscale: Autoscale, are_own: bool) -> Iterator[
     `are_own`: the bounds are the plan's, not --autoscale's.
     """
     if autoscale.low == autoscale.high:
-        yield f"autoscaling keeps {workers_text(autoscale.high)}: its bounds leave no other number"
+        yield f"autoscaling keeps {counted(autoscale.high, 'worker')}: its bounds leave no other number"
         return
     fixed = f"; --fixed keeps {plan.workers}" if are_own else ""
     yield f"autoscaling from {autoscale.low} to {autoscale.high} workers, {plan.workers} at the start{fixed}"
