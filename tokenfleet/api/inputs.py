@@ -75,7 +75,7 @@ class RequestTrace:
         shape: str = "chat",
         *,
         requests_per_day: float | None = None,
-        rate: float | None = None,
+        request_rate: float | None = None,
         growth: float = 0.0,
         peak: float = BUSIEST,
         prompt_tokens: float | None = None,
@@ -84,8 +84,8 @@ class RequestTrace:
     ) -> RequestTrace:
         """The busiest hour of a service, drawn from its users and a published shape of use.
 
-        `shape`: `chat`, `long-chat`, `code`, `rag`, `agents`. `requests_per_day`, or `rate` (requests per
-        second of the busiest hour), replaces `users`. `growth`: 0.3 adds 30 %. `peak`: requests of the
+        `shape`: `chat`, `long-chat`, `code`, `rag`, `agents`. `requests_per_day`, or `request_rate` (per
+        second in the busiest hour), replaces `users`. `growth`: 0.3 adds 30 %. `peak`: requests of the
         busiest hour over the day's mean. `prompt_tokens`, `output_tokens`: means over requests, as a bill
         has them; None: the shape's. Raises BadInput.
 
@@ -94,7 +94,9 @@ class RequestTrace:
         'chat, 2,000 users'
         """
         try:
-            usage = Usage(users, requests_per_day, shape, growth, peak, prompt_tokens, output_tokens, rate)
+            usage = Usage(
+                users, requests_per_day, shape, growth, peak, prompt_tokens, output_tokens, request_rate
+            )
             return cls(trace_of_usage(usage, seed))
         except BadInput as refusal:
             raise BadInput(in_field_names(str(refusal))) from None

@@ -9,7 +9,7 @@ import typer
 
 _GROUPS = {
     "Targets": "slo attainment confidence class session-time agents",
-    "Traffic": "trace since prometheus selector users requests-per-day rate shape growth peak"
+    "Traffic": "trace since prometheus selector users requests-per-day request-rate shape growth peak"
     " prompt-tokens output-tokens data window rate-scale prompt-scale output-scale drop-too-long"
     " bias-from most-agents open-loop",
     "Model and hardware": "model gpu tp workers prefill-workers prefill decode kind profile precision"
@@ -34,10 +34,10 @@ _GROUPS = {
 }
 ARGUMENTS, OTHER = "Arguments", "Other"
 _FIRST = {
-    "plan": "slo attainment confidence trace since users rate model gpu tp max-gpus prices output-dir all"
-    " format",
-    "whatif": "slo vary attainment trace since rate model gpu tp max-gpus prices spot output-dir verbose"
-    " format",
+    "plan": "slo attainment confidence trace since users request-rate model gpu tp max-gpus prices output-dir"
+    " all format",
+    "whatif": "slo vary attainment trace since request-rate model gpu tp max-gpus prices spot output-dir"
+    " verbose format",
     "simulate": "slo trace rate-scale model gpu tp workers prefill-workers policy prices per-request verbose"
     " format",
     "serve": "model plan workers tp slo autoscale fixed max-workers engine port api-key control-key data"

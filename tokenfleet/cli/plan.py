@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # Tables with the rows printed; None: all.
 BRIEF = {"Assumptions": None, "Classes": None, "Alternatives": 3, "Traffic phases": 6}
 MISSING = (
-    "--trace: missing; name a trace, --rate 10 or --users 2000 to plan without one, or --since 1h for what"
-    " this fleet has served"
+    "--trace: missing; name a trace, --request-rate 10 or --users 2000 to plan without one, or --since 1h"
+    " for what this fleet has served"
 )
 
 
@@ -47,7 +47,7 @@ class TraceSource:
     data: Path | None = flag(None, "the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")
     users: int | None = flag(None, "plan without a trace: for this many users, of a published shape")
     requests_per_day: float | None = flag(None, "the same, by requests a day")
-    rate: float | None = flag(None, "the same, by requests per second of the busiest hour")
+    request_rate: float | None = flag(None, "the same, by requests per second of the busiest hour")
     shape: str | None = flag(None, "shape of use: chat, long-chat, code, rag or agents (default: chat)")
     growth: float | None = flag(None, "traffic to add: 0.3 plans for 30 % more")
     peak: float | None = flag(None, "requests of the busiest hour over the day's mean (default: 1.8)")
@@ -79,7 +79,7 @@ def plan_command(
     tokenfleet plan --trace day.csv --model llama-3.1-70b --gpu h100 --gpu a100 --tp 4 --tp 8
     --slo ttft=1.6s,tpot=75ms --attainment 0.999 --max-gpus 64 --output-dir out
 
-    tokenfleet plan --rate 10 --prompt-tokens 1000 --output-tokens 200 --model llama-3.1-8b
+    tokenfleet plan --request-rate 10 --prompt-tokens 1000 --output-tokens 200 --model llama-3.1-8b
     --slo ttft=400ms,tpot=30ms
 
     tokenfleet plan --prometheus http://prometheus:9090 --selector '{job="vllm"}' --since 7d
@@ -192,7 +192,7 @@ def given_answers(source: TraceSource) -> dict[str, Any]:
     if len(given) > 1:
         raise BadInput(f"{given[-1]}: contradicts {given[0]}; give one of them")
     if answers and answers.keys().isdisjoint(AMOUNTS):
-        raise BadInput(f"{first}: needs --users, --requests-per-day or --rate too")
+        raise BadInput(f"{first}: needs --users, --requests-per-day or --request-rate too")
     return answers
 
 

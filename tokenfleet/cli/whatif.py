@@ -48,7 +48,7 @@ def whatif_command(
     tokenfleet whatif --trace day.csv --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
     --vary rate=0.5,1,2 --vary slo.tpot=20ms,30ms
 
-    tokenfleet whatif --rate 10 --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
+    tokenfleet whatif --request-rate 10 --model llama-3.1-8b --slo ttft=400ms,tpot=30ms
     --vary rate=1,1.5,2 --vary lengths.output=1,2
 
     tokenfleet whatif --trace day.csv --model llama-3.1-70b --slo ttft=1.6s,tpot=75ms

@@ -57,9 +57,9 @@ class HistoryTrace(_Form):
 class UsageTrace(_Form):
     """No trace: the busiest hour is drawn from these answers, as `tokenfleet plan --users` draws it."""
 
-    users: Annotated[int | None, means("a day; these, `requests_per_day` or `rate`")] = None
+    users: Annotated[int | None, means("a day; these, `requests_per_day` or `request_rate`")] = None
     requests_per_day: Annotated[float | None, means("of all users")] = None
-    rate: Annotated[float | None, means("requests per second of the busiest hour")] = None
+    request_rate: Annotated[float | None, means("requests per second of the busiest hour")] = None
     shape: Annotated[str, means("chat, long-chat, code, rag or agents")] = "chat"
     growth: Annotated[float, means("traffic to add: 0.3 plans for 30 % more")] = 0.0
     peak: Annotated[float, means("requests of the busiest hour over the day's mean")] = BUSIEST

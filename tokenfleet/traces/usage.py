@@ -31,8 +31,14 @@ BUSIEST = 1.8  # hour over the day's mean: ServeGen's 29 days have 1.2 to 2.2, n
 SWING, KEPT, MINUTE_S = 0.21, 0.82, 60.0
 FEWEST = 2_000  # requests of a drawn trace
 SHORTEST_S = 600.0
-AMOUNTS = ("users", "requests_per_day", "rate")  # one of them is given
-MOST = {"users": 1e10, "requests-per-day": 1e10, "rate": 1e5, "prompt-tokens": 1e7, "output-tokens": 1e7}
+AMOUNTS = ("users", "requests_per_day", "request_rate")  # one of them is given
+MOST = {
+    "users": 1e10,
+    "requests-per-day": 1e10,
+    "request-rate": 1e5,
+    "prompt-tokens": 1e7,
+    "output-tokens": 1e7,
+}
 OF_RATE, OF_LENGTHS = 0.2, 0.1  # standard deviations of logarithms
 
 
@@ -92,7 +98,7 @@ class Usage:
     """The answers to the questionnaire. Raises BadInput, one line, for one that cannot be.
 
     `growth`: the traffic to add, as a share (0.3: 30 % more). `peak`: the busiest hour over the day's mean.
-    `rate`: requests per second of the busiest hour, in place of a day's and `peak`.
+    `request_rate`: requests per second of the busiest hour, in place of a day's and `peak`.
     `prompt_tokens`, `output_tokens`: means over requests; None: the shape's.
     """
 
@@ -103,7 +109,7 @@ class Usage:
     peak: float = BUSIEST
     prompt_tokens: float | None = None
     output_tokens: float | None = None
-    rate: float | None = None
+    request_rate: float | None = None
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
@@ -112,15 +118,15 @@ class Usage:
         given = ["--" + name.replace("_", "-") for name in AMOUNTS if getattr(self, name) is not None]
         if len(given) != 1:
             got = " and ".join(given) or "none"
-            raise BadInput(f"--users: expected --users, --requests-per-day or --rate, got {got}")
+            raise BadInput(f"--users: expected --users, --requests-per-day or --request-rate, got {got}")
         for flag, most in MOST.items():
             value = getattr(self, flag.replace("-", "_"))
             if value is not None and not 0 < value <= most:
                 raise BadInput(f"--{flag}: {value:g}, expected more than 0, at most {most:g}")
         if not 0 <= self.growth <= 100:
             raise BadInput(f"--growth: {self.growth:g}, expected 0 to 100 (0.3: 30 % more traffic)")
-        if self.rate is not None and self.peak != BUSIEST:
-            raise BadInput("--peak: contradicts --rate, which is the busiest hour's; leave out one")
+        if self.request_rate is not None and self.peak != BUSIEST:
+            raise BadInput("--peak: contradicts --request-rate, which is the busiest hour's; leave out one")
         if not 1 <= self.peak <= 100:
             raise BadInput(f"--peak: {self.peak:g}, expected 1 to 100, the busiest hour over the day's mean")
         if self.rate_rps > (most := SHAPES[self.shape].most_rps):
@@ -137,7 +143,7 @@ class Usage:
     @property
     def rate_rps(self) -> float:
         """Requests per second of the busiest hour, growth included."""
-        today = self.a_day / DAY_S * self.peak if self.rate is None else self.rate
+        today = self.a_day / DAY_S * self.peak if self.request_rate is None else self.request_rate
         return today * (1.0 + self.growth)
 
     @property
@@ -145,8 +151,8 @@ class Usage:
         """`chat, 2,000 users`."""
         if self.users is not None:
             return f"{self.shape}, {self.users:,} users"
-        if self.rate is not None:
-            return f"{self.shape}, {self.rate:g} req/s"
+        if self.request_rate is not None:
+            return f"{self.shape}, {self.request_rate:g} req/s"
         return f"{self.shape}, {self.a_day:,.6g} requests a day"
 
 
@@ -194,14 +200,14 @@ def _in_sessions(lengths: str, laws: SessionLaws, rate_rps: float, duration_s: f
 def _rows(usage: Usage, load: Workload) -> Iterator[tuple[str, str, str]]:
     """What a person should check: (name, value, where from)."""
     shape = SHAPES[usage.shape]
-    if usage.rate is not None:
-        yield "Busiest hour", f"{usage.rate:g} req/s", "given"
+    if usage.request_rate is not None:
+        yield "Busiest hour", f"{usage.request_rate:g} req/s", "given"
     elif usage.users is not None:
         value = f"{shape.a_day:g} a user, {usage.a_day:,.6g} in all"
         yield "Requests a day", value, "assumed; --requests-per-day replaces it"
     else:
         yield "Requests a day", f"{usage.a_day:,.6g}", "given"
-    if usage.rate is None:
+    if usage.request_rate is None:
         source = "ServeGen's days have 1.2 to 2.2" if usage.peak == BUSIEST else "given"
         yield "Busiest hour", f"{usage.peak:g}x the day's mean", source
     if usage.growth:

@@ -47,7 +47,7 @@ def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, tmp_p
 def test_without_a_terminal_the_refusal_names_users(words, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err == (
-        "error: --trace: missing; name a trace, --rate 10 or --users 2000 to plan without one,"
+        "error: --trace: missing; name a trace, --request-rate 10 or --users 2000 to plan without one,"
         " or --since 1h for what this fleet has served\n"
     )
 
@@ -58,11 +58,17 @@ def test_without_a_terminal_the_refusal_names_users(words, capsys):
         (("--users", "5", "--trace", "t.csv"), "--users: contradicts --trace; give one of them"),
         (("--growth", "0.1", "--since", "1h"), "--growth: contradicts --since; give one of them"),
         (("--trace", "t.csv", "--since", "1h"), "--since: contradicts --trace; give one of them"),
-        (("--prometheus", "http://a", "--rate", "1"), "--prometheus: contradicts --rate; give one of them"),
-        (("--selector", "{}", "--rate", "1"), "--selector: needs --prometheus too"),
-        (("--prompt-tokens", "9"), "--prompt-tokens: needs --users, --requests-per-day or --rate too"),
+        (
+            ("--prometheus", "http://a", "--request-rate", "1"),
+            "--prometheus: contradicts --request-rate; give one of them",
+        ),
+        (("--selector", "{}", "--request-rate", "1"), "--selector: needs --prometheus too"),
+        (
+            ("--prompt-tokens", "9"),
+            "--prompt-tokens: needs --users, --requests-per-day or --request-rate too",
+        ),
         (("--users", "1", "--output-tokens", "0"), "--output-tokens: 0, expected more than 0, at most 1e+07"),
-        (("--shape", "rag"), "--shape: needs --users, --requests-per-day or --rate too"),
+        (("--shape", "rag"), "--shape: needs --users, --requests-per-day or --request-rate too"),
         (("--users", "0"), "--users: 0, expected more than 0, at most 1e+10"),
     ],
 )
@@ -72,7 +78,7 @@ def test_flags_that_contradict_each_other_are_refused_in_a_line(words, capsys, m
 
 
 def test_what_if_takes_a_rate_and_each_scenario_is_the_plan_of_its_command(words, tmp_path, capsys):
-    drawn = ("--rate", "0.5", "--prompt-tokens", "800", "--seed", "3")
+    drawn = ("--request-rate", "0.5", "--prompt-tokens", "800", "--seed", "3")
     more = ("--no-cache", "--policy", "spread", "--format", "json", "--vary", "rate=1,40")
     assert main(["whatif", *words[1:], *drawn, *more]) == 0
     small, large = json.loads(capsys.readouterr().out)["scenarios"]

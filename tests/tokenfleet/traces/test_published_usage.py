@@ -53,13 +53,13 @@ def test_cache_hits_of_sessions_are_near_those_of_their_sources():
 
 def test_growth_and_peak_multiply_the_rate_and_users_their_requests():
     assert Usage(users=864, shape="chat", peak=2.0, growth=0.5).rate_rps == pytest.approx(0.3)
-    assert Usage(rate=10, growth=0.5).rate_rps == pytest.approx(15.0)
+    assert Usage(request_rate=10, growth=0.5).rate_rps == pytest.approx(15.0)
     assert Usage(users=2000).name == "chat, 2,000 users"
-    assert Usage(rate=10).name == "chat, 10 req/s"
+    assert Usage(request_rate=10).name == "chat, 10 req/s"
 
 
 def test_a_rate_is_drawn_as_the_busiest_hour_s():
-    trace = trace_of_usage(Usage(rate=10, prompt_tokens=1000, output_tokens=200))
+    trace = trace_of_usage(Usage(request_rate=10, prompt_tokens=1000, output_tokens=200))
     assert trace.workload.rate_rps == pytest.approx(10.0, rel=0.02)
     assert trace.workload.prompt_tokens.mean() == pytest.approx(1000, rel=0.01)
     assert trace.workload.output_tokens.mean() == pytest.approx(200, rel=0.01)
@@ -100,14 +100,17 @@ def test_the_same_seed_draws_the_same_trace():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, "--users: expected --users, --requests-per-day or --rate, got none"),
+        ({}, "--users: expected --users, --requests-per-day or --request-rate, got none"),
         (
-            {"users": 1, "rate": 1},
-            "--users: expected --users, --requests-per-day or --rate, got --users and --rate",
+            {"users": 1, "request_rate": 1},
+            "--users: expected --users, --requests-per-day or --request-rate, got --users and --request-rate",
         ),
-        ({"rate": -1}, "--rate: -1, expected more than 0, at most 100000"),
-        ({"rate": 41, "shape": "agents"}, "--rate: 41 requests per second in the busiest hour, at most 40"),
-        ({"rate": 1, "peak": 2}, "--peak: contradicts --rate, which is the busiest hour's"),
+        ({"request_rate": -1}, "--request-rate: -1, expected more than 0, at most 100000"),
+        (
+            {"request_rate": 41, "shape": "agents"},
+            "--request-rate: 41 requests per second in the busiest hour, at most 40",
+        ),
+        ({"request_rate": 1, "peak": 2}, "--peak: contradicts --request-rate, which is the busiest hour's"),
         ({"users": 0}, "--users: 0, expected more than 0, at most 1e+10"),
         ({"requests_per_day": float("nan")}, "--requests-per-day: nan, expected more than 0"),
         ({"users": 1, "shape": "chatt"}, "--shape: chatt: expected chat, long-chat, code, rag, agents"),

@@ -9,7 +9,7 @@ const LONGEST = 40; // characters of a shape in an address
 const ANSWERS = [
   { key: "users", kind: "count", label: "users a day", help: "Requests a user are assumed.", bounds: { le: 1e10 } },
   { key: "requests_per_day", kind: "number", label: "or requests a day", help: "In place of users." },
-  { key: "rate", kind: "number", label: "or requests per second", help: "Of the busiest hour." },
+  { key: "request_rate", kind: "number", label: "or requests per second", help: "Of the busiest hour." },
   { key: "shape", kind: "choice", label: "shape of use", help: "Where its lengths and cache hits come from." },
   { key: "growth", kind: "number", label: "growth", help: "0.3 plans for 30 % more traffic." },
   { key: "peak", kind: "number", label: "busiest hour over the day’s mean", help: "1.8 if left empty." },
