@@ -325,7 +325,8 @@ class RemoteCore(FrontEndClient):
             self._answers.pop(number, None)
 
     def _say(self, kind: MessageType, *frames: Any) -> None:
-        if not self._is_gone and not self._is_lost:
+        # What is not said to a core that has just died is said to its successor.
+        if not (self._is_gone or self._is_lost or self._writer.is_closing()):
             self._writer.writelines(wire.message(kind, *frames))
 
 

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import uvloop
 from front import SLO, A, B, Front, alone, profile
 from plain_codec import PlainCodec
 
@@ -116,7 +117,7 @@ def play(story, queue=64):
                     await front.close()
                 await asyncio.sleep(0.01)  # for transports to close
 
-    asyncio.run(run())
+    uvloop.run(run())  # as gateways and cores do
 
 
 def test_each_gateway_gets_the_tokens_of_its_own_requests_and_one_ledger_spreads_them_all():
@@ -233,6 +234,22 @@ def test_a_lost_cores_successor_takes_over_every_request_and_no_token_is_lost_or
         await world.until(lambda: not len(world.core.requests))
         assert world.outcomes("aborted") == 1  # whose client left meanwhile
         assert not gateways[0].closed
+
+    play(story)
+
+
+def test_what_comes_at_the_moment_of_a_cores_death_waits_for_its_successor():
+    """uvloop raises where one writes to a connection that broke, before the reader hears of it."""
+
+    async def story(world):
+        gateway = await world.gateway("g0")
+        gateway.core._writer.transport.abort()
+        await asyncio.sleep(0)
+        await gateway.send("r")
+        await world.server.close()
+        await world.start(2)
+        await gateway.ended("r")
+        assert gateway.tokens["r"] == alone((1, 2, 3), 100)
 
     play(story)
 
