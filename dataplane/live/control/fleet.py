@@ -103,7 +103,7 @@ async def run_fleet(
         fleet.let_decide()
         fleet.core.on_closing.append(fleet.tell_closing)
         announce(f"ready {fleet.gateway_url} control {fleet.control_url}")
-        fleet.pool.tasks.spawn(estate.pulse.show())
+        estate.pulse.serves()
         await serving
 
 
@@ -205,6 +205,7 @@ class _Fleet:
     async def start_workers(self) -> None:
         """Start the first workers, or adopt those that are there, while the controller loads."""
         settings, core, estate = self.settings, self.core, self.estate
+        showing = asyncio.create_task(estate.pulse.show())
         if settings.engine == "vllm":
             self._tell("joining Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray")
         self.pool = pool = WorkerPool(
@@ -218,6 +219,7 @@ class _Fleet:
             record=estate.record,
         )
         self._cleanup.push_async_callback(pool.close)
+        self._cleanup.callback(showing.cancel)
         self._cleanup.callback(self._tell_stop)
         pool.tasks.spawn(tell_losses(self.events, self._tell))
         telling = asyncio.create_task(tell_start(pool, self._tell))

@@ -46,7 +46,8 @@ LOOK_S = 0.05
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds: `silent_s` of a core that hangs, or is stopped. `last_s` of one that was asked to end: its
-    loop stops before its workers have. `end_s` for what is below to end by itself."""
+    loop stops before its workers have; and of a successor whose loop is still to run. `end_s` for what is
+    below to end by itself."""
 
     silent_s: float = 30.0
     last_s: float = 60.0
@@ -110,11 +111,6 @@ class EndSignals:
         self.since_s = self.since_s or time.monotonic()
         self.changed.set()
 
-    @property
-    def for_s(self) -> float:
-        """How long ago this process was asked to end; 0 where it was not."""
-        return 0.0 if self.since_s is None else time.monotonic() - self.since_s
-
 
 class Supervisor:
     """Runs a fleet to its end with `run`, once."""
@@ -148,7 +144,7 @@ class Supervisor:
         return self._code
 
     async def _begin(self) -> fork_server.Forked:
-        self._number += 1
+        self._number, self._silent_s = self._number + 1, 0.0
         settings = {"number": self._number, "folder": str(self._folder), "again": self._again}
         return await fork_server.Forked.start(self._shared / FORKS, self._job, json.dumps(settings).encode())
 
@@ -173,7 +169,7 @@ class Supervisor:
                 if is_asked and asked is not core:
                     asked = core
                     tell(core, signal.SIGTERM)
-                if self._is_over(is_asked):
+                if self._is_over(self._orders.since_s):
                     tell(core, signal.SIGKILL)
             elif is_asked and self._pulse.has_served:
                 return  # between two cores
@@ -183,12 +179,14 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(wait, look_s)
 
-    def _is_over(self, is_asked: bool) -> bool:
-        if is_asked and not self._pulse.has_served:  # no client has anything open there
-            return self._orders.is_repeated or self._orders.for_s > self._times.end_s
+    def _is_over(self, asked_s: float | None) -> bool:
+        if not self._pulse.has_served:  # no client has anything open there, and a model may load for long
+            is_late = asked_s is not None and time.monotonic() > asked_s + self._times.end_s
+            return is_late or self._orders.is_repeated
         if self._pulse.shown_s != self._shown_s:
             self._shown_s, self._silent_s = self._pulse.shown_s, 0.0
-        if not self._shown_s or self._silent_s <= (self._times.last_s if is_asked else self._times.silent_s):
+        is_up = self._shown_s > 0 and asked_s is None
+        if self._silent_s <= (self._times.silent_s if is_up else self._times.last_s):
             return False
         log.warning("the core has not run for %.0f s: it is killed", self._silent_s)
         self._silent_s = 0.0

@@ -169,9 +169,12 @@ class Pulse:
             os.truncate(self.descriptor, PULSE_BYTES)
         self._shared = memoryview(mmap(self.descriptor, PULSE_BYTES)).cast("d")
 
-    async def show(self) -> None:
-        """This core serves, and its loop runs, until cancelled."""
+    def serves(self) -> None:
+        """From now on another process takes the place of one that dies."""
         self._shared[1] = 1.0
+
+    async def show(self) -> None:
+        """This core's loop runs, until cancelled."""
         while True:
             self._shared[0] = time.monotonic()
             await asyncio.sleep(1.0)
@@ -186,7 +189,7 @@ class Pulse:
 
     @property
     def shown_s(self) -> float:
-        """When a core that serves last showed that it runs; 0 where none does."""
+        """When the core last showed that it runs; 0 where it has not yet."""
         return self._shared[0]
 
 

@@ -120,8 +120,7 @@ class CoreServer:
     def retire(self, name: str, finish_s: float) -> None:
         """Let a gateway end once what is open there has ended, within `finish_s`; if absent, as it comes."""
         self._retiring[name] = finish_s
-        gateway = self._gateways.get(name)
-        if gateway is not None:
+        if (gateway := self._gateways.get(name)) is not None:
             gateway.say(MessageType.RETIRE, pack(finish_s))
 
     async def close(self) -> None:
@@ -178,8 +177,7 @@ class CoreServer:
                 names, has_left = msgspec.msgpack.decode(frames[0])
                 await self._abort(gateway, names, has_left)
             elif kind == MessageType.ABANDON:
-                at = gateway.tickets.get(msgspec.msgpack.decode(frames[0]))
-                if at is not None:
+                if (at := gateway.tickets.get(msgspec.msgpack.decode(frames[0]))) is not None:
                     await self.core.abandon(at.ticket)
             elif kind == MessageType.GIVE_UP:
                 await self.core.fail(tuple(gateway.requests), msgspec.msgpack.decode(frames[0]))

@@ -30,7 +30,6 @@ from dataplane.live.gateways.core_server import CoreServer
 from dataplane.processes.fork_server import Forked
 from dataplane.processes.keeper import End, Inherited, Keeper, Process, Spec, end, tell
 
-GATEWAY = "gateway"  # the fork server's job
 LOOK_S = 0.05
 START_LIMIT_S = 300.0  # for a gateway to accept
 END_S = 15.0  # for one with nothing open to end by itself
@@ -137,7 +136,7 @@ class Gateways:
     async def start(self) -> None:
         """Return once all accept connections; those of an earlier core are kept.
 
-        Raises RuntimeError where one ends before it does.
+        Raises RuntimeError where one of the fleet's first ends before it does.
         """
         self._inherit()
         await self._server.start(self._told.core, self._find, self._disconnected)
@@ -146,12 +145,14 @@ class Gateways:
         while sum(kept.state != "leaving" for kept in self) < self.count:
             await self._launch()
         for kept in self:
-            if kept.state == "leaving":
-                self._retire(kept)  # the core before may have died before it said so
-            elif not await self._accepts(kept):
-                raise RuntimeError(f"gateway {kept.name}: did not start; its log is above")
-            else:
+            if kept.state == "leaving":  # the core before may have died before it said so
+                self._server.retire(kept.name, kept.finish_s or 0.0)
+            elif await self._accepts(kept):
                 kept.state = "serving"
+            elif self._before:  # another takes its place
+                tell(kept, signal.SIGKILL)
+            else:
+                raise RuntimeError(f"gateway {kept.name}: did not start; its log is above")
             self._keep(kept)
         self._note()
         if self._next_to_replace() is not None:
@@ -188,17 +189,18 @@ class Gateways:
     # Lives.
 
     def _inherit(self) -> None:
-        """Keep the gateways of the core before, except those that are gone or were not ready yet."""
+        """Keep the gateways of the core before, except those that are gone or have accepted nothing yet."""
         for left in self._before:
             with suppress(OSError, psutil.NoSuchProcess):
                 kept = Kept(left, Inherited(left.pid))
                 if psutil.Process(left.pid).ppid() == os.getppid():  # else the number is another's by now
                     self._kept.append(kept)
-                    if left.state == "starting":
+                    if left.state == "starting" and self._loads[left.index] == wire.NOT_ACCEPTING:
                         tell(kept, signal.SIGKILL)
                         self._forget(kept)
-        if self._before:
-            self._server.await_gateways([kept.name for kept in self._kept])
+        if sum(kept.state != "leaving" for kept in self) > self.count and (old := self._next_to_replace()):
+            old.state = "leaving"  # the one in its place serves
+        self._server.await_gateways([kept.name for kept in self._kept])
 
     def _note(self) -> None:
         kept = tuple(KeptRecord(k.name, k.index, k.pid, k.state, k.finish_s) for k in self)
@@ -209,7 +211,7 @@ class Gateways:
         name, self._next = f"g{self._next}", self._next + 1
         self._note()  # first: should this core die here, no other gateway gets the name
         settings = wire.PROCESS_SETTINGS.dump_json(replace(self._told, name=name, index=index))
-        process = await Forked.start(self._estate.folder / FORKS, GATEWAY, settings)
+        process = await Forked.start(self._estate.folder / FORKS, "gateway", settings)
         kept = Kept(KeptRecord(name, index, process.pid), process)
         self._kept.append(kept)
         self._note()
@@ -247,12 +249,11 @@ class Gateways:
         while (old := self._next_to_replace()) is not None:
             new = await self._launch()
             if not await self._accepts(new):
-                await self._kill(new)
                 why = f"{new.name} did not start: {old.name} and those after it stay"
                 for kept in self:
                     if kept.state == "serving":
                         kept.finish_s = None
-                self._note()
+                await self._kill(new)
                 self._record("gateways", why, gateway=new.name, is_done=False)
                 return
             if old not in self._kept:  # it died meanwhile, and is being replaced
@@ -261,16 +262,12 @@ class Gateways:
             old.state = "leaving"
             self._begin_serving(new, f"in place of {old.name}")
             self._keep(new)
-            self._retire(old)
+            self._server.retire(old.name, old.finish_s or 0.0)
             replaced += 1
         self._record("gateways", f"{replaced} restarted; streams finish where they are", is_done=True)
 
     def _next_to_replace(self) -> Kept | None:
         return next((k for k in self if k.finish_s is not None and k.state == "serving"), None)
-
-    def _retire(self, kept: Kept) -> None:
-        assert kept.finish_s is not None
-        self._server.retire(kept.name, kept.finish_s)
 
     def _begin_serving(self, kept: Kept, why: str) -> None:
         kept.state = "serving"

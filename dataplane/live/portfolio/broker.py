@@ -200,7 +200,7 @@ async def run_front(
             await until_answering(host, port, task, certificate is not None)
         urls = [address(host, port, certificate) for host, port in zip(hosts, ports, strict=True)]
         announce(f"ready {urls[0]} control {urls[1]}")
-        tasks.append(asyncio.create_task(pulse.show()))
+        pulse.serves()
         await stop.wait()
         for task in tasks:
             task.cancel()

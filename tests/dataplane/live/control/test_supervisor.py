@@ -26,7 +26,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run below nohup,
 fates, pulse = sys.argv[1:], Pulse()
 times = Times(
     silent_s=3.0 if {"hangs", "runs"} & {*fates} else 60.0,  # a busy machine keeps a core waiting, too
-    last_s=0.5 if "lingers" in fates else 60.0,
+    last_s=0.5 if "lingers" in fates else 5.0 if "stands" in fates else 60.0,
     end_s=600.0 if "computes" in fates else 0.2,
     longest_pause_s=0.0,
 )
@@ -47,6 +47,9 @@ def core(settings):
         print("ready", flush=True)
         while True:
             signal.pause()
+    if fate == "stands":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    pulse.serves()
     with suppress(TimeoutError):
         asyncio.run(asyncio.wait_for(pulse.show(), 0.05))
     if fate == "runs":
@@ -139,6 +142,12 @@ def test_a_core_that_dies_or_hangs_gets_a_successor_that_finds_its_record_and_on
     process = play("dies", "hangs", "ends")
     assert said(process) == ["1 dies None", "2 hangs dies", "3 ends hangs"]
     assert process.returncode == 0
+
+
+def test_a_successor_that_hangs_before_its_loop_runs_is_killed():
+    """Else the gateways would wait for it until they give their streams up."""
+    process = play("dies", "stands", "ends")
+    assert said(process) == ["1 dies None", "2 stands dies", "3 ends stands"]
 
 
 def test_a_core_is_not_killed_where_its_supervisor_stood_still_with_it():

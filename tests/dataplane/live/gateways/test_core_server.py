@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -318,6 +319,24 @@ def test_when_no_core_comes_every_request_ends_in_an_error_and_no_question_waits
         late = await gateway.send("late")
         await gateway.ended("late")
         assert late.failure
+
+    play(story)
+
+
+def test_a_gateway_that_stood_still_itself_does_not_give_its_core_up(monkeypatch):
+    """As on a paused machine: it waits for the successor for as long as it runs."""
+    monkeypatch.setattr("dataplane.live.gateways.remote_core.SUCCESSOR_S", 2.0)
+
+    async def story(world):
+        gateway = await world.gateway("g0")
+        await gateway.send("r", tokens=400)
+        await gateway.until("r", 5)
+        await world.server.close()
+        await world.until(lambda: gateway.core._is_lost)
+        time.sleep(2.5)
+        await world.start(2)
+        await gateway.ended("r")
+        assert gateway.tokens["r"] == alone((1, 2, 3), 400)
 
     play(story)
 
