@@ -134,13 +134,14 @@ def requests_for(
 
 
 def as_asked(
-    workload: Workload, request: PlanRequest, *, open_loop: bool = False, agents: str = "agents"
+    workload: Workload, request: PlanRequest, open_loop: bool = False, most_agents: bool = False
 ) -> Workload:
     """The workload with its sessions and prefixes as the request has them.
 
-    `open_loop`: turns are sent at their recorded times. `agents`: the flag that asked for sessions. Raises
-    BadInput for what the workload does not have.
+    `open_loop`: turns are sent at their recorded times. `most_agents`: that flag asked for sessions, not
+    `--agents`. Raises BadInput for what the workload does not have.
     """
+    agents = "most-agents" if most_agents else "agents"
     refuse_without_sessions(workload, request, agents)
     refuse_unshared(request, workload)
     if request.no_prefix_cache:

@@ -38,8 +38,8 @@ _FIRST = {
     " all format",
     "whatif": "slo vary attainment trace since request-rate model gpu tp max-gpus prices spot output-dir"
     " verbose format",
-    "simulate": "slo trace rate-scale model gpu tp workers prefill-workers policy prices per-request verbose"
-    " format",
+    "simulate": "slo trace request-rate rate-scale model gpu tp workers prefill-workers policy prices"
+    " per-request verbose format",
     "serve": "model plan workers tp slo autoscale fixed max-workers engine port api-key control-key data"
     " history verbose",
     "fit": "measurements model gpu tp output kv-tokens max-num-seqs max-num-batched-tokens robust"

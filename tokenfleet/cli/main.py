@@ -98,6 +98,7 @@ def exit_code(run: Callable[[], int]) -> int:
         # Typer's own refusals (an unknown flag, say) carry a message; anything else is a fault of ours.
         message = getattr(error, "format_message", None)
         if message is not None:
+            _name_options_of_that_word(error)
             told = message().replace("Value error, ", "").rstrip(".")
             told = re.sub("Input should be a valid .+, unable to parse string as", "expected", told)
             return _fail(BAD_INPUT, f"{told}{_value_refused(error, told)}{_way_out(error, told)}")
@@ -203,6 +204,14 @@ def _way_out(error: Exception, told: str) -> str:
     if group is None or not any(option in parameter.opts for parameter in group.command.params):
         return ""
     return f"; it goes before the command: {group.command_path} {option} … {context.info_name}"
+
+
+def _name_options_of_that_word(error: Any) -> None:
+    """Let a refusal of `--rate` name `--request-rate`, which has that word, and not what is spelled alike."""
+    if not hasattr(error, "possibilities") or error.ctx is None:
+        return
+    word, options = error.option_name.lstrip("-"), [o for p in error.ctx.command.params for o in p.opts]
+    error.possibilities = [o for o in options if word in o.split("-")] or error.possibilities
 
 
 def _value_refused(error: Exception, told: str) -> str:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # Tables with the rows printed; None: all.
 BRIEF = {"Assumptions": None, "Classes": None, "Alternatives": 3, "Traffic phases": 6}
 MISSING = (
-    "--trace: missing; name a trace, --request-rate 10 or --users 2000 to plan without one, or --since 1h"
-    " for what this fleet has served"
+    "--trace: missing; name a trace, or give --request-rate 10, --users 2000, or --since 1h for what this"
+    " fleet has served"
 )
 
 
@@ -43,18 +43,18 @@ class TraceSource:
     """Where the requests to plan for come from: files, what a fleet has served, or answers in their place."""
 
     trace: list[Path] | None = flag(None, "trace of requests in any known format; repeat to merge several")
-    since: str | None = flag(None, "plan from what the fleet served in the last 1h, 7d, … instead of a trace")
+    since: str | None = flag(None, "what the fleet served in the last 1h, 7d, … instead of a trace")
     data: Path | None = flag(None, "the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")
-    users: int | None = flag(None, "plan without a trace: for this many users, of a published shape")
-    requests_per_day: float | None = flag(None, "the same, by requests a day")
-    request_rate: float | None = flag(None, "the same, by requests per second of the busiest hour")
+    users: int | None = flag(None, "without a trace: this many users, of a published shape")
+    requests_per_day: float | None = flag(None, "without a trace: requests a day")
+    request_rate: float | None = flag(None, "without a trace: requests per second of the busiest hour")
     shape: str | None = flag(None, "shape of use: chat, long-chat, code, rag or agents (default: chat)")
     growth: float | None = flag(None, "traffic to add: 0.3 plans for 30 % more")
     peak: float | None = flag(None, "requests of the busiest hour over the day's mean (default: 1.8)")
     prompt_tokens: float | None = flag(None, "mean tokens of a prompt, as billed")
     output_tokens: float | None = flag(None, "mean tokens of an answer, as billed")
     prometheus: str | None = flag(
-        None, "plan from vLLM's metrics at this Prometheus server, of --since (default: 24h)"
+        None, "instead of a trace: vLLM's metrics at this Prometheus server, of --since (default: 24h)"
     )
     selector: str | None = flag(None, 'with --prometheus: the servers, as {job="vllm"} (default: all)')
 

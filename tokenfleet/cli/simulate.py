@@ -23,15 +23,10 @@ from controlplane.figures import counted, duration_text
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo, SloClass
 from tokenfleet.cli.flags import Format, MaxBatchedTokens, MaxSeqs, OutputFormat, Verbose, flag, takes_flags
+from tokenfleet.cli.plan import TraceSource, asked_instead, asked_trace
 from tokenfleet.files import refuse_unwritable, write_files
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.report.tables import (
-    asked_text,
-    facts_table,
-    fleet_text,
-    share_text,
-    usd_text,
-)
+from tokenfleet.report.tables import asked_text, facts_table, fleet_text, share_text, usd_text
 
 if TYPE_CHECKING:
     from controlplane.workload import Workload
@@ -74,9 +69,7 @@ class SessionFlags:
     )
 )
 def simulate_command(
-    trace: Annotated[
-        list[Path], typer.Option(help="trace of requests in any known format; repeat to merge several")
-    ],
+    source: TraceSource,
     workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="number of workers")],
     worker: OneWorker,
     request: PlanRequest,
@@ -90,6 +83,9 @@ def simulate_command(
     tokenfleet simulate --trace day.csv --model llama-3.1-8b --gpu h100 --tp 1 --workers 3
     --slo ttft=400ms,tpot=30ms --policy jsq --per-request requests.csv
 
+    tokenfleet simulate --request-rate 10 --prompt-tokens 1000 --output-tokens 200 --model llama-3.1-8b
+    --gpu h100 --tp 1 --workers 1 --slo ttft=400ms,tpot=30ms
+
     tokenfleet simulate --trace sessions.parquet --model llama-3.1-8b --gpu h100 --tp 1 --workers 3
     --slo ttft=2s,tpot=40ms --agents 24 --session-time 30m
 
@@ -101,7 +97,6 @@ def simulate_command(
     from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.planning.inputs import what_drafts_do, without_work
     from tokenfleet.report.progress import tell_compiling
-    from tokenfleet.traces import read_traces
 
     profile = _profile(worker, request)
     if as_sessions.most_agents and request.agents is not None:
@@ -110,9 +105,9 @@ def simulate_command(
     fleet = _fleet(profile, workers, worker.prefill_workers, request)
     refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
-        workload, classes, warnings = simulation.requests_for(read_traces(trace), request, [profile])
-    agents = "most-agents" if as_sessions.most_agents else "agents"
-    workload = simulation.as_asked(workload, request, open_loop=as_sessions.open_loop, agents=agents)
+        trace, read, _ = asked_trace(asked_instead(source), source, request.seed, is_biased=False)
+        workload, classes, warnings = simulation.requests_for(trace, request, [profile])
+    workload = simulation.as_asked(workload, request, as_sessions.open_loop, as_sessions.most_agents)
     request, warnings = simulation.placed(request, fleet, workload, warnings)
     notes = [*warnings, *what_drafts_do(workload, _of(worker, request)), *without_work(workload, request)]
     tell_compiling()
@@ -131,7 +126,7 @@ def simulate_command(
         json.dumps(told, indent=1),
         lambda: simulation_lines(outcome, classes, request, fleet, most, told, verbose),
     )
-    warn(notes)
+    warn([*read, *notes])
     return 0
 
 

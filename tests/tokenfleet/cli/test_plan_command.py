@@ -140,6 +140,14 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(
     assert sorted(folder.iterdir()) == before
 
 
+def test_an_unknown_flag_names_those_that_have_its_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--rate", "10"]) == 2
+    said = "error: No such option: --rate (Possible options: --rate-scale, --request-rate)\n"
+    assert capsys.readouterr().err == said
+    assert main(["plan", "--trac", "t.csv"]) == 2
+    assert "--trace" in capsys.readouterr().err
+
+
 def test_an_unknown_gpu_or_model_lists_the_nearest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--trace", f"{folder}/trace.csv", "--slo", "ttft=1s,tpot=50ms"]
     assert main([*words, "--model", "llama-3.1-8b", "--gpu", "h1000"]) == 2

@@ -47,7 +47,7 @@ def test_the_answer_names_what_was_assumed_and_the_range_of_workers(words, tmp_p
 def test_without_a_terminal_the_refusal_names_users(words, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err == (
-        "error: --trace: missing; name a trace, --request-rate 10 or --users 2000 to plan without one,"
+        "error: --trace: missing; name a trace, or give --request-rate 10, --users 2000,"
         " or --since 1h for what this fleet has served\n"
     )
 
@@ -91,6 +91,20 @@ def test_what_if_takes_a_rate_and_each_scenario_is_the_plan_of_its_command(words
             scenario["plan"]["workers"],
             scenario["plan"]["attainment"],
         )
+
+
+def test_a_rate_is_simulated_on_one_worker(words, capsys):
+    fleet = (
+        "--profile",
+        words[words.index("--profile") + 1],
+        "--workers",
+        "1",
+        "--slo",
+        "ttft=5s,tpot=100ms",
+    )
+    assert main(["simulate", "--request-rate", "0.5", *fleet, "--drop-too-long", "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["requests"] == pytest.approx(0.5 * 4_000, rel=0.1)
 
 
 class Terminal(io.StringIO):
