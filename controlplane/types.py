@@ -14,6 +14,7 @@ from controlplane.errors import BadInput
 
 WorkerId = NewType("WorkerId", str)
 RequestId = NewType("RequestId", str)
+ABOVE_0 = {"above": 0}  # metadata of a field whose number is more than 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,8 +188,8 @@ def gain_s(
     here, there = source.load, target.load
     t_source = float(at_source.step_s(0, here.running, here.held_tokens))
     t_target = float(at_target.step_s(0, there.running, there.held_tokens))
-    spared = at_source.per_sequence_s + at_source.per_context_token_s * r.tokens
-    borne = at_target.per_sequence_s + at_target.per_context_token_s * r.tokens
+    spared = at_source.sequence_s(r.tokens)
+    borne = at_target.sequence_s(r.tokens)
     others = spared * (here.running - 1) - borne * there.running
     gain = max(r.remaining_tokens, 1) * (others + t_source - (t_target + borne))
     lacks = here.head_tokens - source.free_tokens

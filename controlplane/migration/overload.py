@@ -198,7 +198,7 @@ def _pays(
     step = source.worker.step
     if price is None or step is None:
         return True
-    spared = step.per_sequence_s + step.per_context_token_s * (r.tokens + settings.theta * r.remaining_tokens)
+    spared = step.sequence_s(r.tokens + settings.theta * r.remaining_tokens)
     cost = price.fixed_s + price.slowdown * price.copy_s(r.to_send(target.id)) * (source.load.running + 1)
     return spared * r.remaining_tokens * (source.load.running - 1) > cost
 

@@ -213,7 +213,7 @@ def _parts(
         steps,
         context + steps * (beside - cached),
         step.per_sequence_s * steps + step.per_context_token_s * context,
-        (step.per_sequence_s + step.per_context_token_s * (prompt + 1)) * steps,
+        step.sequence_s(prompt + 1) * steps,
         per_token_s,
         per_sum_sq_s,
     )

@@ -88,6 +88,18 @@ def decode_base_s(k: NDArray[np.float64], sequences: float) -> float:
 
 
 @compiled
+def decode_s(k: NDArray[np.float64], sequences: float, context: float) -> float:
+    """Seconds of a decode step."""
+    return decode_base_s(k, sequences) + k[PER_CONTEXT] * context
+
+
+@compiled
+def prefilling_s(k: NDArray[np.float64], sequences: float) -> float:
+    """Seconds that a step of `sequences` takes longer for prefilling at all."""
+    return k[PREFILL_STEP] + k[BESIDE] * sequences
+
+
+@compiled
 def experts_s(k: NDArray[np.float64], tokens: float) -> float:
     """Seconds to read the experts that `tokens` tokens touch."""
     if k[EXPERTS + 1] == 0.0:
@@ -98,10 +110,10 @@ def experts_s(k: NDArray[np.float64], tokens: float) -> float:
 @compiled
 def mixed_s(k: NDArray[np.float64], prefill: float, sequences: float, context: float, sum_sq: float) -> float:
     """Seconds of a step with prefill tokens and decoding sequences."""
-    t = decode_base_s(k, sequences) + k[PER_CONTEXT] * context
+    t = decode_s(k, sequences, context)
     t += k[PER_PREFILL] * prefill + k[PER_SUM_SQ] * sum_sq
     if prefill > 0:
-        t += k[PREFILL_STEP] + k[BESIDE] * sequences
+        t += prefilling_s(k, sequences)
     return t + prefill_hinges_s(k, prefill, sequences)
 
 
@@ -167,7 +179,7 @@ def ahead_s(k: NDArray[np.float64], decoding: float, context: float) -> float:
     """Seconds that a request waits for the steps planned before it, where `decoding` sequences decode."""
     if k[AHEAD] == 0.0 or decoding == 0:
         return 0.0
-    return k[AHEAD] * (decode_base_s(k, decoding) + k[PER_CONTEXT] * context)
+    return k[AHEAD] * decode_s(k, decoding, context)
 
 
 @compiled

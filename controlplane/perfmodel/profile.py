@@ -8,7 +8,7 @@ independent errors do. `relative_error` reads them at a confidence.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -20,7 +20,7 @@ from controlplane.perfmodel.engine_memory import release_of, taken_bytes
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.speculation import Speculation, verified_base_s, verified_step
 from controlplane.perfmodel.step import Batch, Hinge, PrefillModel, StepModel
-from controlplane.types import EngineMode
+from controlplane.types import ABOVE_0, EngineMode
 
 ASYNCHRONOUS_SINCE = (0, 14)  # vLLM's release that made asynchronous scheduling its default
 MOST_STEPS_AHEAD = 4
@@ -56,8 +56,8 @@ class KvModel:
     each token of context and each request, and its mean relative error. For people to read. 0: not measured.
     """
 
-    capacity_tokens: int
-    block_tokens: int = 16
+    capacity_tokens: int = field(metadata=ABOVE_0)
+    block_tokens: int = field(default=16, metadata=ABOVE_0)
     bytes_per_token: int = 0
     gpu_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.0
@@ -137,8 +137,8 @@ class KvModel:
 class HostKv:
     """Host memory of a worker that keeps KV which has left its GPUs, and what a GPU loads of it a second."""
 
-    capacity_bytes: int
-    bytes_per_s: float
+    capacity_bytes: int = field(metadata=ABOVE_0)
+    bytes_per_s: float = field(metadata=ABOVE_0)
 
     def __post_init__(self) -> None:
         if self.capacity_bytes < 1 or not 0 < self.bytes_per_s < float("inf"):
@@ -180,8 +180,8 @@ class EngineLimits:
     name: str = "vllm"
     version: str = ""
     mode: EngineMode = EngineMode.CHUNKED
-    max_batched_tokens: int = 2048
-    max_seqs: int = 256
+    max_batched_tokens: int = field(default=2048, metadata=ABOVE_0)
+    max_seqs: int = field(default=256, metadata=ABOVE_0)
     steps_ahead: float = 0.0
 
     def __post_init__(self) -> None:
@@ -337,6 +337,11 @@ class Profile:
     def host_tokens(self) -> int:
         """Tokens of KV that its host memory keeps; 0 where none does."""
         return self.host_bytes // max(self.kv.bytes_per_token, 1)
+
+    @property
+    def load_bytes_per_s(self) -> float:
+        """Bytes a second that a GPU loads from host memory; 0 where nothing is kept there."""
+        return 0.0 if self.host_kv is None else self.host_kv.bytes_per_s
 
     def load_s(self, block_bytes: int, gpus: int) -> float | None:
         """Seconds in which GPUs load a block from host memory; None where none is kept there."""

@@ -17,10 +17,11 @@ KV. Each batch is taken to have its share of it, and of the sequences.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from controlplane.errors import BadInput
+from controlplane.types import ABOVE_0
 
 RanksOf = Literal["data", "pipeline"]
 SHORT = {"data": "DP", "pipeline": "PP"}
@@ -32,7 +33,7 @@ class Ranks:
     """The ranks of one worker, or its batches under way: `count` of them."""
 
     of: RanksOf
-    count: int
+    count: int = field(metadata=ABOVE_0)
     shared_token_s: float = 0.0
 
     def __post_init__(self) -> None:

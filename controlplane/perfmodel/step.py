@@ -17,7 +17,8 @@ and start = -1 / ln(1 - k/E) tokens. It adds per_unit_s a token at first, and ne
 
 A coefficient is a field of `StepModel` or `PrefillModel` with its `Term`. `STEP_TERMS` and `PREFILL_TERMS`
 list them; the fits, the refit, the profile file and the intervals go through these lists. The compiled form
-(`coefficients.py`) is the one other place that spells the formula out.
+(`coefficients.py`) spells the formula out again, and the forecast of a heartbeat (`migration/overload.py`) a
+decode step. What is linear in a request (`sequence_s`) names terms.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from controlplane.errors import BadInput
 
 HingeOf = Literal["sequences", "prefill_tokens", "experts"]
 Phase = Literal["decode", "prefill"]
+Tokens = TypeVar("Tokens", float, NDArray[Any])
 
 
 class Batch(NamedTuple):
@@ -143,6 +145,15 @@ class StepModel:
         counts = (prefill_tokens, sequences, context_tokens, prefill_sum_sq)
         return _seconds(self, STEP_TERMS, Batch(*(np.asarray(x, float) for x in counts)))
 
+    def sequence_s(self, context_tokens: Tokens) -> Tokens:
+        """Seconds that one sequence with this context adds to a decode step, hinges apart."""
+        return self.per_sequence_s + self.per_context_token_s * context_tokens
+
+    def prefilling_s(self, sequences: float) -> float:
+        """Seconds that a step of `sequences` takes longer for prefilling at all."""
+        batch = Batch(1.0, sequences, 0.0)
+        return float(sum(getattr(self, t.name) * t.regressor(batch) for t in STEP_TERMS if t.of_prefilling))
+
     def context_limit(self, sequences: float, tpot_s: float) -> float:
         """Eq 4: the most context `sequences` may hold for a decode step to last at most `tpot_s`.
 
@@ -179,7 +190,7 @@ class PrefillModel:
         """Eq 2 as the step model has it: nothing decodes."""
         hinges = tuple(h for h in step.hinges if h.of == "prefill_tokens")
         experts_s = sum(h.start * h.per_unit_s for h in step.hinges if h.of == "experts")  # all are touched
-        base_s = step.base_s + step.per_prefill_step_s + experts_s
+        base_s = step.base_s + step.prefilling_s(0.0) + experts_s
         return cls(base_s, step.per_prefill_token_s, step.per_prefill_sum_sq_s, hinges)
 
     def prefill_s(self, tokens: ArrayLike, sum_sq: ArrayLike | None = None) -> NDArray[np.float64]:

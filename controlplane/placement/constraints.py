@@ -95,7 +95,7 @@ def could_fit(
     k = ledger.coefficients[ledger.workers[w].variant]
     tokens = ledger.requests[r].prompt + ledger.requests[r].key
     grown = tokens + settings[THETA] * max(ledger.requests[r].predicted - ledger.requests[r].key, 1)
-    if speed.decode_base_s(k, 1.0) + k[speed.PER_CONTEXT] * grown > ledger.requests[r].tpot_s:
+    if speed.decode_s(k, 1.0, grown) > ledger.requests[r].tpot_s:
         return False
     lasts_s = outlook.prefill_lasts_s(k, tokens - cached, tokens, cached, 0, 0) + outlook.own_loads_s(
         ledger, w, r
@@ -140,10 +140,8 @@ def harm(
         return np.inf
     held, growth, tpot_s = outlook.demand(ledger, w, r)
     tpot_s = min(tpot_s, left_tpot_s)
-    if settings[USE_B] > 0:
-        context_s = k[speed.PER_CONTEXT] * (held + settings[THETA] * growth)
-        if speed.decode_base_s(k, sequences) + context_s > tpot_s:
-            return np.inf
+    if settings[USE_B] > 0 and speed.decode_s(k, sequences, held + settings[THETA] * growth) > tpot_s:
+        return np.inf
     if settings[USE_E] > 0 and sequences > 1:
         limit = share * settings[GAMMA] * k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS]
         # As if all ended at once, which no peak exceeds; only past that does it matter who ends when.

@@ -34,8 +34,7 @@ def prefill_lasts_s(
     """
     if k[speed.MODE] != speed.CHUNKED:
         return speed.prefill_s(k, work, last * last - cached * cached)
-    step_s = speed.decode_base_s(k, decoding) + k[speed.PER_CONTEXT] * context
-    step_s += k[speed.PREFILL_STEP] + k[speed.BESIDE] * decoding
+    step_s = speed.decode_s(k, decoding, context) + speed.prefilling_s(k, decoding)
     steps, budget = prefill_steps(k, work, decoding), max(k[speed.MAX_BATCHED] - decoding, 1.0)
     lasts_s = steps * step_s + k[speed.PER_PREFILL] * work
     lasts_s += k[speed.PER_SUM_SQ] * (last * last - cached * cached)
@@ -54,7 +53,7 @@ def prefilled_s(ledger: Ledger, w: int, r: int, cached: int, start_s: float, las
     k = ledger.coefficients[worker.variant]
     load_s += prefill_lasts_s(k, tokens - cached, tokens, cached, worker.decoding, worker.context)
     if worker.decoding > 0:  # it waits for the end of a step
-        load_s += speed.decode_base_s(k, worker.decoding) + k[speed.PER_CONTEXT] * worker.context
+        load_s += speed.decode_s(k, worker.decoding, worker.context)
     return start_s + max(lasts_s, load_s)
 
 
@@ -79,11 +78,10 @@ def least_prefill_s(ledger: Ledger, r: int, cached: int, busy: bool) -> float:
             lasts_s += (1.0 + k[speed.AHEAD]) * tpot_s
             # The step in progress has chunks of others, its own steps decode too.
             if k[speed.MODE] == speed.CHUNKED:
-                lasts_s += k[speed.PREFILL_STEP] + k[speed.PER_PREFILL] * k[speed.MAX_BATCHED]
+                lasts_s += speed.prefilling_s(k, 0.0) + k[speed.PER_PREFILL] * k[speed.MAX_BATCHED]
                 lasts_s += speed.prefill_hinges_s(k, k[speed.MAX_BATCHED], 0.0)
-                lasts_s += prefill_steps(k, tokens - cached, 0) * max(
-                    tpot_s - speed.decode_base_s(k, 0.0), 0.0
-                )
+                others_s = max(tpot_s - speed.decode_base_s(k, 0.0), 0.0)
+                lasts_s += prefill_steps(k, tokens - cached, 0) * others_s
         least_s = min(least_s, lasts_s)
     return least_s
 
@@ -172,7 +170,7 @@ def interference(
     Stops counting past `most`. Past 0 the first that may fail is enough, and counts as one.
     """
     worker = ledger.workers[w]
-    step_s = speed.decode_base_s(k, worker.decoding) + k[speed.PER_CONTEXT] * worker.context
+    step_s = speed.decode_s(k, worker.decoding, worker.context)
     earned_steps = prefill_steps(k, work, worker.decoding) if k[speed.MODE] == speed.CHUNKED else 0.0
     harmed = 0.0
     for i in range(worker.running_n - 1, -1, -1):  # the newest has saved least

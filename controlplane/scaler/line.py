@@ -157,8 +157,7 @@ def _step_s(profile: Profile, batch: float, prompt: float, output: float) -> flo
     step, prefill = profile.step, profile.prefill
     if prefill is None or profile.engine.mode == EngineMode.CHUNKED:
         prompts = batch / output
-        at_all_s = step.per_prefill_step_s + step.per_prefill_sequence_s * batch
-        rare_s = at_all_s * max(1.0 - prompts, 0.0)  # not every step prefills
+        rare_s = step.prefilling_s(batch) * max(1.0 - prompts, 0.0)  # not every step prefills
         return float(step.step_s(prompts * prompt, batch, context)) - rare_s
     return float(step.step_s(0.0, batch, context)) + batch / output * float(prefill.prefill_s(prompt))
 

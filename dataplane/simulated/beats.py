@@ -47,9 +47,7 @@ def forecast(ledger: Ledger, limits: Floats, w: int) -> tuple[float, float]:
             growth += max(ledger.requests[r].predicted - ledger.requests[r].key, 1)
             tpot_s = min(tpot_s, ledger.requests[r].tpot_s)
             r = ledger.requests[r].next
-    step = speed.decode_base_s(k, worker.running_n + waiting) + k[speed.PER_CONTEXT] * (
-        held + limits[0] * growth
-    )
+    step = speed.decode_s(k, worker.running_n + waiting, held + limits[0] * growth)
     capacity = k[speed.KV_BLOCKS] * k[speed.BLOCK_TOKENS]
     kept = limits[2] * capacity if high > 0 else 0.0
     peak = held + growth - hits.shared_tokens(ledger, w)

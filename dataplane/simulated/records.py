@@ -222,15 +222,11 @@ def new_tier(
 
     None where no worker has one, or nothing is cached.
     """
-    if prefixes is None or caches is None or all(p.host_kv is None for p in profiles):
+    if prefixes is None or caches is None or not any(p.host_bytes for p in profiles):
         return None, None
     tokens, of_all = prefixes.block_tokens, len(caches.held)
-    room, copy_s = np.zeros(len(profiles), np.int64), np.zeros(len(profiles))
-    for i, profile in enumerate(profiles):
-        if profile.host_kv is not None:
-            size = tokens * profile.kv.bytes_per_token
-            room[i] = min(profile.host_kv.capacity_bytes // size, of_all)
-            copy_s[i] = size / (profile.host_kv.bytes_per_s * profile.tp_degree)
+    room = np.array([min(p.host_tokens // tokens, of_all) for p in profiles])
+    copy_s = np.array([p.load_s(tokens * p.kv.bytes_per_token, p.tp_degree) or 0.0 for p in profiles])
     of_requests = np.zeros(len(caches.requests), np.int64)
     chunks = new_caches(prefixes, room[variant], np.full(len(variant), tokens), of_requests)
     chunks = chunks._replace(requests=caches.requests, held=caches.held)

@@ -142,8 +142,8 @@ def tier_worth(search: Search, sizing: Sizing) -> KvOffload | None:
     answer = sizing.answer
     assert sizing.workers is not None
     assert answer is not None
-    host = next((p.host_kv for g in answer.groups if (p := g.worker_type.profile).host_bytes), None)
-    if host is None:
+    keeps = next((p for g in answer.groups if (p := g.worker_type.profile).host_bytes), None)
+    if keeps is None:
         return None
     cap = _HOPELESS * sizing.workers + 2
     mix = None if sizing.mix is None else _without_tier(sizing.mix)
@@ -152,8 +152,8 @@ def tier_worth(search: Search, sizing: Sizing) -> KvOffload | None:
     fleet, fewest = sizing.fleet(sizing.workers), _fewest(search, bare, cap)
     usd, usd_without = fleet.usd_per_hour, None if fewest is None else fewest.usd_per_hour
     return KvOffload(
-        gib=host.capacity_bytes / 2**30,
-        gb_per_s=host.bytes_per_s / 1e9,
+        gib=keeps.host_bytes / 2**30,
+        gb_per_s=keeps.load_bytes_per_s / 1e9,
         prefix_hit_rate=with_tier.prefix_hit_rate or 0.0,
         loaded=with_tier.host_hit_rate or 0.0,
         prefix_hit_rate_without=without.prefix_hit_rate or 0.0,

@@ -195,8 +195,7 @@ def levelled(search: Search, profile: Profile, changes_s: Sequence[float] = ()) 
     edges = window_edges(workload, changes_s)
     widths = np.diff(edges)
     prompt, output = workload.prompt_tokens, workload.output_tokens
-    each = step.per_sequence_s + step.per_context_token_s * (prompt + output / 2.0)
-    work_s = step.per_prefill_token_s * prompt + each * output
+    work_s = step.per_prefill_token_s * prompt + step.sequence_s(prompt + output / 2.0) * output
     due_s = workload.arrival_s + search.terms.targets_s(workload)[0]
     first = np.searchsorted(edges, workload.arrival_s, side="right") - 1
     last = np.maximum(np.searchsorted(edges, due_s, side="right") - 2, first)  # whole before it is due

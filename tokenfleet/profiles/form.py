@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from datetime import date
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import yaml
 from pydantic import BeforeValidator, Field, create_model
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import (
-    EngineLimits,
-    FittedRange,
-    Frontend,
-    HostKv,
-    KvModel,
-    Profile,
-    Residuals,
-    Source,
-)
-from controlplane.perfmodel.ranks import Ranks
-from controlplane.perfmodel.speculation import Speculation
+from controlplane.perfmodel.profile import Frontend, Profile
 from controlplane.perfmodel.step import (
     PREFILL_TERMS,
     STEP_TERMS,
@@ -66,49 +55,38 @@ _PrefillPart = _coefficients("_PrefillPart", PREFILL_TERMS, hinges=(list[_HingeP
 
 
 def _part(noun: type, **bounds: Any) -> type[FilePart]:
-    """The part of a file that holds a record: its fields and defaults, numbers in bounds or from 0 on."""
-    numbers: dict[Any, Any] = {int: Count, float: Seconds, float | None: Seconds | None}
-    types = {name: bounds.get(name, numbers.get(t, t)) for name, t in get_type_hints(noun).items()}
-    held: dict[str, Any] = {
-        field.name: (types[field.name], ... if field.default is MISSING else field.default)
-        for field in fields(noun)
-    }
+    """The part of a file that holds a record: its fields and defaults, numbers in bounds."""
+    from_0: dict[Any, Any] = {int: Count, float: Seconds, float | None: Seconds | None}
+    above_0: dict[Any, Any] = {int: Positive, float: Annotated[Seconds, Field(gt=0)]}
+    types = get_type_hints(noun)
+    held: dict[str, Any] = {}
+    for field in fields(noun):
+        plain = (above_0 if field.metadata else from_0).get(types[field.name], types[field.name])
+        default = ... if field.default is MISSING else field.default
+        held[field.name] = (bounds.get(field.name, plain), default)
     return create_model(f"_{noun.__name__}Part", __base__=FilePart, **held)
 
 
+# The records that a profile consists of, by its fields. Step times have a form of their own.
 _NOUNS: dict[str, Any] = {
-    "kv": KvModel,
-    "engine": EngineLimits,
-    "residuals": Residuals,
-    "source": Source,
-    "fitted": FittedRange,
-    "frontend": Frontend,
-    "speculation": Speculation,
-    "host_kv": HostKv,
-    "ranks": Ranks,
+    name: noun
+    for name, kind in get_type_hints(Profile).items()
+    for noun in (kind, *get_args(kind))
+    if is_dataclass(noun) and noun not in (StepModel, PrefillModel)
 }
 _BOUNDS: dict[str, dict[str, Any]] = {
-    "kv": {
-        "capacity_tokens": Positive,
-        "block_tokens": Positive,
-        "gpu_memory_utilization": Annotated[Seconds, Field(le=1)],
-    },
-    "engine": {"max_batched_tokens": Positive, "max_seqs": Positive},
+    "kv": {"gpu_memory_utilization": Annotated[Seconds, Field(le=1)]},
     "source": {
         "what": Annotated[str, Field(min_length=1, max_length=2000)],
         "licence": Name,
         "date": Annotated[str, BeforeValidator(_iso), Field(pattern=r"^\d{4}-\d{2}-\d{2}$")],
     },
     "speculation": {"acceptance": Annotated[tuple[Seconds, ...], Field(min_length=1)]},
-    "host_kv": {"capacity_bytes": Positive, "bytes_per_s": Annotated[Seconds, Field(gt=0)]},
-    "ranks": {"count": Positive},
 }
-# A group that begins with ? is left out where its first field is as usual.
+# The order in a file, where it is not a record's own. A group that begins with ? is left out where its first
+# field is as usual.
 _WRITTEN = {
     "frontend": ("per_request_s per_prompt_token_s", "?doubt_s", "?late_s"),
-    "speculation": ("acceptance draft_s round_s",),
-    "host_kv": ("capacity_bytes bytes_per_s",),
-    "ranks": ("of count shared_token_s",),
     "kv": (
         *("capacity_tokens block_tokens bytes_per_token", "?gpu_memory_bytes gpu_memory_utilization"),
         *("?request_tokens window_tokens", "?window_is_chunk", "?vocabulary step_token_bytes"),
@@ -119,10 +97,10 @@ _WRITTEN = {
         *("mean_relative p95_relative max_relative samples", "?held_out_mean", "?held_out_max"),
         *("unseen_relative", "?unseen_prefill_relative"),
     ),
-    "fitted": ("prefill_tokens sequences context_tokens",),
     "source": ("kind what licence date", "?host_s"),
 }
 _PARTS: dict[str, Any] = {name: _part(noun, **_BOUNDS.get(name, {})) for name, noun in _NOUNS.items()}
+_AT_END = ("engine", "residuals", "fitted", "source")
 _NEEDED = ("kv", "residuals", "source")
 _PLAIN = ("engine", "frontend")  # those that have a default for each field
 _FIELDS: dict[str, Any] = {
@@ -195,11 +173,11 @@ def profile_document(profile: Profile) -> dict[str, Any]:
             prefill["hinges"] = _hinge_rows(profile.prefill.hinges)
         content["prefill"] = prefill
     content["hinges"] = _hinge_rows(profile.step.hinges)
-    content |= _parts(profile, "frontend", "speculation", "host_kv", "ranks", "kv")
+    content |= _parts(profile, *(name for name in _NOUNS if name not in (*_AT_END, "kv")), "kv")
     content["context_limit_tokens"] = profile.context_limit_tokens
     if profile.workers_per_gpu > 1:
         content["workers_per_gpu"] = profile.workers_per_gpu
-    return content | _parts(profile, "engine", "residuals", "fitted", "source")
+    return content | _parts(profile, *_AT_END)
 
 
 def _parts(profile: Profile, *names: str) -> dict[str, Any]:
@@ -211,7 +189,7 @@ def _written(noun: Any, name: str) -> dict[str, Any]:
     """The fields of a noun that a file states, in the order of _WRITTEN."""
     usual = {field.name: field.default for field in fields(noun)}
     stated: dict[str, Any] = {}
-    for group in _WRITTEN[name]:
+    for group in _WRITTEN.get(name, usual):
         head, *more = group.removeprefix("?").split()
         if not group.startswith("?") or getattr(noun, head) != usual[head]:
             stated |= {one: _plain(getattr(noun, one)) for one in (head, *more)}
