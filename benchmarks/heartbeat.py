@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import Policy

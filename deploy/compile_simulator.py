@@ -19,7 +19,8 @@ def main() -> int:
     use_kernel_cache()
     import numpy as np
 
-    from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+    from controlplane.perfmodel.engine import EngineLimits, KvModel
+    from controlplane.perfmodel.profile import Profile, Residuals, Source
     from controlplane.perfmodel.step import StepModel
     from controlplane.types import Slo
     from controlplane.workload import Workload

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from controlplane.perfmodel.profile import KvModel, Profile
+from controlplane.perfmodel.engine import KvModel
+from controlplane.perfmodel.profile import Profile
 from controlplane.placement.caches import chain
 from controlplane.placement.ledger import DECODING
 from controlplane.placement.lengths import LengthTable

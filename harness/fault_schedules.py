@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from controlplane.migration.move import Stage
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId

@@ -1,9 +1,10 @@
-"""Nouns in text form: durations, targets, classes, parts of a trace, host memory, draft tokens."""
+"""Nouns in text form: durations, targets, classes, parts of a trace, host memory, draft tokens, addresses."""
 
 from __future__ import annotations
 
 import math
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -213,3 +214,18 @@ def parse_speculation(text: str) -> Speculation | None:
         )
     except BadInput as error:
         raise BadInput(f"--speculate: {error}" if "--speculate" not in str(error) else str(error)) from None
+
+
+def host_port(text: str, flag: str) -> tuple[str, int]:
+    """HOST:PORT in two parts. Raises BadInput."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise BadInput(f"{flag}: expected HOST:PORT, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def listening_at(text: str, flag: str) -> socket.socket:
+    """A bound socket at HOST:PORT. Raises BadInput."""
+    from dataplane.http.server import bind  # loads uvicorn
+
+    return bind(*host_port(text, flag), flag)

@@ -12,7 +12,8 @@ from functools import partial
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import OF_EVERY_DEGREE, KvModel, Profile
+from controlplane.perfmodel.engine import KvModel
+from controlplane.perfmodel.profile import OF_EVERY_DEGREE, Profile
 from controlplane.perfmodel.step import Hinge, HingeOf, Model, coefficients
 
 # Standard deviations of step times, from degrees of the library left out (profiling/perf_models.py).

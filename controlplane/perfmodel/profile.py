@@ -7,8 +7,7 @@ independent errors do. `relative_error` reads them at a confidence.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -16,133 +15,22 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from controlplane.errors import BadInput, no_offload
-from controlplane.perfmodel.engine_memory import release_of, taken_bytes
+from controlplane.perfmodel.engine import EngineLimits, HostKv, KvModel
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.speculation import Speculation, verified_base_s, verified_step
 from controlplane.perfmodel.step import Batch, Hinge, PrefillModel, StepModel
-from controlplane.types import ABOVE_0, EngineMode
+from controlplane.types import EngineMode
 
-ASYNCHRONOUS_SINCE = (0, 14)  # vLLM's release that made asynchronous scheduling its default
-MOST_STEPS_AHEAD = 4
 # Of a composed profile's host time, what a step of decode alone hides in an engine that plans ahead.
 HIDDEN_HOST_S = 0.0007
 # An engine that plans no step ahead takes up to 0.5 ms longer for a step of a few tokens than for one token.
 # A mixture's experts have this form already.
 HOST = Hinge("experts", 5.0, 1e-4)
-GROUP_ROUNDING = 0.01  # of tokens in whole numbers
 NORMAL_MEAN_ABS = 0.7978845608  # E|z| of a standard normal
 MEAN_RANK = 0.575  # share of normal errors below their mean size
 UNSEEN = ("unseen_relative", "unseen_prefill_relative")
 # Fields that profiles of one worker at several TP degrees have in common.
 OF_EVERY_DEGREE = ("model", "gpu", "ranks", "speculation", "host_kv", "workers_per_gpu")
-
-
-@dataclass(frozen=True, slots=True)
-class KvModel:
-    """KV memory of a worker (Eq 1 is linear: a request holds one slot per token of context, in whole blocks).
-
-    The engine takes the share `gpu_memory_utilization` of each GPU's `gpu_memory_bytes` (as its driver
-    reports them); what weights, activations and graphs leave of that is `capacity_tokens`. 0: not known.
-
-    Layers that attend to a window, and recurrent ones, keep no more of a longer request. Then a token is what
-    it takes in the layers that keep all. A request holds up to `request_tokens` on top of its tokens: all of
-    them from `window_tokens` on, fewer in proportion before. `window_is_chunk`: layers attend to the tokens
-    since the last multiple of the window, as Llama 4's do.
-
-    `vocabulary` and `step_token_bytes` are of the model. The memory of the engine's profiling run follows
-    from them (`engine_memory.py`). 0: not known; then other limits do not change KV.
-
-    `measured_per_token`, `measured_per_request`: Eq 1 as an engine's steps had it, in tokens of KV in use for
-    each token of context and each request, and its mean relative error. For people to read. 0: not measured.
-    """
-
-    capacity_tokens: int = field(metadata=ABOVE_0)
-    block_tokens: int = field(default=16, metadata=ABOVE_0)
-    bytes_per_token: int = 0
-    gpu_memory_bytes: int = 0
-    gpu_memory_utilization: float = 0.0
-    request_tokens: int = 0
-    window_tokens: int = 0
-    vocabulary: int = 0
-    step_token_bytes: int = 0
-    window_is_chunk: bool = False
-    measured_per_token: float = 0.0
-    measured_per_request: float = 0.0
-    measured_error: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.vocabulary < 0 or self.step_token_bytes < 0:
-            raise BadInput(f"kv: vocabulary and step_token_bytes must be at least 0, got {self}")
-        if self.request_tokens < 0 or self.window_tokens < 0:
-            raise BadInput(f"kv: request_tokens and window_tokens must be at least 0, got {self}")
-        if self.capacity_tokens < 1 or self.block_tokens < 1 or self.bytes_per_token < 0:
-            raise BadInput(f"kv: capacity_tokens and block_tokens must be at least 1, got {self}")
-        if self.gpu_memory_bytes < 0 or not 0 <= self.gpu_memory_utilization <= 1:
-            raise BadInput(f"kv: gpu_memory_bytes and gpu_memory_utilization: got {self}")
-
-    @property
-    def window_groups(self) -> int:
-        """Groups of layers with a window, each as large as that of those that keep all; 0 for states."""
-        if self.window_tokens <= 1:
-            return 0
-        return math.ceil(self.request_tokens / self.window_tokens - GROUP_ROUNDING)
-
-    def held(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """The part of `capacity_tokens` that a request takes, for each of these lengths in tokens."""
-        n = np.asarray(tokens, float)
-        return np.asarray(n + self.request_tokens * self._window_share(n, 0.5))
-
-    def held_at_least(self, tokens: ArrayLike, until: ArrayLike) -> NDArray[np.float64]:
-        """The least part that a request takes which grows from one length to another."""
-        n, ends = np.asarray(tokens, float), np.asarray(until, float)
-        least = np.where(self.window_is_chunk & (ends >= self.window_tokens), 0.0, self._window_share(n, 0.0))
-        return np.asarray(n + self.request_tokens * least)
-
-    def _window_share(self, tokens: NDArray[np.float64], of_a_chunk: float) -> NDArray[np.float64]:
-        """The part of its windows that a request fills; of a chunk, on the mean, past the first."""
-        share = np.minimum(tokens / max(self.window_tokens, 1), 1.0)
-        return np.where(self.window_is_chunk & (share >= 1.0), of_a_chunk, share)
-
-    def with_utilization(self, share: float, gpus: int) -> KvModel:
-        """With another share of the memory of the worker's GPUs; weights and activations take what they took.
-
-        Where that leaves no room a single block remains, which holds no request. Raises BadInput where it is
-        not known what memory there is.
-        """
-        if not (self.gpu_memory_bytes and self.gpu_memory_utilization and self.bytes_per_token):
-            raise BadInput("its profile does not say what memory its KV is from; give --kv-tokens")
-        more = (share - self.gpu_memory_utilization) * self.gpu_memory_bytes * gpus
-        return replace(self, capacity_tokens=self._tokens_with(more), gpu_memory_utilization=share)
-
-    def with_limits(self, before: EngineLimits, after: EngineLimits, gpus: int) -> KvModel:
-        """With what an engine of other limits or another release leaves, if the model is known."""
-        known = self.vocabulary and self.gpu_memory_utilization and self.bytes_per_token
-        if not known or before == after:
-            return self
-        less = self._taken_bytes(after, gpus) - self._taken_bytes(before, gpus)
-        return replace(self, capacity_tokens=self._tokens_with(-less * gpus)) if less else self
-
-    def _taken_bytes(self, limits: EngineLimits, gpus: int) -> float:
-        """Bytes on each GPU that are neither weights nor KV."""
-        sizes = (limits.max_seqs, limits.max_batched_tokens)
-        return taken_bytes(limits.version, gpus, *sizes, self.vocabulary, self.step_token_bytes)
-
-    def _tokens_with(self, more_bytes: float) -> int:
-        """Tokens in whole blocks with more or less memory on all GPUs together; at least a block."""
-        blocks = int(self.capacity_tokens + more_bytes / self.bytes_per_token) // self.block_tokens
-        return max(blocks, 1) * self.block_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class HostKv:
-    """Host memory of a worker that keeps KV which has left its GPUs, and what a GPU loads of it a second."""
-
-    capacity_bytes: int = field(metadata=ABOVE_0)
-    bytes_per_s: float = field(metadata=ABOVE_0)
-
-    def __post_init__(self) -> None:
-        if self.capacity_bytes < 1 or not 0 < self.bytes_per_s < float("inf"):
-            raise BadInput(f"host_kv: capacity_bytes and bytes_per_s must be above 0, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,47 +55,6 @@ class Frontend:
     def seconds(self, prompt_tokens: ArrayLike) -> NDArray[np.float64]:
         """Seconds of requests with such prompts, cached or not."""
         return self.per_request_s + self.per_prompt_token_s * np.asarray(prompt_tokens, float)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """The engine's software and its batch limits.
-
-    `steps_ahead`: steps that it has planned when a request comes, which the request waits for: 1 where vLLM
-    schedules asynchronously, as it does on GPUs since 0.14.
-    """
-
-    name: str = "vllm"
-    version: str = ""
-    mode: EngineMode = EngineMode.CHUNKED
-    max_batched_tokens: int = field(default=2048, metadata=ABOVE_0)
-    max_seqs: int = field(default=256, metadata=ABOVE_0)
-    steps_ahead: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.steps_ahead <= MOST_STEPS_AHEAD:
-            raise BadInput(
-                f"engine: steps_ahead: must be from 0 to {MOST_STEPS_AHEAD}, got {self.steps_ahead:g}"
-            )
-        if self.max_batched_tokens < 1 or self.max_seqs < 1:
-            raise BadInput("engine: max_batched_tokens and max_seqs must be at least 1")
-        if self.mode == EngineMode.CHUNKED and self.max_batched_tokens < self.max_seqs:
-            raise BadInput(
-                f"engine: max_batched_tokens: {self.max_batched_tokens} is below max_seqs {self.max_seqs};"
-                " a chunked step must hold a token for each sequence"
-            )
-
-    @property
-    def first_steps(self) -> float:
-        """Base times in a first token on a worker that serves: its own, half of another, those ahead."""
-        return 0.0 if self.mode == EngineMode.PREFILL_FIRST else 1.5 + self.steps_ahead
-
-
-def steps_ahead_of(version: str) -> float:
-    """The steps that a vLLM of this version plans ahead on GPUs by default; with no version, the latest."""
-    if (release := release_of(version)) is None:
-        return 0.0 if version else 1.0
-    return 1.0 if release >= ASYNCHRONOUS_SINCE else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from controlplane.perfmodel.engine import EngineLimits, KvModel, steps_ahead_of
 from controlplane.perfmodel.fit import fit_phases, pooled
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source, steps_ahead_of
+from controlplane.perfmodel.profile import Profile, Residuals, Source
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode

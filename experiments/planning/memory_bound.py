@@ -35,7 +35,8 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import EngineMode, Slo

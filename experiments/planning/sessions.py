@@ -45,12 +45,13 @@ from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.comparisons import BASELINES
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.inputs import Gathered, gather
+from tokenfleet.planning.mixes.bounds import alone_session_s
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH
 from tokenfleet.planning.search import Search
-from tokenfleet.planning.sizing import MostAgents, alone_session_s, most_agents
+from tokenfleet.planning.sizing import MostAgents, most_agents
 from tokenfleet.planning.threads import Threads, open_threads
 from tokenfleet.planning.traffic.draws import next_like, units_of
 from tokenfleet.traces import Trace, read_trace

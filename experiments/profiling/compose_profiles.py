@@ -24,17 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import ControlPlaneError
+from controlplane.perfmodel.engine import EngineLimits, KvModel, steps_ahead_of
 from controlplane.perfmodel.fit import fit_prefill, fit_step
-from controlplane.perfmodel.profile import (
-    HIDDEN_HOST_S,
-    EngineLimits,
-    KvModel,
-    Profile,
-    Residuals,
-    Source,
-    hiding,
-    steps_ahead_of,
-)
+from controlplane.perfmodel.profile import HIDDEN_HOST_S, Profile, Residuals, Source, hiding
 from controlplane.perfmodel.step import PrefillModel
 from controlplane.types import EngineMode
 from experiments.lib.measured_profiles import (

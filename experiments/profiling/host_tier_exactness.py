@@ -32,7 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.perfmodel.profile import HostKv, Profile
+from controlplane.perfmodel.engine import HostKv
+from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance

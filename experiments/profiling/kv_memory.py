@@ -4,7 +4,7 @@
 
 Each row is a published start of an engine: `Available KV cache memory` or `GPU KV cache size`, with the
 limits that it ran with. `law` takes the engine's share of memory, less weights of the published
-configuration, less `controlplane/perfmodel/engine_memory.py`. `library` is the shipped profile with the
+configuration, less `controlplane.perfmodel.engine.py`. `library` is the shipped profile with the
 row's limits, release and share of memory, where there is one of the model on that GPU. GiB are of one GPU.
 Errors are of KV memory.
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controlplane.errors import ControlPlaneError
-from controlplane.perfmodel.engine_memory import GIB, step_token_bytes, taken_bytes
+from controlplane.perfmodel.engine import GIB, step_token_bytes, taken_bytes
 from experiments.lib.results import bar, flags, show
 from tokenfleet.profiles.library import find_profiles
 

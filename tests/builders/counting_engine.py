@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from controlplane.perfmodel.calibration import Interval
-from controlplane.perfmodel.profile import EngineLimits
+from controlplane.perfmodel.engine import EngineLimits
 from controlplane.perfmodel.step import StepModel
 
 LIMITS = EngineLimits(max_batched_tokens=2048, max_seqs=256)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 
 from controlplane.perfmodel.coefficients import coefficient_row
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.placement.batch import begin_decoding, enqueue
 from controlplane.placement.ledger import (

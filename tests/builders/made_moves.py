@@ -5,7 +5,7 @@ from made_profiles import made_profile
 
 from controlplane.migration.move import Stage
 from controlplane.perfmodel import coefficients as speed
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, DONE, HELD, NONE, PREFILLING, QUEUED, SERVING, generated
 from controlplane.types import EngineMode

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from controlplane.perfmodel.profile import (
-    EngineLimits,
-    FittedRange,
-    KvModel,
-    Profile,
-    Residuals,
-    Source,
-)
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import FittedRange, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
 
 EXACT = Residuals(0.0, 0.0, 0.0, 0)

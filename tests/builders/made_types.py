@@ -1,6 +1,7 @@
 """Types of worker, profiles, traffic and questions to the mix, as the tests of the scaler make them."""
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
 from controlplane.scaler.line import Weights
 from controlplane.scaler.mix import MixNeed, MixSettings

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.prefixes import Prefixes, Sessions
 from controlplane.types import EngineMode, Slo, SloClass

@@ -7,7 +7,8 @@ import pytest
 from made_profiles import made_profile
 from numpy.typing import NDArray
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo

@@ -10,7 +10,7 @@ from made_profiles import made_profile
 from made_states import state_of
 
 from controlplane.migration.drain import DRAIN_LOOK_S
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, DONE, HELD, generated
 from controlplane.placement.lengths import LengthTable

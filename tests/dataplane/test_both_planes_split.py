@@ -9,7 +9,7 @@ import pytest
 from made_gateways import made_request, worker_info
 from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.ledger import HELD
 from controlplane.placement.lengths import LengthTable

@@ -15,7 +15,7 @@ from tokenfleet.cli.compare import compared, met
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.library import read_profile, write_profile
 from tokenfleet.service.jobs import Serving
-from tokenfleet.service.scorecard import recorded_steps, step_ratios
+from tokenfleet.service.plan_replay import recorded_steps, step_ratios
 
 pytestmark = pytest.mark.live
 PROFILE = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"

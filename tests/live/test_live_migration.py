@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import quiet_vllm  # noqa: F401  # first
 
-from controlplane.perfmodel.profile import KvModel
+from controlplane.perfmodel.engine import KvModel
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.vllm_surface import FinishReason

@@ -15,7 +15,7 @@ from made_plans import PROFILE, plan_of_fleet
 from planning_builders import worker
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import KvModel
+from controlplane.perfmodel.engine import KvModel
 from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.profiles.form import profile_document
 

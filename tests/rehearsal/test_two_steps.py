@@ -17,7 +17,7 @@ from made_profiles import made_profile
 from test_gpu_engine import config_of
 from two_steps import BLOCK, BLOCKS, END, STEP_S, Engine, Read, chain, next_token
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import Slo, WorkerId
 from controlplane.workload import Workload

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.scaler.line import Line
 from controlplane.scaler.state import Scaling, ScalingSettings
@@ -12,6 +14,9 @@ from controlplane.scaler.traffic import Regime
 from controlplane.types import ClassOutcomes, Slo
 from controlplane.worker_type import WorkerType
 from tokenfleet.advise.look import Buckets
+
+KINDS = {"deployment": "Deployment", "statefulset": "StatefulSet"}
+NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +169,22 @@ class Advice:
     held_since_s: float | None = None
     applied: str = ""
     spent: Spent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleTarget:
+    """A Deployment or StatefulSet by its name."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.lower()}/{self.name}"
+
+
+def scale_target(text: str, flag: str) -> ScaleTarget:
+    """`deployment/NAME` or `statefulset/NAME`. Raises BadInput."""
+    kind, _, name = text.partition("/")
+    if kind not in KINDS or re.fullmatch(NAME, name) is None:
+        raise BadInput(f"{flag}: expected deployment/NAME or statefulset/NAME, got {text!r}")
+    return ScaleTarget(KINDS[kind], name)

@@ -12,9 +12,8 @@ import shlex
 from typing import Any, Protocol
 
 from controlplane.errors import BadInput
-from tokenfleet.advise.advice import Advice
+from tokenfleet.advise.advice import Advice, ScaleTarget
 from tokenfleet.advise.kubernetes.cluster import ApiRefused, KubernetesApi
-from tokenfleet.advise.target import ScaleTarget
 
 PLACE = "{replicas}"
 COMMAND_S = 60.0

@@ -61,7 +61,7 @@ def export_command(flags: ExportFlags) -> None:
 
     tokenfleet export systemd prometheus grafana --plan plan.json --weights /models/mine --output-dir deploy
     """
-    from tokenfleet.advise.target import scale_target
+    from tokenfleet.advise.advice import scale_target
     from tokenfleet.export.deployment import deployment, dns_name
     from tokenfleet.export.files import ExportSettings, advice_files, export_files, known_kinds, next_steps
     from tokenfleet.export.keda import followed_advice

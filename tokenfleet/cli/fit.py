@@ -1,66 +1,36 @@
-"""`tokenfleet fit` and `calibrate`: profiles, with errors, from measurements of engines or their service."""
+"""`tokenfleet fit`: a profile, with its errors, from measurements of an engine."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 
 from controlplane.errors import BadInput, ProfileMissing
-from controlplane.perfmodel.calibration import calibrated_by
-from controlplane.perfmodel.factors import FittedFactor
+from controlplane.perfmodel.engine import EngineLimits, KvModel, steps_ahead_of
 from controlplane.perfmodel.fit import OUTLYING, StepFit, fit_phases, fit_prefill, fit_step, outlying, pooled
-from controlplane.perfmodel.profile import (
-    EngineLimits,
-    KvModel,
-    Profile,
-    Residuals,
-    Source,
-    relative_error,
-    steps_ahead_of,
-)
+from controlplane.perfmodel.profile import Profile, Residuals, Source, relative_error
 from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
 from controlplane.types import EngineMode
-from tokenfleet.cli.flags import (
-    EndpointKey,
-    Format,
-    MaxBatchedTokens,
-    MaxSeqs,
-    OutputFormat,
-    TlsCa,
-    flag,
-    takes_flags,
-)
-from tokenfleet.cli.terminal import console, counted_bar, show
+from tokenfleet.cli.flags import Format, OutputFormat, flag, takes_flags
+from tokenfleet.cli.terminal import show
 from tokenfleet.profiles.diagnostics import Break, HostSpeed, form_of, linear_breaks
-from tokenfleet.profiles.fit_log import calibrated, fit_log, judged
+from tokenfleet.profiles.fit_log import fit_log
 from tokenfleet.profiles.kv_memory import KvUse, fit_kv
-from tokenfleet.profiles.library import (
-    canonical_gpus,
-    canonical_model,
-    find_profiles,
-    read_profile,
-    write_profile,
-)
+from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, write_profile
 from tokenfleet.profiles.measurements import RequestLog, is_request_log, read_measurements, read_request_log
 from tokenfleet.report.tables import table
 
-if TYPE_CHECKING:
-    from tokenfleet.compare.replay import Replay
-
 CONFIDENCES = (0.5, 0.9, 0.99)
 INEXACT = 0.15  # a mean error from which plans mislead
-FEWEST_LOGGED = 30  # requests of an access log
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +79,7 @@ class FitFlags:
             kv=kv,
             engine=limits,
             residuals=Residuals(0.0, 0.0, 0.0, 0),
-            source=Source("measured", names, self.licence, _day(self.measured_on)),
+            source=Source("measured", names, self.licence, iso_day(self.measured_on)),
             context_limit_tokens=self.context_limit,
         )
 
@@ -120,7 +90,7 @@ def fit_command(flags: FitFlags) -> None:
 
     tokenfleet fit --measurements steps.csv --model llama-3.1-8b --gpu h100-sxm --tp 1 --output my.yaml
     """
-    _day(flags.measured_on)
+    iso_day(flags.measured_on)
     speeds: list[HostSpeed] = []
     read = _read(flags, speeds)
     worker = flags.worker(_kv(flags, read))
@@ -220,7 +190,7 @@ def speed_text(speed: HostSpeed) -> str:
     )
 
 
-def _day(text: str | None) -> str:
+def iso_day(text: str | None) -> str:
     try:
         return (date.today() if text is None else date.fromisoformat(text)).isoformat()
     except ValueError:
@@ -255,11 +225,11 @@ def _say(
         print(json.dumps(answer))
         return
     terms = coefficients(step).items()
-    lines = [(f"step time, {_words(name)}", f"{1e6 * value:.6g} µs") for name, value in terms if value]
+    lines = [(f"step time, {term_words(name)}", f"{1e6 * value:.6g} µs") for name, value in terms if value]
     lines += [(f"error of {100 * c:.0f} % of steps", f"up to {100 * e:.1f} %") for c, e in errors.items()]
     show(
         [
-            f"{profile.label}: {residuals.samples:,} steps, {_error_text(residuals)}",
+            f"{profile.label}: {residuals.samples:,} steps, {error_text(residuals)}",
             table(("fitted", "value"), lines, left=("fitted",)),
             f"Terms, chosen by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}",
             *map(speed_text, speeds),
@@ -270,205 +240,12 @@ def _say(
     print(f"wrote {flags.out}", file=sys.stderr)
 
 
-def _words(coefficient: str) -> str:
+def term_words(coefficient: str) -> str:
     return coefficient.removesuffix("_s").replace("_", " ")
 
 
-def _error_text(residuals: Residuals) -> str:
+def error_text(residuals: Residuals) -> str:
     held, mean = residuals.held_out_mean, residuals.mean_relative
     text = f"mean error {100 * mean:.1f} %"
     text += "" if held is None else f", {100 * held:.1f} % on held-out steps"
     return text + f" (above {100 * INEXACT:g} % a plan misleads)" * (mean > INEXACT)
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrateFlags:
-    """The flags of `tokenfleet calibrate`."""
-
-    profile: Annotated[str, typer.Option(help="profile to correct: a file, or a model of the library")]
-    output: Annotated[Path, typer.Option(help="the profile to write, for plan, simulate and serve --profile")]
-    metrics: list[str] | None = flag(
-        None, "address of an engine's metrics, e.g. http://host:8000/metrics; repeat for more"
-    )
-    log: Path | None = flag(None, "read an access log instead (JSONL: arrival, tokens, TTFT, E2E)")
-    endpoint: str | None = flag(None, "send 48 test requests to this idle OpenAI endpoint; takes a minute")
-    api_key: EndpointKey = None
-    tls_ca: TlsCa = None
-    minutes: float = flag(15.0, "with --metrics: minutes to watch", min=0.1, max=1440)
-    gpu: str | None = flag(None, "with a model's name: the GPU, e.g. h100")
-    tp: int | None = flag(None, "with a model's name: GPUs of a worker", min=1)
-    workers: int = flag(1, "with --log or --endpoint: engines that serve the requests in turn", min=1)
-    max_seqs: MaxSeqs = None
-    max_batched_tokens: MaxBatchedTokens = None
-    output_format: Format = OutputFormat.TABLE
-
-
-@takes_flags()
-def calibrate_command(flags: CalibrateFlags) -> None:
-    """Correct a profile with the traffic that a vLLM serves, or with test requests to an idle one.
-
-    With --metrics, it reads the metrics every 3 seconds. An access log has one request a line: arrival_s,
-    prompt_tokens, output_tokens, and either ttft_s and e2e_s or first_token_s and last_token_s. The answer
-    names the coefficients that the traffic does not determine; they keep the profile's proportions.
-
-    tokenfleet calibrate --metrics host:8000 --profile llama-3.1-8b --gpu h100 --tp 1 --output mine.yaml
-    tokenfleet calibrate --metrics a:8000 --metrics b:8000 --profile old.yaml --minutes 30 --output new.yaml
-
-    tokenfleet calibrate --endpoint http://host:8000 --profile llama-3.1-8b --gpu h100 --output mine.yaml
-
-    tokenfleet calibrate --log requests.jsonl --profile old.yaml --output new.yaml
-    tokenfleet plan --trace trace.csv --profile mine.yaml --slo ttft=400ms,tpot=30ms
-    """
-    if sum((flags.log is not None, bool(flags.metrics), flags.endpoint is not None)) != 1:
-        raise BadInput("calibrate: give --metrics ADDRESS (or several), --log FILE, or --endpoint URL")
-    if flags.output.is_dir():
-        raise BadInput(f"--output: {flags.output}: is a folder, expected a file")
-    around = _around(flags).with_engine(max_batched_tokens=flags.max_batched_tokens, max_seqs=flags.max_seqs)
-    said: list[str] = []
-    if flags.log is not None:
-        made, corrections = _by_log(flags.log, around, flags.workers, said)
-    elif flags.endpoint is not None:
-        made, corrections = _by_probes(flags.endpoint, around, flags, said)
-    else:
-        made, corrections = _by_metrics(flags.metrics or [], around, flags.minutes, said)
-    write_profile(made, flags.output)
-    said += _untold(corrections)
-    _say_calibrated(made, corrections, said, flags)
-
-
-def _around(flags: CalibrateFlags) -> Profile:
-    path = Path(flags.profile)
-    if path.is_file() or path.suffix in (".yaml", ".yml"):
-        return read_profile(path)
-    found = find_profiles(flags.profile, [flags.gpu] if flags.gpu else [], [flags.tp] if flags.tp else [])
-    if len(found) > 1:
-        names = ", ".join(one.type_name for one in found)
-        raise BadInput(f"--profile: {flags.profile}: there are {names}; choose with --gpu and --tp")
-    return found[0]
-
-
-def _by_metrics(
-    urls: Sequence[str], around: Profile, minutes: float, said: list[str]
-) -> tuple[Profile, list[FittedFactor]]:
-    """Watch the engines and calibrate by what they did; a page that fails meanwhile is a gap, and said."""
-    from tokenfleet.profiles.engine_metrics import drafts, intervals_of, kv_of, watched
-
-    with console(stderr=True).status(f"watching {', '.join(urls)} for {minutes:g} minutes"):
-        scrapes, missed = watched(urls, 60.0 * minutes)
-    if missed:
-        said.append(f"{len(missed)} reads failed and were left out; the last: {missed[-1]}")
-    if drafts(scrapes):
-        said.append(
-            "the engine uses speculative decoding; step times are learned, accepted draft tokens are not"
-        )
-    kv_tokens, block_tokens = kv_of(scrapes[-1] or scrapes[0])
-    if kv_tokens:
-        around = around.with_kv(None, kv_tokens, block_tokens)
-    else:
-        said.append("the engines report no common KV size; the profile's is kept")
-    found = intervals_of(scrapes)
-    made, corrections = calibrated_by(found, around)
-    gaps = sum(one.gaps for one in found)
-    what = f"calibrated by /metrics over {minutes:g} minutes ({gaps:.0f} tokens), from {around.label}"
-    return _sourced(made, around, what), corrections
-
-
-def _by_probes(
-    url: str, around: Profile, flags: CalibrateFlags, said: list[str]
-) -> tuple[Profile, list[FittedFactor]]:
-    """Calibrate by requests sent to an idle endpoint, and refuse what step times do not explain."""
-    from dataplane.http.tls import client_context
-    from tokenfleet.compare.replay import replay, served_model
-    from tokenfleet.profiles.engine_metrics import engine_counts, kv_of, scraped
-    from tokenfleet.profiles.probe import probes
-
-    with suppress(BadInput):  # a gateway shows no engine's KV
-        kv_tokens, block_tokens = kv_of(engine_counts(scraped(url), 0.0))
-        if kv_tokens:
-            around = around.with_kv(None, kv_tokens, block_tokens)
-            said.append("the engine itself reports this KV memory")
-    at = asyncio.run(served_model(url, flags.api_key, client_context(flags.tls_ca)))
-    longest = min(filter(None, (at.context_limit_tokens, around.context_limit_tokens)), default=0)
-    workload, judged_rows = probes(replace(around, context_limit_tokens=longest), flags.workers)
-
-    async def send() -> Replay:
-        with counted_bar("sending requests", len(workload)) as advance:
-            return await replay(workload, at, np.random.default_rng(0), advance)
-
-    sent = asyncio.run(send())
-    if sent.errors:
-        raise BadInput(
-            f"--endpoint: {url}: {len(sent.errors)} of {len(workload)} requests failed: {sent.errors[0]}"
-        )
-    log = sent.log
-    made, corrections, fit = calibrated(log, around, judged_rows, flags.workers)
-    fit.refuse(f"--endpoint: {url}")
-    said.append(fit.text)
-    what = f"calibrated by {int(judged_rows.sum())} requests to an idle endpoint, from {around.label}"
-    return _sourced(judged(log, made, judged_rows, flags.workers), around, what), corrections
-
-
-def _by_log(path: Path, around: Profile, workers: int, said: list[str]) -> tuple[Profile, list[FittedFactor]]:
-    """Calibrate by a log, and refuse one that step times do not explain."""
-    log = read_request_log(path)
-    requests = len(log.workload)
-    if requests < FEWEST_LOGGED:
-        raise BadInput(f"{path}: {requests} requests, at least {FEWEST_LOGGED} are needed")
-    known = np.ones(requests, np.bool_)
-    made, corrections, fit = calibrated(log, around, known, workers)
-    fit.refuse(str(path))
-    said.append(fit.text)
-    what = f"calibrated by the log of {requests} requests, {path.name}, from {around.label}"
-    return _sourced(judged(log, made, known, workers), around, what), corrections
-
-
-def _sourced(made: Profile, around: Profile, what: str) -> Profile:
-    source = replace(
-        around.source,
-        kind="measured",
-        what=what[:2000],
-        licence="own measurements",
-        date=_day(None),
-        host_s=0.0,
-    )
-    return replace(made, source=source)
-
-
-def _untold(corrections: Sequence[FittedFactor]) -> list[str]:
-    """The number of coefficients that the traffic does not determine, in a sentence."""
-    untold = sum(not one.told for one in corrections)
-    if untold == len(corrections):
-        return ["the traffic was too uniform to separate the coefficients; all are scaled alike"]
-    text = (
-        f"the traffic does not determine {untold} of {len(corrections)} coefficients; their proportions stay"
-    )
-    return [text] * (untold > 0)
-
-
-def _say_calibrated(
-    made: Profile, corrections: Sequence[FittedFactor], said: Sequence[str], flags: CalibrateFlags
-) -> None:
-    residuals = made.residuals
-    if flags.output_format == OutputFormat.JSON:
-        answer: dict[str, Any] = {
-            "schema": "tokenfleet.calibration/1",
-            "profile": str(flags.output),
-            "corrections": [asdict(one) for one in corrections],
-            "frontend_s": made.frontend.per_request_s,
-            "kv_tokens": made.kv.capacity_tokens,
-            "mean_error": residuals.mean_relative,
-            "held_out_error": residuals.held_out_mean,
-            "doubt": residuals.unseen_relative,
-            "says": list(said),
-        }
-        print(json.dumps(answer))
-        return
-    print(f"Calibrated {made.label}: {_error_text(residuals)}; written to {flags.output}")
-    for one in corrections:
-        untold = "" if one.told else " (not determined)"
-        print(f"  {_words(one.name):32} {one.factor:.3g} ± {one.error:.2g} times the profile's{untold}")
-    print(f"Plans with this profile add a model-error margin of {100 * residuals.unseen_relative:.1f} %.")
-    frontend_ms = made.frontend.per_request_s * 1e3
-    print(f"KV memory: {made.kv.capacity_tokens:,} tokens. HTTP overhead: {frontend_ms:.1f} ms a request.")
-    for line in said:
-        print(f"{line[0].upper()}{line[1:]}.")

@@ -38,7 +38,7 @@ VERBS = {
     "compare": Verb(".compare", "compare_command", "replay a trace on a running fleet and in the simulator"),
     "export": Verb(".export", "export_command", "write a plan for KubeRay, Helm, KEDA, Prometheus, systemd"),
     "fit": Verb(".fit", "fit_command", "fit a profile to measurements"),
-    "calibrate": Verb(".fit", "calibrate_command", "correct a profile by a vLLM in service"),
+    "calibrate": Verb(".calibrate", "calibrate_command", "correct a profile by a vLLM in service"),
     "advise": Verb(
         ".advise.command", "advise_command", "advise how many replicas a running vLLM fleet needs"
     ),

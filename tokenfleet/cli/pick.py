@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput, ProfileMissing
-from controlplane.perfmodel.profile import EngineLimits, Profile
+from controlplane.perfmodel.engine import EngineLimits
+from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
-from tokenfleet.advise.target import host_port, listening_at
 from tokenfleet.cli.advise.flags import ServerFlags
 from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, flag, takes_flags
 from tokenfleet.cli.terminal import warn
 from tokenfleet.planning.request import tightest
 from tokenfleet.profiles.engine_metrics import EngineCounts
 from tokenfleet.profiles.library import find_profiles, read_profile
-from tokenfleet.texts import parse_duration_s
+from tokenfleet.texts import host_port, listening_at, parse_duration_s
 
 if TYPE_CHECKING:
     from tokenfleet.advise.servers import Servers

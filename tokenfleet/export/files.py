@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from controlplane.errors import BadInput
-from tokenfleet.advise.target import ScaleTarget
+from tokenfleet.advise.advice import ScaleTarget
 from tokenfleet.export.deployment import PLAN, Deployment, serve_words
 from tokenfleet.export.keda import ADVISE_PORT, Followed, advise_words, asked_at, followed_plan, keda
 from tokenfleet.export.kuberay import KEYS, kuberay

@@ -20,12 +20,13 @@ from typing import Any, Literal
 import pydantic
 
 from controlplane.errors import BadInput
+from tokenfleet.advise.advice import ScaleTarget
 from tokenfleet.advise.published import TYPE, WANTED
-from tokenfleet.advise.target import ScaleTarget, host_port
 from tokenfleet.advise.view import SCHEMA
 from tokenfleet.export.deployment import Deployment
 from tokenfleet.export.production_stack import spec_name
 from tokenfleet.planning.fleet import Fleet, apportioned
+from tokenfleet.texts import host_port
 
 ADVISE_PORT, SCALER_PORT = 9105, 6000
 POLL_S = 15

@@ -23,17 +23,14 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.explain import hardest, holds_in
 from tokenfleet.planning.fleet import Fleet, fleet_fields, of_one_kind, totals
+from tokenfleet.planning.mixes.bounds import ceiling, fluid_workers, nearest_possible, nearest_session_s
 from tokenfleet.planning.plan_file import AgentsLine, Costed, KvOffload, Nearest, OtherPolicy, ScalingRule
 from tokenfleet.planning.search import Search, missed
 from tokenfleet.planning.sizing import (
     PER_REQUEST,
     Sizing,
     broken_off,
-    ceiling,
     confirm,
-    fluid_workers,
-    nearest_possible,
-    nearest_session_s,
     passes_on_trace,
     size_on_trace,
     smallest,

@@ -18,9 +18,9 @@ from controlplane.perfmodel.profile import Profile
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.estimate import may_fail, replicates_for, screened
 from tokenfleet.planning.fleet import Fleet, parts_of
+from tokenfleet.planning.mixes.bounds import alone_tpot_s, alone_ttft_s
 from tokenfleet.planning.plan_file import AloneNeeds, AloneShares, BindingDetail, Headroom, Plateau
 from tokenfleet.planning.search import Hardest, Search
-from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s
 from tokenfleet.planning.traffic.draws import time_scale
 from tokenfleet.planning.traffic.replicates import AS_IT_IS
 

@@ -632,7 +632,8 @@ def refuse_unshared(request: PlanRequest, workload: Workload) -> None:
 
 def asked_of(request: PlanRequest, profile: Profile) -> Profile:
     """The profile with the engine's memory, mode and drafts that are asked for."""
-    from controlplane.perfmodel.profile import HostKv, speculating  # loads numpy
+    from controlplane.perfmodel.engine import HostKv
+    from controlplane.perfmodel.profile import speculating  # loads numpy
     from tokenfleet.profiles.library import host_gb_per_s
 
     profile = profile.with_kv(request.gpu_memory_utilization, request.kv_tokens)

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import Profile, steps_ahead_of
+from controlplane.perfmodel.engine import steps_ahead_of
+from controlplane.perfmodel.profile import Profile
 from controlplane.prefixes import Prefixes
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome

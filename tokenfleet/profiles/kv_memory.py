@@ -5,7 +5,7 @@ A composed worker has what its weights and vLLM's profiling run leave.
 aiconfigurator-core knows the bytes of weights and of KV. Two things that it leaves out are added here. Of a
 mixture it counts one embedding; the engine holds two, unless they are tied. It counts experts in MXFP4 as 4
 bits; the engine keeps a scale of 8 bits for each 32 weights as well, and widens experts to a multiple of 256.
-What else an engine takes is in `controlplane/perfmodel/engine_memory.py`.
+What else an engine takes is in `controlplane.perfmodel.engine.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from controlplane.errors import BadInput, ProfileMissing
-from controlplane.perfmodel.engine_memory import GIB, step_token_bytes, taken_bytes
+from controlplane.perfmodel.engine import GIB, EngineLimits, KvModel, step_token_bytes, taken_bytes
 from controlplane.perfmodel.least_squares import check_distinct, solved
-from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.samples import StepSamples
 
 UTILIZATION = 0.9  # vLLM's default share of GPU memory up to 0.2x; since then 0.92

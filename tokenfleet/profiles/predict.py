@@ -38,15 +38,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from controlplane.errors import BadInput, ProfileMissing
+from controlplane.perfmodel.engine import EngineLimits, steps_ahead_of
 from controlplane.perfmodel.fit import fit_prefill, fit_step
-from controlplane.perfmodel.profile import (
-    HIDDEN_HOST_S,
-    EngineLimits,
-    Profile,
-    Source,
-    hiding,
-    steps_ahead_of,
-)
+from controlplane.perfmodel.profile import HIDDEN_HOST_S, Profile, Source, hiding
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode
 from tokenfleet.field_errors import nearest

@@ -19,7 +19,8 @@ from functools import partial
 from typing import Any
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, Profile
+from controlplane.perfmodel.engine import EngineLimits
+from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import Policy
 from controlplane.scaler.bounds import Autoscale
 from controlplane.worker_type import WorkerGroup, WorkerType

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from controlplane.errors import BadInput, no_offload
-from controlplane.perfmodel.profile import EngineLimits, Profile
+from controlplane.perfmodel.engine import EngineLimits
+from controlplane.perfmodel.profile import Profile
 from controlplane.types import Role
 from controlplane.worker_type import WorkerGroup, WorkerType
 

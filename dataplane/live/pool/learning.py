@@ -25,8 +25,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.fit import fit_step
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Source
+from controlplane.perfmodel.profile import Profile, Source
 from controlplane.perfmodel.samples import Burst, StepSamples, by_point, design
 from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType

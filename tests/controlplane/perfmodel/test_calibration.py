@@ -12,7 +12,7 @@ from made_profiles import made_profile
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.calibration import Interval, calibrated_by
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.types import EngineMode
 

@@ -13,7 +13,8 @@ from made_profiles import made_profile
 
 from controlplane.errors import BadInput, Infeasible
 from controlplane.perfmodel.capacity import decode_throughput, fluid_workers_of, worker_seconds
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.prefixes import Prefixes, Sessions
 from controlplane.types import EngineMode, Slo

@@ -16,8 +16,9 @@ import controlplane
 from controlplane.errors import BadInput
 from controlplane.migration.overload import ShedSettings, forecast
 from controlplane.perfmodel.coefficients import coefficient_row, mixed_s, prefill_s
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.fit import fit_step
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import Profile, Residuals, Source
 from controlplane.perfmodel.refit import Refit
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import (

@@ -9,8 +9,8 @@ from made_profiles import made_profile
 from scipy.optimize import lsq_linear
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.factors import NormalEquations, Terms
-from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import Batch, Hinge, StepModel
 
 STEP = StepModel(0.01, 0.0, 1e-3, 1e-6, hinges=(Hinge("sequences", 8.0, 1e-4),))

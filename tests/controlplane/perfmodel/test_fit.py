@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.engine import KvModel
 from controlplane.perfmodel.fit import fit_phases, fit_prefill, fit_step, outlying, pooled
-from controlplane.perfmodel.profile import (
-    FittedRange,
-    KvModel,
-    Profile,
-    Residuals,
-    relative_error,
-)
+from controlplane.perfmodel.profile import FittedRange, Profile, Residuals, relative_error
 from controlplane.perfmodel.samples import StepSamples, concatenated, folds
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.perfmodel.uncertainty import draw_profile

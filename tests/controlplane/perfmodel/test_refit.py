@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import KvModel, Residuals
+from controlplane.perfmodel.engine import KvModel
+from controlplane.perfmodel.profile import Residuals
 from controlplane.perfmodel.refit import BLOCK, PART, SCALE, SHIFT, Cusum, Refit, threshold
 from controlplane.perfmodel.step import Hinge, StepModel
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from builders.made_profiles import made_profile
 
-from controlplane.perfmodel.profile import Frontend, KvModel, Profile, Residuals
+from controlplane.perfmodel.engine import KvModel
+from controlplane.perfmodel.profile import Frontend, Profile, Residuals
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.perfmodel.uncertainty import (
     AT,

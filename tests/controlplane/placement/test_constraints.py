@@ -10,7 +10,8 @@ from made_ledgers import NOW_S, At, Held, ledger_of, requests, rest_of, workers
 from made_profiles import made_profile
 
 from controlplane.perfmodel.coefficients import coefficient_row
-from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Frontend
 from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.placement.constraints import (
     FIRST_ROOM,

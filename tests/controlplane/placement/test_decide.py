@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from made_ledgers import NOW_S, At, Held, ledger_of, requests, workers
 from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.assign import ASK, decide
 from controlplane.placement.constraints import harm

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.misprediction import SHORTEST, Z2, factor_of, size_of

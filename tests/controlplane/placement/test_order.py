@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from made_ledgers import NOW_S, ROLES, STATUSES, At, Held, ledger_of, requests, workers
 from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.assign import assign
 from controlplane.placement.batch import enqueue

@@ -12,7 +12,7 @@ from made_ledgers import NOW_S, ROLES, STATUSES, At, Held, ledger_of, requests, 
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.assign import assign, last_chance
 from controlplane.placement.constraints import fits, harm

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import HELD, NONE, QUEUED, new_ledger
 from controlplane.placement.lengths import LengthTable

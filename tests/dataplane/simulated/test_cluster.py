@@ -8,7 +8,8 @@ from invariants import check
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.constraints import USE_B, USE_C, USE_D, USE_E
 from controlplane.placement.lengths import LengthTable

@@ -18,7 +18,8 @@ from random_cases import (
 from reference_cache import CachedWorker
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.batch import enqueue
 from controlplane.placement.hits import cached_tokens, known_cached, shared_tokens

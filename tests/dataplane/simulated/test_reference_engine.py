@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 from reference_engine import ReferenceResult, simulate_split, simulate_worker
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
 

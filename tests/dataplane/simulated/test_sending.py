@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from invariants import check
 from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Frontend
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.policies import PlacementSettings
 from controlplane.placement.queue import QueueSettings

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, speculating
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile, speculating
 from controlplane.perfmodel.speculation import Speculation
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.lengths import LengthTable

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from controlplane.perfmodel.coefficients import coefficient_row, most_window_blocks, window_start
-from controlplane.perfmodel.profile import KvModel, Profile
+from controlplane.perfmodel.engine import KvModel
+from controlplane.perfmodel.profile import Profile
 from controlplane.prefixes import Prefixes
 from controlplane.types import Slo
 from controlplane.workload import Workload

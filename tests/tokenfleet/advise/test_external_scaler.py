@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from controlplane.errors import BadInput
+from tokenfleet.advise.advice import ScaleTarget
 from tokenfleet.advise.published import METRIC, SERVICE, TYPE, AdviceGauges, messages, scaler_at
-from tokenfleet.advise.target import ScaleTarget
 from tokenfleet.export.keda import Followed
 from tokenfleet.export.keda import keda as scaled_object
 

@@ -8,10 +8,10 @@ import pytest
 from fake_kubernetes import TOKEN, FakeKubernetes, kubeconfig, serving
 
 from controlplane.errors import BadInput
+from tokenfleet.advise.advice import ScaleTarget
 from tokenfleet.advise.apply import Applied, KubernetesScale, command_scale
 from tokenfleet.advise.kubernetes.cluster import ApiRefused, ApiServer, KubernetesApi, found_cluster
 from tokenfleet.advise.kubernetes.pods import PodSet, PodWatch
-from tokenfleet.advise.target import ScaleTarget
 
 LOOKS = 500  # of 10 ms, in which a condition has to come
 

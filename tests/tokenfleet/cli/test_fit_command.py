@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel, Profile
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Frontend, Profile
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import Slo
 from controlplane.workload import Workload

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import KvModel, Profile, Residuals
+from controlplane.perfmodel.engine import KvModel
+from controlplane.perfmodel.profile import Profile, Residuals
 from controlplane.perfmodel.step import StepModel
 from tokenfleet.cli.compare import first_tokens_s
 

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
+from tokenfleet.advise.advice import ScaleTarget
 from tokenfleet.advise.published import WANTED
-from tokenfleet.advise.target import ScaleTarget
 from tokenfleet.cli.main import main
 from tokenfleet.export.deployment import Deployment, deployment
 from tokenfleet.export.files import KINDS, ExportSettings, export_files

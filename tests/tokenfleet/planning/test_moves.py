@@ -7,7 +7,8 @@ import pytest
 from planning_builders import planned, said_of, search_of, talks, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import HostKv, Profile
+from controlplane.perfmodel.engine import HostKv
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode, Slo
 from controlplane.worker_type import WorkerGroup

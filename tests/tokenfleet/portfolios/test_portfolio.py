@@ -12,7 +12,7 @@ from planning_builders import save, worker
 
 import tokenfleet as tf
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import KvModel
+from controlplane.perfmodel.engine import KvModel
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main

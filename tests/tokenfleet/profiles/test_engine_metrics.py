@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import KvModel
+from controlplane.perfmodel.engine import KvModel
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import Slo
 from controlplane.workload import Workload

@@ -9,7 +9,8 @@ import pytest
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel, Profile, with_times
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Frontend, Profile, with_times
 from controlplane.perfmodel.step import StepModel
 from controlplane.perfmodel.uncertainty import draw_profile
 from controlplane.prefixes import Prefixes

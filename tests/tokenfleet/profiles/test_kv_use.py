@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import KvModel
+from controlplane.perfmodel.engine import KvModel
 from controlplane.perfmodel.samples import StepSamples
 from tokenfleet.profiles.kv_memory import KvUse, fit_kv
 

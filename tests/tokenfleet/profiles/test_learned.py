@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import KvModel
+from controlplane.perfmodel.engine import KvModel
 from controlplane.perfmodel.step import StepModel
 from tokenfleet.files import cache_folder
 from tokenfleet.profiles.library import LearnedProfiles

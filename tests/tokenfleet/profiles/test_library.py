@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.coefficients import coefficient_row
-from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Frontend, Profile, Residuals, Source
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.types import EngineMode

@@ -12,12 +12,12 @@ import pytest
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import with_times
 from controlplane.perfmodel.uncertainty import draw_profile
+from tokenfleet.cli.calibrate import BATCH, WARM_UP, probes
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.fit_log import calibrated, replay
 from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.profiles.measurements import RequestLog
-from tokenfleet.profiles.probe import BATCH, WARM_UP, probes
 
 KNOWN = find_profiles("llama-3.1-8b", ["h100"], [1])[0]
 

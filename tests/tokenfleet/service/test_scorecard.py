@@ -20,7 +20,8 @@ from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.cli.main import main
 from tokenfleet.service.data_folder import Database
 from tokenfleet.service.jobs import Plans, Serving
-from tokenfleet.service.scorecard import bias_of, recorded_steps, scorecard_of, step_ratios
+from tokenfleet.service.plan_replay import recorded_steps, step_ratios
+from tokenfleet.service.scorecard import bias_of, scorecard_of
 
 
 def served(

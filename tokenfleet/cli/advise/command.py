@@ -14,7 +14,6 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode
 from controlplane.worker_type import WorkerType
 from tokenfleet.advise.advice import AdviceSettings
-from tokenfleet.advise.target import listening_at
 from tokenfleet.cli.advise.flags import AdviseFlags, bounds, of_types, refuse_contradictions, seconds, watch_s
 from tokenfleet.cli.advise.shown import ShownAdvice, replay_day
 from tokenfleet.cli.flags import OutputFormat, takes_flags
@@ -22,7 +21,7 @@ from tokenfleet.cli.terminal import warn
 from tokenfleet.profiles.engine_metrics import EngineCounts, kv_of
 from tokenfleet.profiles.library import find_profiles, read_profile
 from tokenfleet.profiles.prices import read_prices
-from tokenfleet.texts import parse_slo
+from tokenfleet.texts import listening_at, parse_slo
 
 if TYPE_CHECKING:
     from tokenfleet.cli.advise.plan import WatchedTraffic

@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from tokenfleet.advise.advice import Advice
+from tokenfleet.advise.advice import KINDS, Advice, ScaleTarget, scale_target
 from tokenfleet.advise.apply import Applied, CommandScale, KubernetesScale, command_scale
 from tokenfleet.advise.bearer import Bearer
 from tokenfleet.advise.kubernetes.cluster import KubernetesApi, found_cluster
 from tokenfleet.advise.kubernetes.pods import PodWatch
 from tokenfleet.advise.prometheus import PrometheusServers
 from tokenfleet.advise.servers import Servers, TypedServers
-from tokenfleet.advise.target import KINDS, ScaleTarget, scale_target
 from tokenfleet.advise.watch import Act, MetricsSource
 from tokenfleet.cli.advise.flags import AdviseFlags, bounds, of_pods, of_types
 

@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.profile import Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
 from controlplane.snapshot import Pace
 from controlplane.types import WorkerId

@@ -7,7 +7,8 @@ import pytest
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import KvModel, Residuals
+from controlplane.perfmodel.engine import KvModel
+from controlplane.perfmodel.profile import Residuals
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import WorkerId
 from dataplane.live.control.step_times import StepTimes

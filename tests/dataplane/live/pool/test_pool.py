@@ -9,7 +9,7 @@ import pytest
 from front import Deaths, Front, FrontHost, profile, until
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import KvModel
+from controlplane.perfmodel.engine import KvModel
 from controlplane.types import WorkerId
 
 HEALTH_EVERY_S = 0.01

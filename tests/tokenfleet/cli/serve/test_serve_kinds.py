@@ -11,7 +11,8 @@ from made_plans import PROFILE, document_of, on_parts, plan_of_fleet
 from planning_builders import planned, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import HostKv, KvModel, speculating
+from controlplane.perfmodel.engine import HostKv, KvModel
+from controlplane.perfmodel.profile import speculating
 from controlplane.perfmodel.speculation import Speculation
 from controlplane.types import EngineMode
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
