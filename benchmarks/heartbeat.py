@@ -34,7 +34,6 @@ from controlplane.perfmodel.engine import EngineLimits, KvModel
 from controlplane.perfmodel.profile import Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.policies import Policy
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup, WorkerType
@@ -43,7 +42,7 @@ from dataplane.http.server import QuietServer, bind, until_answering
 from dataplane.live.control.api import control_app
 from dataplane.live.control.controller_process import ControllerProcess, ControllerSettings
 from dataplane.live.control.fleet_state import DemandCount
-from dataplane.live.control.operations import FleetFacts, Operations
+from dataplane.live.control.operations import Operations
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.emulated.segment import Noise
 from dataplane.live.gateway.events import EventLog
@@ -56,7 +55,7 @@ from dataplane.live.pool.emulated_host import EmulatedHost
 from dataplane.live.pool.fleet_types import FleetTypes
 from dataplane.live.pool.pool import WorkerPool
 from experiments.lib.results import bar, flags, show
-from harness.bare_fleet import token_request
+from harness.bare_fleet import bare_facts, token_request
 
 SHARE = 0.02
 PROBE_S = 0.005
@@ -174,7 +173,7 @@ async def measured(asked: Any) -> dict[str, Any]:
     host.launch = lambda *what: of("engines", asyncio.ensure_future, launch(*what))  # type: ignore[method-assign]
     pool = WorkerPool(host, core, asked.workers, types)
     await pool.start()
-    facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
+    facts = bare_facts()
     operations = Operations(facts, core, pool, arrived, step_times)
     server = QuietServer(control_app(operations, KeyRing(())))
     listening = bind("127.0.0.1", 0, "port")

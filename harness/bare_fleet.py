@@ -13,13 +13,26 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, WorkerId
+from controlplane.worker_type import WorkerGroup, WorkerType
+from dataplane.live.control.operations import FleetFacts
+from dataplane.live.control.settings import FleetSettings
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
 from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, SegmentRefused, Telemetry
 from dataplane.live.engine_api.messages import EngineRequest, Finish, Sampling
 from dataplane.live.engine_api.segment import plain_request, segment_request
+from dataplane.live.gateway.settings import GatewaySettings
 from dataplane.live.migration.coordinator import Migrations
 from dataplane.live.migration.move import Mode, MoveBudget, MoveRecord, Running
+from dataplane.live.pool.fleet_types import FleetTypes
+
+
+def bare_facts() -> FleetFacts:
+    """The facts of an emulated fleet that nobody scales, without an address."""
+    types = FleetTypes([WorkerGroup(WorkerType(None), 1)])
+    gateway = GatewaySettings("any", "", 0)
+    return FleetFacts(FleetSettings(gateway, "emulated", types, 1, "", 0, None, 0.99, QueueSettings()), "")
 
 
 @dataclass(eq=False)

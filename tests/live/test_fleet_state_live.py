@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import msgspec
 from front import A, B, C, Front, profile
 
-from controlplane.placement.policies import Policy
 from controlplane.types import WorkerId
 from dataplane.live.control.fleet_state import FleetState, Observer
 
@@ -15,8 +14,9 @@ def test_a_running_fleet_is_seen_as_it_is(live_extra):
     """Arrivals, tokens, a move, a killed worker, replays, ends: each look against the gateway's own."""
     from controlplane.placement.queue import QueueSettings
     from dataplane.live.control.fleet_state import DemandCount
-    from dataplane.live.control.operations import FleetFacts, Operations
+    from dataplane.live.control.operations import Operations
     from dataplane.live.control.step_times import StepTimes
+    from harness.bare_fleet import bare_facts
 
     async def story():
         front = Front((A, B, C), profile(), QueueSettings())
@@ -24,7 +24,7 @@ def test_a_running_fleet_is_seen_as_it_is(live_extra):
         pool = SimpleNamespace(
             members=lambda: iter(members), wanted=3, asked_kinds={"": 3}, cold_start_s=0.0, drain_s=0.0
         )
-        facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
+        facts = bare_facts()
         arrived = DemandCount()
         front.core.on_arrival.append(arrived.add)
         operations = Operations(facts, front.core, pool, arrived, StepTimes({}, front.events))

@@ -299,17 +299,7 @@ class _Fleet:
     async def open_control(self, gateways: Gateways | None) -> asyncio.Task[None]:
         """Serve the control API; its server's task."""
         settings = self.settings
-        facts = FleetFacts(
-            settings.gateway.model,
-            settings.engine,
-            self.gateway_url,
-            settings.advisory,
-            settings.autoscale,
-            settings.attainment,
-            settings.policy,
-            settings.moves,
-            self.estate,
-        )
+        facts = FleetFacts(settings, self.gateway_url, self.estate)
         operations = Operations(
             facts,
             self.core,

@@ -12,13 +12,13 @@ from typing import Any
 
 from controlplane.errors import BadInput
 from controlplane.placement.ledger import NONE
-from controlplane.placement.policies import MIGRATE, Policy
-from controlplane.scaler.bounds import Autoscale
+from controlplane.placement.policies import MIGRATE
 from controlplane.snapshot import Note, Scale
 from controlplane.types import WorkerId
 from dataplane.http.rules import Conflict, UnknownName
 from dataplane.live.control import views
 from dataplane.live.control.fleet_state import DemandCount, FleetState, MoveRow, RequestRow, WorkerRow, copied
+from dataplane.live.control.settings import FleetSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.control.updates import Updates
 from dataplane.live.engine_api.processes import Estate, Tasks
@@ -38,20 +38,10 @@ SCALING_KINDS = ("scale", "advice-scale", "correction", "limit")
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """Facts that do not change while the fleet runs.
+    """The settings of a fleet as it starts, the address of its gateway, and the estate of its core."""
 
-    `advisory`: decisions are only recorded. `attainment`: the share of requests that should be within their
-    targets. `moves`: whether the controller may move running requests. `estate`: what this core was left.
-    """
-
-    model: str
-    engine: str
+    settings: FleetSettings
     gateway: str
-    advisory: bool
-    autoscale: Autoscale | None
-    attainment: float
-    policy: Policy
-    moves: bool
     estate: Estate | None = None
 
 
@@ -123,12 +113,12 @@ class Operations:
         gateways: Gateways | None = None,
     ) -> None:
         self.facts, self.core, self.cluster = facts, core, cluster
-        self.metrics, self.events = core.metrics, core.events
+        self.settings, self.metrics, self.events = facts.settings, core.metrics, core.events
         self.arrived, self.step_times, self._unmeasured = arrived, step_times, unmeasured or {}
         self._gateways, self._estate = gateways, facts.estate
         before = {} if facts.estate is None else facts.estate.record.found
         self.core_number = 1 if facts.estate is None else facts.estate.number
-        self.auto: bool = facts.autoscale is not None and before.get("auto", True)
+        self.auto: bool = self.settings.autoscale is not None and before.get("auto", True)
         self._began_s = time.monotonic()
         self.updates = Updates(cluster, revised)
         self.needed: int | None = None  # of what the controller asks for
@@ -137,20 +127,20 @@ class Operations:
     @property
     def is_ready(self) -> bool:
         """Whether a request will be served: by a worker, or by one that its arrival would launch."""
-        scale = self.facts.autoscale
-        at_zero = scale is not None and scale.low == 0 and self.auto and not self.facts.advisory
+        scale = self.settings.autoscale
+        at_zero = scale is not None and scale.low == 0 and self.auto and not self.settings.advisory
         return self.cluster.serving > 0 or at_zero
 
     # Views.
 
     @property
     def _policy(self) -> str:
-        return self.facts.policy + (MIGRATE if self.facts.moves else "")
+        return self.settings.policy + (MIGRATE if self.settings.moves else "")
 
     def fleet(self) -> dict[str, Any]:
         """Workers, their load, what is moving, and the last decisions with their reasons."""
         attached = {at.worker: at for at in self.core.attached()}
-        book, scale, types = self.core.requests, self.facts.autoscale, self.cluster.types
+        book, scale, types = self.core.requests, self.settings.autoscale, self.cluster.types
         shown = [
             views.worker_view(m, types[m.kind].role, attached.get(m.worker), book.on_worker(m.worker))
             | _kept_by(self.core, m.worker)
@@ -162,7 +152,7 @@ class Operations:
             "model": self.cluster.revision.model,
             "flags": list(self.cluster.revision.flags),
             "update": self.updates.as_json(),
-            "engine": self.facts.engine,
+            "engine": self.settings.engine,
             "gateway": self.facts.gateway,
             "wanted_workers": self.cluster.wanted,
             "wanted_kinds": self.cluster.wanted_kinds,
@@ -173,10 +163,10 @@ class Operations:
             "autoscale": None
             if scale is None
             else views.bounds_view(scale, time.time(), self.cluster.cold_start_s),
-            "advisory": self.facts.advisory,
+            "advisory": self.settings.advisory,
             "slo": asdict(self.core.settings.default_slo),
             "classes": _classes(self.core),
-            "attainment_target": self.facts.attainment,
+            "attainment_target": self.settings.attainment,
             "placement": {
                 "policy": self._policy,
                 # Without step times of every kind only KV and `max_num_seqs` bound what a worker takes.
@@ -314,7 +304,7 @@ class Operations:
 
     def scale_automatically(self) -> None:
         """Let the controller decide the number of workers again."""
-        if self.facts.autoscale is None:
+        if self.settings.autoscale is None:
             raise BadInput("auto: this fleet was started without --autoscale MIN..MAX")
         self._decide_automatically(True)
 

@@ -159,7 +159,7 @@ class Replanned:
     def _check(self, order: PlanToServe) -> None:
         """Raise BadInput where this fleet cannot serve by the plan, or its limits forbid it."""
         operations, pool, workers = self._operations, self._operations.cluster, sum(order.workers.values())
-        if operations.facts.policy == Policy.EXACT:
+        if operations.settings.policy == Policy.EXACT:
             raise BadInput("apply: --policy exact places on one worker type; a change of plan has two")
         if any(t.role != "any" for t in (*pool.types, *(g.worker_type for g in order.groups))):
             raise BadInput("apply: prefill and decode workers are not replanned while they serve")
@@ -175,7 +175,7 @@ class Replanned:
 
     def _fault(self) -> Callable[[], str | None]:
         """What shows that clients suffer since now; nothing does where the target was missed before."""
-        metrics, target = self._operations.metrics, self._operations.facts.attainment
+        metrics, target = self._operations.metrics, self._operations.settings.attainment
         began_s = time.monotonic()
         held = not _misses(metrics.timeline.lately(0.0, began_s), target)
 
@@ -204,7 +204,7 @@ class Replanned:
         self._orders = (*self._orders, order) if is_done else self._orders
         self._note(self._orders, False)
         if is_done:
-            operations.facts = replace(operations.facts, autoscale=order.autoscale)
+            operations.settings = replace(operations.settings, autoscale=order.autoscale)
             self._parts.decide_by(tuple(pool.types), order.autoscale)
 
     def _note(self, orders: tuple[PlanToServe, ...], is_open: bool) -> None:

@@ -327,12 +327,12 @@ class Reign:
     """A core's end of a fleet whose cores die: its pool, and an operator's way to it."""
 
     def __init__(self, front, pool, revised=lambda model, flags: {}):
-        from controlplane.placement.policies import Policy
         from dataplane.live.control.fleet_state import DemandCount
-        from dataplane.live.control.operations import FleetFacts, Operations
+        from dataplane.live.control.operations import Operations
         from dataplane.live.control.step_times import StepTimes
+        from harness.bare_fleet import bare_facts
 
-        facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
+        facts = bare_facts()
         arrived = DemandCount()
         self.pool, self.events = pool, front.events
         step_times = StepTimes({}, front.events)
