@@ -42,10 +42,10 @@ LONG_LINES = 300  # of a module, and of a class
 # The ratchet: the most that each figure may be. A change that needs more raises the number here, in its own
 # diff, and its message says what the lines buy. A change that needs less lowers it.
 BARS = {
-    "product lines": 77_356,
+    "product lines": 77_350,
     "product modules": 353,
-    "lines of experiments and benchmarks": 11_864,
-    "modules over 300 lines": 48,
+    "lines of experiments and benchmarks": 11_860,
+    "modules over 300 lines": 46,
     "modules in the fullest folder": 19,
     "modules in a circle of imports": 0,
     "folder pairs that import each other": 0,

@@ -29,7 +29,7 @@ from dataplane.live.pool.fleet_types import FleetTypes
 
 
 def bare_facts() -> FleetFacts:
-    """The facts of an emulated fleet that nobody scales, without an address."""
+    """The facts of an emulated fleet with a fixed number of workers and no address."""
     types = FleetTypes([WorkerGroup(WorkerType(None), 1)])
     gateway = GatewaySettings("any", "", 0)
     return FleetFacts(FleetSettings(gateway, "emulated", types, 1, "", 0, None, 0.99, QueueSettings()), "")

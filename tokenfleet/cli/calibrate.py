@@ -1,7 +1,7 @@
 """`tokenfleet calibrate`: a profile corrected by its engines' traffic, or by test requests.
 
-A test of a minute: a lone prompt shows prefill and what a first token takes outside steps, a lone decode the
-base of a step, a batch what sequences and context add. Each group is sent once the one before should be over.
+A lone prompt shows prefill and what a first token takes outside steps. A lone decode shows the base of a
+step, and a batch what sequences and context add. Each group is sent once the one before should be over.
 """
 
 from __future__ import annotations

@@ -13,19 +13,9 @@ from datetime import date
 from controlplane.figures import counted, duration_text
 from controlplane.perfmodel.uncertainty import calibrating_narrows
 from tokenfleet.planning import plan_file as tree
-from tokenfleet.planning.plan_file import PlanFile, Shown
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.prices import OWN
-from tokenfleet.report.origins import origins
-from tokenfleet.report.tables import (
-    PHASES,
-    asked_text,
-    count_text,
-    fleet_text,
-    kind_text,
-    phase_row,
-    share_text,
-    usd_text,
-)
+from tokenfleet.report.tables import asked_text, count_text, fleet_text, share_text, usd_text
 
 GUIDE = "docs/read-your-plan.md"
 GAP = "   "  # between the figures of a line
@@ -34,7 +24,7 @@ OPENS = ("Target", "SLO attainment", "Why not fewer?")
 LEAST_SAVING = 0.005  # of the cost, that a line tells of
 LOST = 0.5  # of the hit rate, where the search for more sessions counts the caches as lost
 
-_BINDS = {
+BINDS = {
     "ttft": ("the TTFT target", "A TTFT target 25 % looser"),
     "tpot": ("the TPOT target", "A TPOT target 25 % looser"),
     "kv": ("KV memory", "25 % more KV memory"),
@@ -260,7 +250,7 @@ def moves_text(moves: tree.PlannedMoves, plan: PlanFile) -> str:
 
 def bottleneck_text(plan: PlanFile) -> str:
     """The fleet's bottleneck, when it binds, and what would help."""
-    text, detail = _BINDS[plan.binding or "ttft"][0], plan.binding_detail
+    text, detail = BINDS[plan.binding or "ttft"][0], plan.binding_detail
     if (window := plan.binding_window_s) is not None:
         per, unit = (60.0, "min") if window[1] >= 120.0 else (1.0, "s")
         text += f", worst at {window[0] / per:.3g} to {window[1] / per:.3g} {unit}"
@@ -270,7 +260,7 @@ def bottleneck_text(plan: PlanFile) -> str:
     faster = "" if detail.rate_scale == 1.0 else f" at {detail.rate_scale:.3g}x the recorded traffic"
     first = "" if detail.slo_class is None else f"; class {detail.slo_class} misses first"
     name, gain = max(detail.relief.items(), key=lambda relief: relief[1])
-    helps = f". {_BINDS[name][1]} would gain {100 * gain:.2f} points of attainment." if gain > 0 else ""
+    helps = f". {BINDS[name][1]} would gain {100 * gain:.2f} points of attainment." if gain > 0 else ""
     return f"{text}, {few}{faster}{first}{helps}"
 
 
@@ -465,79 +455,3 @@ def _span(dates: list[str]) -> str:
     if first == last:
         return first
     return f"{first.removesuffix(last[-5:])} to {last}"
-
-
-def tables(plan: PlanFile) -> Iterator[Shown]:
-    """Classes, alternatives, what would help, ruled-out types, the schedule, and the inputs' origins."""
-    gpus = gpus_of(plan)
-    yield from _assumed(plan)
-    if rows := [_class_row(one, gpus) for one in plan.classes if one.requests is not None]:
-        yield Shown(title="Classes", columns=list(CLASSES), rows=rows)
-    if plan.alternatives:
-        rows = [_alternative_row(one, gpus) for one in plan.alternatives]
-        if not any(row[-1] for row in rows):
-            rows = [row[:-1] for row in rows]
-        yield Shown(title="Alternatives", columns=list(ALTERNATIVES[: len(rows[0])]), rows=rows)
-    if plan.binding_detail is not None:
-        gains = sorted(plan.binding_detail.relief.items(), key=lambda gain: -gain[1])
-        rows = [[_BINDS[name][1], f"{100 * gain:+.2f}"] for name, gain in gains]
-        yield Shown(title="What would help", columns=["What would help there", "points"], rows=rows)
-    if plan.passed_over:
-        rows = [[kind_text(one, gpus), one.reason] for one in plan.passed_over]
-        yield Shown(title="Ruled out", columns=["Ruled out", "why"], rows=rows)
-    if len(plan.inputs.phases) > 1:
-        rows = [list(phase_row(phase)) for phase in plan.inputs.phases]
-        yield Shown(title="Traffic phases", columns=list(PHASES), rows=rows)
-    yield from _schedule(plan)
-    yield origins(plan, gpus)
-
-
-def _assumed(plan: PlanFile) -> Iterator[Shown]:
-    """The assumptions of a trace that was drawn."""
-    if plan.inputs.assumed:
-        columns = ["Assumed", "value", "from"]
-        yield Shown(title="Assumptions", columns=columns, rows=plan.inputs.assumed)
-
-
-def _schedule(plan: PlanFile) -> Iterator[Shown]:
-    """The workers of each interval, or of each hour of a week."""
-    if plan.schedule_detail and (week := plan.schedule_detail.week):
-        hours = 24 // len(next(iter(week.values())))
-        spans = [f"{start:02d}-{start + hours:02d}" for start in range(0, 24, hours)]
-        rows = [[day, *map(str, counts)] for day, counts in week.items()]
-        yield Shown(title="Scaling schedule", columns=["Workers (UTC)", *spans], rows=rows)
-    elif len(plan.schedule) > 1:
-        rows = [[f"{s.start_s:.0f}", f"{s.end_s:.0f}", str(s.workers), s.fleet or ""] for s in plan.schedule]
-        yield Shown(title="Scaling schedule", columns=["from (s)", "to (s)", "workers", "fleet"], rows=rows)
-
-
-ALTERNATIVES = ("Alternatives", "GPUs", "$/h", "attainment", "lower bound", "TTFT p99", "TPOT p99", "note")
-CLASSES = ("Class", "requests", "target", "expected", "lower bound", "runs on", "adds", "without it", "alone")
-
-
-def _alternative_row(one: tree.Considered, gpus: set[str]) -> list[str]:
-    reached = one.attainment
-    expected = reached.on_trace if reached.expected is None else reached.expected
-    p99 = (None if of is None else of.p99 for of in (one.ttft_s, one.tpot_s))
-    return [
-        fleet_text(one.fleet, gpus),
-        str(one.gpus),
-        "?" if one.usd_per_hour is None else f"{one.usd_per_hour:,.2f}",
-        *("-" if share is None else share_text(share) for share in (expected, reached.low)),
-        *("-" if at_s is None else duration_text(at_s) for at_s in p99),
-        one.note or "",
-    ]
-
-
-def _class_row(one: tree.PlannedClass, gpus: set[str]) -> list[str]:
-    """Size, target, attainment, where it runs, what it adds, fleets without it and its own."""
-    reached, adds = one.attainment, one.marginal_usd_per_hour
-    return [
-        one.name,
-        f"{one.requests:,}",
-        f"{asked_text(reached.target)} within {within_text(one)}",
-        *("-" if share is None else share_text(share) for share in (reached.expected, reached.low)),
-        f"{one.runs_on[0].worker} ({100 * one.runs_on[0].share:.0f} %)" if one.runs_on else "-",
-        "-" if adds is None else usd_text(adds),
-        *("-" if fleet is None else fleet_text(fleet.fleet, gpus) for fleet in (one.without, one.alone)),
-    ]

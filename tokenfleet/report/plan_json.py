@@ -22,8 +22,9 @@ from tokenfleet.planning.plan_file import PlanFile, to_figures
 from tokenfleet.planning.result import Plan, known
 from tokenfleet.planning.traffic.drift import workers_range
 from tokenfleet.profiles.form import profile_document
-from tokenfleet.report.answer import says, tables
+from tokenfleet.report.answer import says
 from tokenfleet.report.plan_figures import plan_figures
+from tokenfleet.report.plan_tables import tables
 
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 NO_FLEET: dict[str, Any] = {"fleet": [], "workers": 0, "gpus": 0, "usd_per_hour": None}

@@ -6,8 +6,8 @@ from planning_builders import planned, poisson, worker, worker_type
 
 from controlplane.perfmodel.profile import Frontend
 from controlplane.worker_type import WorkerType
-from tokenfleet.report.origins import COLUMNS, origins
 from tokenfleet.report.plan_json import plan_file
+from tokenfleet.report.plan_tables import COLUMNS, origins
 
 
 def rows(types):
