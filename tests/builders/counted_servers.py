@@ -20,16 +20,26 @@ class CountedServer:
 
     def __init__(self, model: str = "m") -> None:
         self.model = model
-        self.ended = self.running = self.waiting = 0
+        self.ended = self.running = self.waiting = self.first_tokens = 0
         self.seconds = {"ttft": 0.0, "tpot": 0.0}
         edges = {name: LENGTH_EDGES if name in LENGTHS else EDGES for name in HISTOGRAMS}
         self.buckets = {name: dict.fromkeys(edges[name], 0) for name in HISTOGRAMS}
 
     def arrive(self, count: int = 1, waits: bool = False) -> None:
-        if waits:
-            self.waiting += count
-        else:
-            self.running += count
+        self.waiting += count
+        if not waits:
+            self.admit(count)
+
+    def admit(self, count: int) -> None:
+        """Requests that wait run from now on, and have their first tokens."""
+        count = min(count, self.waiting)
+        self.waiting -= count
+        self.running += count
+        self.first_tokens += count
+
+    def leave(self, count: int = 1) -> None:
+        """Clients leave: vLLM counts no end."""
+        self.running -= min(count, self.running)
 
     def end(self, count: int = 1, ttft_s: float = 0.1, tpot_s: float = 0.02) -> None:
         count = min(count, self.running)
@@ -49,7 +59,7 @@ class CountedServer:
         values: Mapping[str, float] = {
             "gaps": self.ended * (OUTPUT - 1),
             "gaps_s": self.seconds["tpot"] * (OUTPUT - 1),
-            "first_tokens": self.ended,
+            "first_tokens": self.first_tokens,
             "first_tokens_s": self.seconds["ttft"],
             "prompt_tokens": self.ended * PROMPT,
             "running": self.running,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from checkout import ROOT
 
-from harness.served import free_port, plain_server, session, stream
+from harness.served import Stream, free_port, plain_server, session, stream
 
 REQUESTS = 40
 LOOKS = 40  # in which a condition has to come
@@ -30,7 +30,22 @@ async def send(servers, count):
     async with session() as http:
         bodies = ({"prompt": [7, i + 5, 9], "max_tokens": 8} for i in range(count))
         each = [stream(http, servers[i % 2].gateway, body) for i, body in enumerate(bodies)]
-        return await asyncio.gather(*each)
+        assert all(answer.is_done for answer in await asyncio.gather(*each))
+
+
+async def leave(servers, count):
+    """As many requests, whose clients go after the first token."""
+
+    async def one(http, i):
+        got = Stream()
+        body = {"prompt": [7, i + 5, 9], "max_tokens": 2000}
+        task = asyncio.ensure_future(stream(http, servers[i % 2].gateway, body, into=got))
+        while not got.chunks_s and not task.done():
+            await asyncio.sleep(0.01)
+        assert task.cancel(), got.error
+
+    async with session() as http:
+        await asyncio.gather(*(one(http, i) for i in range(count)))
 
 
 def until(documents, holds):
@@ -42,7 +57,7 @@ def until(documents, holds):
     raise AssertionError(f"not within {LOOKS} looks: {one}")
 
 
-def sent_and_counted(servers, documents, tries=3):
+def sent_and_counted(servers, documents, tries=3, act=send):
     """The advice that counted every request; they are sent again where a look came to nothing meanwhile."""
     for _ in range(tries):
         all_of_them = until(documents, lambda one: not one["held"])["arrivals"] + REQUESTS
@@ -50,8 +65,7 @@ def sent_and_counted(servers, documents, tries=3):
         def is_over(one, enough=all_of_them):
             return one["held"] or (one["arrivals"] >= enough and one["wanted_replicas"])
 
-        answers = asyncio.run(send(servers, REQUESTS))
-        assert all(answer.is_done for answer in answers)
+        asyncio.run(act(servers, REQUESTS))
         seen = until(documents, is_over)
         if not seen["held"]:
             assert seen["arrivals"] == all_of_them
@@ -100,6 +114,7 @@ def test_two_stock_servers_are_counted_exactly_advised_and_held_when_one_dies(se
         assert (first["replicas"], first["wanted_replicas"], first["arrivals"]) == (2, None, 0)
         counted = sent_and_counted(servers, documents)
         assert (counted["mean_prompt_tokens"], counted["mean_output_tokens"]) == (3.0, 8.0)
+        sent_and_counted(servers, documents, act=leave)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
             page = reply.read().decode()
         labels = f'model="tiny-llama",worker_type="{counted["worker_type"]}"'

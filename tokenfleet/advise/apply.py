@@ -28,10 +28,10 @@ class Replicas(Protocol):
     """A place that has a number of replicas."""
 
     async def current(self) -> int | None:
-        """The number now; None where only the servers show it. Raises NotApplied."""
+        """The number now; None where only the servers show it. Raises NotApplied, ApiRefused."""
 
     async def set(self, replicas: int, is_dry: bool) -> None:
-        """Set it. Raises NotApplied."""
+        """Set it. Raises NotApplied, ApiRefused."""
 
 
 class Applied:
@@ -59,7 +59,7 @@ class Applied:
             if now == 0 and self._low > 0:
                 return f"{self._name} has 0 replicas and stays switched off"
             await self._replicas.set(wanted, self._is_dry)
-        except NotApplied as why:
+        except (NotApplied, ApiRefused) as why:
             return f"{self._name}: not applied: {why}"
         done = "would go" if self._is_dry else "goes"
         return f"{self._name} {done} from {now} to {wanted}" + ("; --yes applies it" if self._is_dry else "")
@@ -81,7 +81,7 @@ class KubernetesScale:
         namespace = self._api.cluster.namespace
         try:
             await self.current()
-        except NotApplied as why:
+        except (NotApplied, ApiRefused) as why:
             raise BadInput(f"--apply: {self._target} in {namespace}: {why}") from None
         try:
             found = await self._api.get(f"{SCALERS}/namespaces/{namespace}/horizontalpodautoscalers")
@@ -96,18 +96,11 @@ class KubernetesScale:
 
     async def current(self) -> int | None:
         """The replicas that the object asks for."""
-        try:
-            scale = await self._api.get(self._path)
-        except ApiRefused as refused:
-            raise NotApplied(str(refused)) from None
-        return _count(scale)
+        return _count(await self._api.get(self._path))
 
     async def set(self, replicas: int, is_dry: bool) -> None:
         dry = {"dryRun": "All"} if is_dry else {}
-        try:
-            made = await self._api.patch(self._path, {"spec": {"replicas": replicas}}, **dry)
-        except ApiRefused as refused:
-            raise NotApplied(str(refused)) from None
+        made = await self._api.patch(self._path, {"spec": {"replicas": replicas}}, **dry)
         if _count(made) != replicas:
             raise NotApplied(f"the cluster made it {_count(made)} instead of {replicas}")
 

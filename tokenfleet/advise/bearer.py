@@ -18,9 +18,7 @@ class Bearer:
     """A token, read again at each look where it is in a file. Raises BadInput for none in the file."""
 
     def __init__(self, file: Path | None = None, env: Mapping[str, str] = os.environ) -> None:
-        self._file, self._token = file, env.get(VARIABLE, "") if file is None else ""
-        if file is not None:
-            self._token = self._read(file)
+        self._file, self._token = file, env.get(VARIABLE, "") if file is None else self._read(file)
 
     def headers(self) -> dict[str, str]:
         """The header that carries it; while the file cannot be read, with the last token."""

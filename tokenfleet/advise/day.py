@@ -31,55 +31,47 @@ class AdvicePoint(NamedTuple):
 
 
 class AdviceHistory:
-    """The points of the last day."""
+    """The points of the last day, the newest look last."""
 
     def __init__(self) -> None:
         self.points: deque[AdvicePoint] = deque()
-        self._last: AdvicePoint | None = None
 
     def add(self, advice: Advice) -> Spent | None:
         """Keep this look, and sum up the last day; None before there is an advice to compare with."""
         rate_rps = None if advice.regime is None else advice.regime.rate_rps
         has, costs = advice.has + advice.starting, (advice.usd_per_h, advice.wanted_usd_per_h)
         now = AdvicePoint(advice.at_s, has, advice.wanted, advice.likely, rate_rps, *costs)
-        kept = self.points[-1] if self.points else None
-        if kept is None or now[1:4] != kept[1:4] or now.at_s - kept.at_s >= APART_S:
-            self.points.append(now)
-        while self.points[0].at_s < now.at_s - KEPT_S:
-            self.points.popleft()
-        self._last = now
-        return self._spent(now)
+        if len(points := self.points) > 1:
+            kept, last = points[-2], points[-1]
+            if last[1:4] == kept[1:4] and last.at_s - kept.at_s < APART_S:
+                points.pop()
+        points.append(now)
+        while points[0].at_s < now.at_s - KEPT_S:
+            points.popleft()
+        return self._spent()
 
-    def until_now(self) -> list[AdvicePoint]:
-        """The points, the newest look among them."""
-        points = list(self.points)
-        return points if self._last is None or self._last in points else [*points, self._last]
+    def _spent(self) -> Spent | None:
+        lasted = [(one, (after.at_s - one.at_s) / 3600.0) for one, after in pairwise(self.points)]
+        advised = [(one, hours) for one, hours in lasted if one.wanted is not None]
 
-    def _spent(self, now: AdvicePoint) -> Spent | None:
-        hours = had = wanted = low = high = usd = wanted_usd = 0.0
-        is_priced = True
-        for one, after in pairwise([*self.points, now]):
-            if one.wanted is None:
-                continue
-            passed_h = (after.at_s - one.at_s) / 3600.0
-            least, most = one.likely or (one.wanted, one.wanted)
-            hours += passed_h
-            had += one.has * passed_h
-            wanted += one.wanted * passed_h
-            low += least * passed_h
-            high += most * passed_h
-            is_priced = is_priced and one.usd_per_h is not None and one.wanted_usd_per_h is not None
-            usd += (one.usd_per_h or 0.0) * passed_h
-            wanted_usd += (one.wanted_usd_per_h or 0.0) * passed_h
-        costs = (usd, wanted_usd) if is_priced else None
-        return Spent(hours, had, wanted, (low, high), costs) if hours > 0 else None
+        def total(value: Callable[[AdvicePoint], float | None]) -> float:
+            return sum((value(one) or 0.0) * hours for one, hours in advised)
+
+        if (hours := total(lambda one: 1.0)) <= 0:
+            return None
+        low = total(lambda one: one.likely[0] if one.likely else one.wanted)
+        high = total(lambda one: one.likely[1] if one.likely else one.wanted)
+        is_priced = all(None not in (one.usd_per_h, one.wanted_usd_per_h) for one, _ in advised)
+        costs = (total(lambda one: one.usd_per_h), total(lambda one: one.wanted_usd_per_h))
+        had, wanted = total(lambda one: one.has), total(lambda one: one.wanted)
+        return Spent(hours, had, wanted, (low, high), costs if is_priced else None)
 
 
 def page_document(
     settings: AdviceSettings, advice: Advice, history: AdviceHistory, clock: Clock
 ) -> dict[str, Any]:
     """The page. Its sentences are those of the terminal; its charts bring their own words."""
-    points = history.until_now()
+    points = history.points
     times = [clock(point.at_s).timestamp() for point in points]
 
     def line(name: str, tone: str, value: Callable[[AdvicePoint], float | None]) -> dict[str, Any]:

@@ -2,22 +2,27 @@
 
 A server counts the requests that end and shows those that run or wait, so between two looks
 
-    arrivals = Δ ended + Δ running + Δ waiting
+    arrivals = Δ ended + Δ running + Δ waiting + Δ left
 
-to the request. A look counts nothing where it would have to guess: a server does not answer, its counters
-fell, it answers again, or it left. Absence is no idleness. A server that never answered yet is starting, and
-one that is new is counted from its first look on.
+vLLM counts no end of a request whose client leaves, but its first token. So `left` is the most by which a
+server's first tokens were more than its requests, at two looks in a row. It misses those that leave before
+their first token, and counts others a look late, or later while requests wait.
+
+A look counts nothing where it would have to guess: a server does not answer, its counters fell, it answers
+again, or it left. Absence is no idleness. A server that never answered yet is starting, and one that is new
+is counted from its first look on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from controlplane.types import ClassOutcomes, Slo
 from tokenfleet.profiles.engine_metrics import HISTOGRAMS, EngineCounts
 
+ARRIVED = ("ended", "running", "waiting", "left")
 HALF_LIFE_S = 120.0  # of the latency histograms that are shown
 Buckets = Mapping[str, Mapping[float, float]]
 
@@ -91,16 +96,17 @@ def look(
     watched: Watched, pages: Mapping[str, Page], at_s: float, model: str = ""
 ) -> tuple[Watched, FleetTraffic]:
     """The servers as they are now, and their traffic since the last look. `model`: what all must serve."""
-    checked = {server: _checked(page, model) for server, page in pages.items()}
-    now = {server: page for server, page in checked.items() if isinstance(page, EngineCounts)}
-    held, starting = _silent(watched, checked)
+    found = {server: checked(page, model) for server, page in pages.items()}
+    counted = {server: page for server, page in found.items() if isinstance(page, EngineCounts)}
+    now = {server: _with_left(page, watched.last.get(server)) for server, page in counted.items()}
+    held, starting = _silent(watched, found)
     held += _changed(watched, pages, now)
     if not now and not held:
         held = ["no server answers" if pages else "no server is listed"]
     more = _risen(watched, now, bool(held))
     kinds = [page.kind for page in now.values()]
     counts_arrivals = not (held or watched.is_first)
-    risen = more("ended", "running", "waiting") + watched.debt if counts_arrivals else 0.0
+    risen = more(*ARRIVED) + watched.debt if counts_arrivals else 0.0
     next_watched = Watched(
         now,
         (watched.known & pages.keys()) | now.keys(),
@@ -125,7 +131,7 @@ def look(
 
 def _by_kind(more: _Sum, kinds: set[int], arrivals: float) -> dict[int, float]:
     """The arrivals of each type."""
-    rose = {kind: max(more.of(kind)("ended", "running", "waiting"), 0.0) for kind in kinds}
+    rose = {kind: max(more.of(kind)(*ARRIVED), 0.0) for kind in kinds}
     total = sum(rose.values())
     return {kind: arrivals * one / total for kind, one in rose.items()} if total else {}
 
@@ -142,8 +148,26 @@ def _changed(watched: Watched, pages: Mapping[str, Page], now: Mapping[str, Engi
     last = watched.last
     left = [f"{s}: is gone" for s in sorted(watched.known - pages.keys())]
     again = [f"{s}: answers again" for s in now if s in watched.known and s not in last]
-    fell = [s for s in now if s in last and _total(now[s], "ended") < _total(last[s], "ended")]
+    fell = [s for s in now if s in last and _fell(now[s], last[s])]
     return [*left, *(f"{s}: its counters fell, it was restarted" for s in fell), *again]
+
+
+def _fell(now: EngineCounts, before: EngineCounts) -> bool:
+    """Whether a server's counters began again."""
+    return any(_total(now, name) < _total(before, name) for name in ("ended", "first_tokens"))
+
+
+def _with_left(now: EngineCounts, before: EngineCounts | None) -> EngineCounts:
+    """A page with the requests whose clients have left; before a server's first page they are not known."""
+    left = _surely_left(now) + _total(now, "waiting")
+    if before is not None and not _fell(now, before):  # at two looks: gauges may show before counters
+        left = max(min(_surely_left(now), _surely_left(before)), _total(before, "left"))
+    return replace(now, values={**now.values, "left": left})
+
+
+def _surely_left(page: EngineCounts) -> float:
+    """At least so many clients have left: preempted requests wait, and have had a first token."""
+    return _total(page, "first_tokens") - sum(_total(page, name) for name in ("ended", "running", "waiting"))
 
 
 def _risen(watched: Watched, now: Mapping[str, EngineCounts], is_held: bool) -> _Sum:
@@ -244,7 +268,7 @@ def _total(page: EngineCounts, name: str) -> float:
     return page.values.get(name, 0.0)
 
 
-def _checked(page: Page, model: str) -> Page:
+def checked(page: Page, model: str = "") -> Page:
     """The counts, or why a page is not counted."""
     if isinstance(page, NoCounts):
         return page

@@ -12,7 +12,6 @@ API: https://prometheus.io/docs/prometheus/latest/querying/api/
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from typing import Any
 
@@ -23,7 +22,7 @@ from tokenfleet.advise.bearer import Bearer
 from tokenfleet.advise.look import NoCounts, Page
 from tokenfleet.advise.servers import TIMEOUT_S
 from tokenfleet.profiles.engine_metrics import READ, engine_counts
-from tokenfleet.traces.prometheus import matchers_of
+from tokenfleet.traces.prometheus import matchers_of, results_of
 
 LAG_S = 75.0  # of a server's last sample; longer than any usual scrape interval
 EVERY_S = 15.0
@@ -52,12 +51,11 @@ class PrometheusServers:
     async def pages(self, at_s: float) -> dict[str, Page]:
         """What each server showed when it was last scraped."""
         named = f'__name__=~"vllm:({"|".join(READ)})"'
-        matchers = f",{self._matchers}" if self._matchers else ""
         try:
-            series = await self._asked(f"{{{named}{matchers}}}")
+            series = await self._asked(f"{{{named},{self._matchers}}}")
             ages = await self._asked(f"time() - timestamp({RUNNING}{{{self._matchers}}})")
             down = await self._asked("up == 0")
-        except _NoAnswer as error:
+        except BadInput as error:
             if not self._known:
                 raise BadInput(f"--prometheus: {self._url}: {error}") from None
             return {server: NoCounts(f"Prometheus {error}") for server in self._known}
@@ -77,27 +75,18 @@ class PrometheusServers:
         return pages
 
     async def _asked(self, query: str) -> Series:
-        """The series of an instant query. Raises _NoAnswer."""
+        """The series of an instant query. Raises BadInput."""
         assert self._session is not None
         url = f"{self._url}/api/v1/query"
         try:
             async with self._session.post(
                 url, data={"query": query}, headers=self._bearer.headers()
             ) as reply:
-                told = json.loads(await reply.read())
-            if told["status"] != "success":
-                raise _NoAnswer(f"refuses the query: {told.get('error', 'no reason given')}")
-            return [(one["metric"], float(one["value"][1])) for one in told["data"]["result"]]
+                return [(labels, values[0][1]) for labels, values in results_of(await reply.read())]
         except TimeoutError:
-            raise _NoAnswer(f"does not answer within {TIMEOUT_S:g} s") from None
+            raise BadInput(f"does not answer within {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _NoAnswer(f"does not answer: {getattr(error, 'strerror', None) or error}") from None
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            raise _NoAnswer("answers with something else than Prometheus' API") from None
-
-
-class _NoAnswer(Exception):
-    """Why a query has no result."""
+            raise BadInput(f"does not answer: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _server(labels: dict[str, str]) -> str:

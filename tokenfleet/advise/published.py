@@ -100,8 +100,8 @@ class PickedDemand:
 
     def heard(self, pages: Mapping[str, object], now_s: float) -> None:
         """The pickers' pages now; what is no text is a picker that gave none."""
-        found = {name: picker_counts(page) for name, page in pages.items() if isinstance(page, str)}
-        counts = {name: one for name, one in found.items() if one is not None}
+        texts = {name: page for name, page in pages.items() if isinstance(page, str)}
+        counts = {name: one for name, page in texts.items() if (one := picker_counts(page)) is not None}
         self.is_heard = bool(pages) and len(counts) == len(pages)
         self.has_servers = any(one.servers for one in counts.values())
         asked = any(

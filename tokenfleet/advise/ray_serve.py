@@ -22,7 +22,7 @@ from tokenfleet.profiles.library import find_profiles
 from tokenfleet.texts import parse_duration_s, parse_slo
 
 EVERY_S = 5.0
-COUNTS = ("ended", "ended_prompt_tokens", "ended_output_tokens", "running", "waiting")
+COUNTS = ("ended", "ended_prompt_tokens", "ended_output_tokens", "first_tokens", "running", "waiting")
 
 
 class AdvicePolicy:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from controlplane.figures import counted, duration_text
+from controlplane.scaler.line import LEAST_REQUESTS
 from controlplane.types import Slo
 from tokenfleet.advise.advice import Advice, AdviceSettings, Spent, TypeAdvice
 from tokenfleet.advise.bottleneck import bottleneck, hopeless
@@ -63,9 +64,12 @@ def lines(settings: AdviceSettings, advice: Advice, clock: Clock) -> Iterator[tu
     if (change := advice.change) is not None and change.before is not None:
         at = f"{clock(change.at_s):%H:%M:%S}"
         yield "Last change", f"{at} from {change.before} to {change.after}: {change.why}"
-    busy = f"requests: {advice.running:.0f} running, {advice.waiting:.0f} waiting"
+    there = f"{advice.has} at the last count" if advice.held else f"{advice.has} answering"
     starting = f", {advice.starting} starting" if advice.starting else ""
-    yield "Replicas", f"{advice.has} answering{starting}; {busy}, {advice.arrivals:,.0f} arrivals counted"
+    busy = (
+        f"{advice.running:.0f} running, {advice.waiting:.0f} waiting, {advice.arrivals:,.0f} arrivals counted"
+    )
+    yield "Replicas", f"{there}{starting}; requests: {busy}"
     for one in advice.of_types:
         known = "calibrated by these servers" if one.is_calibrated else "not yet calibrated"
         yield "Step times", f"{one.profile.label}, {known}: off by up to {percent(doubt_of(one.profile))}"
@@ -158,8 +162,8 @@ def percent(share: float) -> str:
 def _awaited(advice: Advice) -> str:
     if advice.held:
         return "the metrics are missing"
-    if advice.lengths is None:
-        return "no request has ended"
+    if advice.of_types[0].carries_rps is None:
+        return f"fewer than {LEAST_REQUESTS:.0f} requests ended lately"
     return "counting the traffic takes some 20 s"
 
 

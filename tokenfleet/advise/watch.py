@@ -23,7 +23,7 @@ from controlplane.perfmodel.calibration import Interval, calibrated_by
 from tokenfleet.advise.advice import Advice, AdviceSettings, AdviceState
 from tokenfleet.advise.day import AdviceHistory
 from tokenfleet.advise.decide import ORIGIN_S, advise, looked_at
-from tokenfleet.advise.look import FleetTraffic, NoCounts, Page, Watched, look
+from tokenfleet.advise.look import FleetTraffic, NoCounts, Page, Watched, checked, look
 from tokenfleet.profiles.engine_metrics import LENGTHS, EngineCounts, intervals_of
 from tokenfleet.traces.from_metrics import CountedTraffic, LengthHistogram
 
@@ -75,10 +75,8 @@ async def first_pages(servers: MetricsSource, is_planned: bool = False) -> dict[
 
 def _lacks(page: Page, is_planned: bool) -> str:
     """What a first page lacks, or nothing."""
-    if isinstance(page, NoCounts):
+    if isinstance(page := checked(page), NoCounts):
         return page.why
-    if "ended" not in page.values:
-        return "vllm:request_success_total is missing"
     no_lengths = is_planned and page.values["ended"] and not page.buckets["prompt"]
     return f"vllm:{LENGTHS['prompt']} is missing; --plan needs lengths" if no_lengths else ""
 

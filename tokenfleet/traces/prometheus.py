@@ -1,7 +1,7 @@
 """The traffic that a Prometheus server has counted: vLLM's rates and length histograms over a range of time.
 
-Rates are those of requests that ended, step by step. A step in which Prometheus has no samples has no rate,
-which is not a rate of 0. Steps are a minute where samples are that close, else longer.
+Rates are those of requests that had a first token, step by step. A step in which Prometheus has no samples
+has no rate, which is not a rate of 0. Steps are a minute where samples are that close, else longer.
 
 API: https://prometheus.io/docs/prometheus/latest/querying/api/
 """
@@ -23,6 +23,7 @@ from tokenfleet.texts import parse_duration_s
 from tokenfleet.traces.from_metrics import CountedTraffic, LengthHistogram, trace_of_metrics
 from tokenfleet.traces.trace import Trace
 
+FIRST_TOKENS = "vllm:time_to_first_token_seconds"  # also of requests whose clients leave, unlike lengths
 PROMPTS, OUTPUTS = "vllm:request_prompt_tokens", "vllm:request_generation_tokens"
 SINCE = "24h"
 STEPS_S = (60.0, 300.0, 900.0)  # the next one where most steps have no rate
@@ -30,6 +31,18 @@ MOST_STEPS = 10_000  # a range query has at most 11,000
 FEWEST_STEPS = 3
 TIMEOUT_S = 30.0
 Series = list[tuple[dict[str, str], list[tuple[float, float]]]]  # labels, and values by Unix time
+
+
+def results_of(body: bytes) -> Series:
+    """The series in an answer of Prometheus. Raises BadInput."""
+    try:
+        told = json.loads(body)
+        if told["status"] != "success":
+            raise BadInput(f"refuses the query: {told.get('error', 'no reason given')}")
+        rows = [(one["metric"], one.get("values") or [one["value"]]) for one in told["data"]["result"]]
+        return [(labels, [(float(at), float(value)) for at, value in values]) for labels, values in rows]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise BadInput("answers with something else than Prometheus' API") from None
 
 
 def matchers_of(url: str, selector: str) -> str:
@@ -90,7 +103,7 @@ class MetricsRange:
             step_s = max(step_s, math.ceil(self.since_s / MOST_STEPS))
             steps = max(int(self.since_s // step_s), 1)
             ends_s = [now_s - (steps - 1 - i) * step_s for i in range(steps)]
-            query = f"sum(rate({PROMPTS}_count{{{among}}}[{step_s:.0f}s]))"
+            query = f"sum(rate({FIRST_TOKENS}_count{{{among}}}[{step_s:.0f}s]))"
             found = self._asked(query, ends_s[-1], (ends_s[0], step_s))
             seen = {
                 round((at_s - ends_s[0]) / step_s): value for _, values in found for at_s, value in values
@@ -121,24 +134,16 @@ class MetricsRange:
             asked = {"query": query, "start": steps[0], "end": at_s, "step": steps[1]}
         url = f"{self.url.rstrip('/')}/api/v1/query{'_range' if steps else ''}"
         try:
-            body = urllib.parse.urlencode(asked).encode()
             try:
-                with urllib.request.urlopen(url, body, TIMEOUT_S) as reply:
-                    told = json.load(reply)
+                with urllib.request.urlopen(url, urllib.parse.urlencode(asked).encode(), TIMEOUT_S) as reply:
+                    return results_of(reply.read())
             except urllib.error.HTTPError as refused:  # Prometheus says why in the body
-                told = json.load(refused)
-            if told["status"] != "success":
-                raise BadInput(f"--prometheus: {self.url}: refuses the query: {told.get('error')}")
-            rows = [(one["metric"], one.get("values") or [one["value"]]) for one in told["data"]["result"]]
-            return [(labels, [(float(at), float(value)) for at, value in values]) for labels, values in rows]
+                return results_of(refused.read())
+        except BadInput as error:
+            why = str(error)
         except TimeoutError:
-            raise BadInput(f"--prometheus: {self.url}: does not answer within {TIMEOUT_S:g} s") from None
+            why = f"does not answer within {TIMEOUT_S:g} s"
         except OSError as error:
-            why = getattr(error, "reason", None) or error
-            raise BadInput(
-                f"--prometheus: {self.url}: does not answer: {getattr(why, 'strerror', None) or why}"
-            ) from None
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            raise BadInput(
-                f"--prometheus: {self.url}: answers with something else than Prometheus' API"
-            ) from None
+            reason = getattr(error, "reason", None) or error
+            why = f"does not answer: {getattr(reason, 'strerror', None) or reason}"
+        raise BadInput(f"--prometheus: {self.url}: {why}")

@@ -302,9 +302,7 @@ class CoreServer:
                 value = await self.answers.claim(name, digest, gateway)
             elif verb == "settle":
                 name, answer = arguments
-                await self.answers.settle(
-                    name, None if answer is None else msgspec.convert(answer, StoredAnswer)
-                )
+                await self.answers.settle(name, msgspec.convert(answer, StoredAnswer | None))
             elif verb == "adapter":
                 await self.core.add_adapter(self._codec.adapter(arguments[0]))
         except OtherBody:

@@ -1,6 +1,7 @@
 """The advice, look after look: when there is one, what holds it, and how sure it is."""
 
 from dataclasses import replace
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tokenfleet.advise.advice import AdviceSettings, AdviceState
 from tokenfleet.advise.bottleneck import bottleneck, hopeless
 from tokenfleet.advise.decide import ORIGIN_S, WITHDRAWN_S, advise
 from tokenfleet.advise.look import NoCounts, Watched, look
+from tokenfleet.advise.view import lines, verdict
 from tokenfleet.profiles.library import find_profiles
 
 SLO = Slo(1.0, 0.05)
@@ -76,6 +78,27 @@ def test_the_first_advice_comes_within_half_a_minute_and_says_how_sure_it_is():
     later = fleet.looks(rps, 60)[-1]
     assert later.wanted in (5, 6)
     assert later.likely[1] - later.likely[0] <= first.likely[1] - first.likely[0]
+
+
+def test_a_fleet_with_few_requests_gets_no_advice_and_is_told_what_is_missing():
+    fleet = Fleet(2)
+    idle = fleet.looks(0.0, 20)[-1]
+    fleet.servers["s0"].arrive(3)
+    few = fleet.looks(0.0, 100)[-1]
+    for one, arrivals in ((idle, 0), (few, 3)):
+        assert (one.wanted, one.published, one.arrivals) == (None, None, arrivals)
+        told = verdict(fleet.settings, one)
+        assert told == "None yet, since fewer than 5 requests ended lately; 2 replicas now"
+    fleet.servers["s0"].arrive(5)
+    assert fleet.looks(0.0, 2)[-1].wanted == 1
+
+
+def test_a_server_that_is_silent_is_not_said_to_answer():
+    fleet = Fleet(4)
+    fleet.looks(30.0, 30)
+    fleet.silent = ("s2",)
+    told = dict(lines(fleet.settings, fleet.looks(30.0, 6)[-1], datetime.fromtimestamp))
+    assert told["Replicas"].startswith("4 at the last count; requests: ")
 
 
 def test_a_fleet_that_follows_by_itself_does_not_shrink_on_the_first_counts():

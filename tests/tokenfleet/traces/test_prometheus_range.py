@@ -21,7 +21,7 @@ import pytest
 import tokenfleet as tf
 from controlplane.errors import BadInput
 from tokenfleet.cli.main import main
-from tokenfleet.traces.prometheus import OUTPUTS, PROMPTS, MetricsRange
+from tokenfleet.traces.prometheus import FIRST_TOKENS, OUTPUTS, PROMPTS, MetricsRange
 
 NOW_S = 1_795_600_000.0
 EDGES = {"100": 0.0, "200": 0.25, "500": 0.5, "1000": 1.0, "+Inf": 1.0}  # the share of requests up to each
@@ -112,7 +112,7 @@ def test_rates_lengths_and_gaps_become_a_trace_with_its_uncertainty() -> None:
 
 def test_steps_are_longer_where_samples_are_farther_apart() -> None:
     """A rate over a minute needs two samples in it."""
-    with answering({f"sum(rate({PROMPTS}_count{{}}[60s]))": []}) as server:
+    with answering({f"sum(rate({FIRST_TOKENS}_count{{}}[60s]))": []}) as server:
         counted = MetricsRange(server.url, "{}", "2h").counted(NOW_S)
     assert np.diff(counted.times_s).tolist() == [300.0] * 24
 
@@ -170,7 +170,7 @@ PROGRAMS = [shutil.which(name) for name in ("prometheus", "promtool")]
 def prometheus(folder: Path, now_s: float) -> Iterator[str]:
     """The address of a real Prometheus with two hours of two servers, scraped every 30 s."""
     lines = []
-    for metric in (PROMPTS, OUTPUTS):
+    for metric in (FIRST_TOKENS, PROMPTS, OUTPUTS):
         lines.append(f"# TYPE {metric} histogram")
         for server in ("a", "b"):
             labels = f'instance="{server}:8000",job="vllm",model_name="m"'

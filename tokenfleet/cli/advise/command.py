@@ -46,8 +46,7 @@ def advise_command(flags: AdviseFlags) -> int:
     """
     slo = parse_slo(flags.slo)
     low, high = bounds(flags.replicas)
-    of_prometheus = flags.prometheus is not None
-    usual, longest_s = ("15s", 60.0) if of_prometheus else ("5s", 30.0)
+    usual, longest_s = ("5s", 30.0) if flags.prometheus is None else ("15s", 60.0)
     every_s = seconds(flags.every or usual, "--every", 1.0, longest_s)
     cold_start_s = seconds(flags.cold_start, "--cold-start", 0.0, 86_400.0)
     hold_s = seconds(flags.scale_in_after, "--scale-in-after", 1.0, 86_400.0)
