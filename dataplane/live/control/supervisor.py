@@ -41,6 +41,7 @@ CORE, FRONT, SWEEP = "core", "front", "sweep"
 RAY_PROGRAM = "dataplane.live.pool.own_ray"
 INTERRUPTED = 130  # the exit code of a start that was interrupted
 LOOK_S = 0.05
+MEMORY, ROOM_BYTES = "/dev/shm", 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +125,13 @@ class Supervisor:
         self._sweeps, self._shared, self._orders, self._again = settings.sweeps, shared, orders, again
         self._number, self._code = 0, 0
         self._shown_s = self._silent_s = 0.0  # the core's last pulse, and how long this process has run since
+        self._is_up = False  # it has shown one
 
     async def run(self) -> int:
         """The last core's exit code."""
-        self._folder = Path(tempfile.mkdtemp(prefix="tokenfleet-", dir="/tmp"))
+        # In memory: a gateway stands still while a disk takes none of its metrics.
+        has_room = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= ROOM_BYTES
+        self._folder = Path(tempfile.mkdtemp(prefix="tokenfleet-", dir=MEMORY if has_room else "/tmp"))
         for name in (FORKS, OWN_RAY):
             (self._folder / name).symlink_to(self._shared / name)
         pauses = Pauses(longest_s=self._times.longest_pause_s)
@@ -144,7 +148,8 @@ class Supervisor:
         return self._code
 
     async def _begin(self) -> fork_server.Forked:
-        self._number, self._silent_s = self._number + 1, 0.0
+        self._number, self._shown_s, self._silent_s = self._number + 1, self._pulse.shown_s, 0.0
+        self._is_up = False
         settings = {"number": self._number, "folder": str(self._folder), "again": self._again}
         return await fork_server.Forked.start(self._shared / FORKS, self._job, json.dumps(settings).encode())
 
@@ -157,7 +162,6 @@ class Supervisor:
             self._code = INTERRUPTED if interrupted else code if code >= 0 else 128 - code
             return False
         log.warning("core %d %s; another takes its place in %g s", self._number, end.why, end.pause_s)
-        self._pulse.still()
         return True
 
     async def _watch(self, keeper: Keeper[fork_server.Forked]) -> None:
@@ -184,9 +188,10 @@ class Supervisor:
             is_late = asked_s is not None and time.monotonic() > asked_s + self._times.end_s
             return is_late or self._orders.is_repeated
         if self._pulse.shown_s != self._shown_s:
-            self._shown_s, self._silent_s = self._pulse.shown_s, 0.0
-        is_up = self._shown_s > 0 and asked_s is None
-        if self._silent_s <= (self._times.silent_s if is_up else self._times.last_s):
+            self._shown_s, self._silent_s, self._is_up = self._pulse.shown_s, 0.0, True
+        if self._silent_s <= (
+            self._times.silent_s if self._is_up and asked_s is None else self._times.last_s
+        ):
             return False
         log.warning("the core has not run for %.0f s: it is killed", self._silent_s)
         self._silent_s = 0.0

@@ -179,17 +179,13 @@ class Pulse:
             self._shared[0] = time.monotonic()
             await asyncio.sleep(1.0)
 
-    def still(self) -> None:
-        """The core is dead."""
-        self._shared[0] = 0.0
-
     @property
     def has_served(self) -> bool:
         return self._shared[1] > 0
 
     @property
     def shown_s(self) -> float:
-        """When the core last showed that it runs; 0 where it has not yet."""
+        """When a core last showed that it runs."""
         return self._shared[0]
 
 

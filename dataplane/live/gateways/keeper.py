@@ -253,11 +253,13 @@ class Gateways:
                 for kept in self:
                     if kept.state == "serving":
                         kept.finish_s = None
-                await self._kill(new)
+                await end(new, 0.0)
+                self._forget(new)
                 self._record("gateways", why, gateway=new.name, is_done=False)
                 return
             if old not in self._kept:  # it died meanwhile, and is being replaced
-                await self._kill(new)
+                await end(new, 0.0)
+                self._forget(new)
                 continue
             old.state = "leaving"
             self._begin_serving(new, f"in place of {old.name}")
@@ -283,10 +285,6 @@ class Gateways:
         with suppress(TimeoutError):
             await asyncio.wait_for(kept.wait(), END_S)
         tell(kept, signal.SIGKILL)
-
-    async def _kill(self, kept: Kept) -> None:
-        await end(kept, 0.0)
-        self._forget(kept)
 
     def _forget(self, kept: Kept) -> None:
         self._kept.remove(kept)

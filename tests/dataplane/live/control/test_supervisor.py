@@ -40,6 +40,9 @@ def core(settings):
     record.note(left=fate)
     if fate == "refuses":
         return 2
+    if fate == "where":
+        print(Path(order["folder"]).parent, flush=True)
+        return 0
     if fate == "server":
         os.kill(os.getppid(), signal.SIGKILL)
     if fate in ("starts", "computes"):  # and does not look at what it is told
@@ -142,6 +145,12 @@ def test_a_core_that_dies_or_hangs_gets_a_successor_that_finds_its_record_and_on
     process = play("dies", "hangs", "ends")
     assert said(process) == ["1 dies None", "2 hangs dies", "3 ends hangs"]
     assert process.returncode == 0
+
+
+def test_what_cores_and_gateways_write_is_in_memory():
+    """A disk that stands still stops no gateway at its metrics, and no core at its record."""
+    process = play("where")
+    assert said(process) == ["1 where None", "/dev/shm"]
 
 
 def test_a_successor_that_hangs_before_its_loop_runs_is_killed():
