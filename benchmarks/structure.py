@@ -44,7 +44,7 @@ LONG_LINES = 300  # of a module, and of a class
 BARS = {
     "product lines": 77_350,
     "product modules": 353,
-    "lines of experiments and benchmarks": 11_860,
+    "lines of experiments and benchmarks": 11_863,
     "modules over 300 lines": 46,
     "modules in the fullest folder": 19,
     "modules in a circle of imports": 0,

@@ -1,11 +1,12 @@
 """A served fleet for hours: memory and descriptors of its processes, latency, and what is lost.
 
-    python experiments/serving/soak.py [--quick] [--hours H] [--seed N] [--format table|json]
+    python experiments/serving/soak.py [--quick] [--hours H] [--look S] [--seed N] [--format table|json]
 
 `tokenfleet serve` with two gateways and three emulated workers takes streams at a steady rate. In the second
-half the core and the controller are killed in turn, one a minute. Each minute is one look at every process:
-its own memory, which it shares with no other, open descriptors, streams that failed or ended short, TTFT.
-`drift`: the last quarter of the first half over its second quarter. The first fills caches.
+half the core and the controller are killed in turn, one a minute. A minute, or `--look` seconds, is one look
+at every process: its own memory, which it shares with no other, open descriptors, streams that failed or
+ended short, TTFT, a client's longest wait. `drift`: the last quarter of the first half over its second
+quarter. The first fills caches.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ async def sent(server: Server, seconds: float, rng: np.random.Generator) -> list
 
 
 async def soaked(server: Server, minutes: int, look_s: float, seed: int) -> list[dict[str, Any]]:
-    """A row a minute."""
+    """A row a look."""
     rng, rows = np.random.default_rng(seed), []
     for minute in range(minutes):
         running = asyncio.create_task(sent(server, look_s, rng))
@@ -44,6 +45,7 @@ async def soaked(server: Server, minutes: int, look_s: float, seed: int) -> list
         got = await running
         whole = [s for s in got if s.is_done and not s.error and s.tokens == TOKENS]
         row = {"minute": minute, "killed": killed, "streams": len(got), "lost": len(got) - len(whole)}
+        row["longest, s"] = round(max((max(s.ttft_s, s.worst_gap_s) for s in whole), default=0.0), 1)
         ttft_s = np.quantile([s.ttft_s for s in whole], (0.5, 0.99)).round(3).tolist()
         row |= dict(zip(("TTFT p50, s", "TTFT p99, s"), ttft_s, strict=True))
         row["errors"] = sorted({s.error[:80] for s in got if s.error})
@@ -64,8 +66,9 @@ def drift(rows: list[dict[str, Any]], column: str) -> float:
 def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--look", type=float, default=LOOK_S, help="seconds of a look (default: 60)")
     asked = parser.parse_args()
-    minutes, look_s = (8, 3.0) if asked.quick else (int(asked.hours * 60), LOOK_S)
+    minutes, look_s = (8, 3.0) if asked.quick else (int(asked.hours * 3600 / asked.look), asked.look)
     with tiny_model() as model, fleet(model, *FLEET, engine_flags=()) as server:
         rows = asyncio.run(soaked(server, minutes, look_s, asked.seed))
     calm = rows[: minutes // 2]
