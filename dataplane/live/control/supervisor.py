@@ -47,8 +47,8 @@ MEMORY, ROOM_BYTES = "/dev/shm", 32 << 20
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds: `silent_s` of a core that hangs, or is stopped. `last_s` of one that was asked to end: its
-    loop stops before its workers have; and of a successor whose loop is still to run. `end_s` for what is
-    below to end by itself."""
+    loop stops before its workers have; and of a successor that does not serve yet. `end_s` for what is below
+    to end by itself."""
 
     silent_s: float = 30.0
     last_s: float = 60.0
@@ -125,7 +125,7 @@ class Supervisor:
         self._sweeps, self._shared, self._orders, self._again = settings.sweeps, shared, orders, again
         self._number, self._code = 0, 0
         self._shown_s = self._silent_s = 0.0  # the core's last pulse, and how long this process has run since
-        self._is_up = False  # it has shown one
+        self._served = 0.0  # how many had served before this core
 
     async def run(self) -> int:
         """The last core's exit code."""
@@ -148,14 +148,13 @@ class Supervisor:
         return self._code
 
     async def _begin(self) -> fork_server.Forked:
-        self._number, self._shown_s, self._silent_s = self._number + 1, self._pulse.shown_s, 0.0
-        self._is_up = False
+        self._number, self._silent_s, self._served = self._number + 1, 0.0, self._pulse.served
         settings = {"number": self._number, "folder": str(self._folder), "again": self._again}
         return await fork_server.Forked.start(self._shared / FORKS, self._job, json.dumps(settings).encode())
 
     def _ended(self, end: End[fork_server.Forked]) -> bool:
         code = fork_server.LOST if end.code is None else end.code
-        is_asked, has_served = self._orders.since_s is not None, self._pulse.has_served
+        is_asked, has_served = self._orders.since_s is not None, self._pulse.served > 0
         if code == 0 or is_asked or not has_served:
             # One that was killed before it could answer has ended as by itself.
             interrupted = is_asked and not has_served and code < 0
@@ -175,7 +174,7 @@ class Supervisor:
                     tell(core, signal.SIGTERM)
                 if self._is_over(self._orders.since_s):
                     tell(core, signal.SIGKILL)
-            elif is_asked and self._pulse.has_served:
+            elif is_asked and self._pulse.served:
                 return  # between two cores
             look_s = LOOK_S if is_asked else 1.0
             self._silent_s += look_s
@@ -184,14 +183,13 @@ class Supervisor:
                 await asyncio.wait_for(wait, look_s)
 
     def _is_over(self, asked_s: float | None) -> bool:
-        if not self._pulse.has_served:  # no client has anything open there, and a model may load for long
+        if not self._pulse.served:  # no client has anything open there, and a model may load for long
             is_late = asked_s is not None and time.monotonic() > asked_s + self._times.end_s
             return is_late or self._orders.is_repeated
         if self._pulse.shown_s != self._shown_s:
-            self._shown_s, self._silent_s, self._is_up = self._pulse.shown_s, 0.0, True
-        if self._silent_s <= (
-            self._times.silent_s if self._is_up and asked_s is None else self._times.last_s
-        ):
+            self._shown_s, self._silent_s = self._pulse.shown_s, 0.0
+        serves = asked_s is None and self._pulse.served > self._served
+        if self._silent_s <= (self._times.silent_s if serves else self._times.last_s):
             return False
         log.warning("the core has not run for %.0f s: it is killed", self._silent_s)
         self._silent_s = 0.0
@@ -250,7 +248,7 @@ class PortfolioSupervisor:
     def _ended(self, name: str, end: End[Any]) -> bool:
         if self._orders.since_s is not None or self._failed.done():
             return False
-        if not self._front.has_served:
+        if not self._front.served:
             code = fork_server.LOST if end.code is None else end.code
             self._failed.set_result((code if code >= 0 else 128 - code) or 1)
             return False

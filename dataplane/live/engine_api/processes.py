@@ -170,8 +170,8 @@ class Pulse:
         self._shared = memoryview(mmap(self.descriptor, PULSE_BYTES)).cast("d")
 
     def serves(self) -> None:
-        """From now on another process takes the place of one that dies."""
-        self._shared[1] = 1.0
+        """This core serves: from now on another takes the place of one that dies."""
+        self._shared[1] += 1.0
 
     async def show(self) -> None:
         """This core's loop runs, until cancelled."""
@@ -180,8 +180,9 @@ class Pulse:
             await asyncio.sleep(1.0)
 
     @property
-    def has_served(self) -> bool:
-        return self._shared[1] > 0
+    def served(self) -> float:
+        """How many cores have served."""
+        return self._shared[1]
 
     @property
     def shown_s(self) -> float:

@@ -185,7 +185,7 @@ async def run_front(
         apps = endpoint(settings.gateways, http), control(settings.controls, http, broker.view)
         last, usual = settings.shutdown_s, {"lifespan": "off", "timeout_keep_alive": IDLE_S}
         servers = [QuietServer(app, certificate, last, **usual) for app in apps]
-        if not pulse.has_served:
+        if not pulse.served:
             await race(_until_ready(http, settings.controls), stop.wait())
         if stop.is_set():
             return

@@ -133,7 +133,7 @@ def _run_front(front: FrontSettings, doors: Doors, pulse: Pulse, tell: Say, _: b
     from tokenfleet.cli.main import exit_code
 
     def announce(line: str) -> None:
-        if pulse.has_served:
+        if pulse.served:
             tell(line)
         else:
             print(line, flush=True)

@@ -16,7 +16,7 @@ from dataplane.live.control import supervisor
 
 # Each core does what the next word says; what runs below it is a `sleep` that ignores its end.
 PROGRAM = """
-import asyncio, json, os, signal, subprocess, sys
+import asyncio, json, os, signal, subprocess, sys, time
 from contextlib import suppress
 from pathlib import Path
 from dataplane.live.control.supervisor import Supervised, Times, run_supervised
@@ -25,7 +25,7 @@ from dataplane.live.engine_api.processes import Pulse, Record
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run below nohup, too
 fates, pulse = sys.argv[1:], Pulse()
 times = Times(
-    silent_s=3.0 if {"hangs", "runs"} & {*fates} else 60.0,  # a busy machine keeps a core waiting, too
+    silent_s=3.0 if {"hangs", "runs", "reads"} & {*fates} else 60.0,  # a busy machine is slow, too
     last_s=0.5 if "lingers" in fates else 5.0 if "stands" in fates else 60.0,
     end_s=600.0 if "computes" in fates else 0.2,
     longest_pause_s=0.0,
@@ -50,6 +50,11 @@ def core(settings):
         print("ready", flush=True)
         while True:
             signal.pause()
+    if fate == "reads":
+        with suppress(TimeoutError):
+            asyncio.run(asyncio.wait_for(pulse.show(), 0.05))
+        time.sleep(6.0)
+        return 0
     if fate == "stands":
         os.kill(os.getpid(), signal.SIGSTOP)
     pulse.serves()
@@ -102,7 +107,7 @@ def run(name, again):
     elif not again and fates:
         if fates[0] == "refuses":
             return 2
-        while not pulse.has_served:
+        while not pulse.served:
             pass
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "chat":
@@ -145,6 +150,10 @@ def test_a_core_that_dies_or_hangs_gets_a_successor_that_finds_its_record_and_on
     process = play("dies", "hangs", "ends")
     assert said(process) == ["1 dies None", "2 hangs dies", "3 ends hangs"]
     assert process.returncode == 0
+
+
+def test_a_successor_that_computes_for_long_in_its_start_is_not_killed():
+    assert said(play("dies", "reads")) == ["1 dies None", "2 reads dies"]
 
 
 def test_what_cores_and_gateways_write_is_in_memory():
