@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from contextlib import asynccontextmanager
 
 import numpy as np
 
@@ -154,6 +155,62 @@ class FrontHost:
 
     async def close(self):
         pass
+
+
+@asynccontextmanager
+async def pool_on(front, groups, most, profiles=None, **more):
+    """A started pool of worker groups, with `most` workers, on a front's engines. It closes both."""
+    from dataplane.live.pool.fleet_types import FleetTypes
+    from dataplane.live.pool.pool import WorkerPool
+
+    pool = WorkerPool(FrontHost(front, profiles), front.core, most, FleetTypes(groups), **more)
+    try:
+        await asyncio.wait_for(pool.start(), LONGEST_WAIT_S)
+        yield pool
+    finally:
+        await pool.close()
+        await front.close()
+
+
+class PoolStory:
+    """A pool of worker groups on the engines of a front, and streams through it."""
+
+    def __init__(self, groups, most, profiles=None, **more):
+        from controlplane.placement.queue import QueueSettings
+        from dataplane.live.pool.fleet_types import FleetTypes
+        from dataplane.live.pool.pool import WorkerPool
+
+        self.front = Front((), profile(), QueueSettings())
+        self.host = FrontHost(self.front, profiles)
+        self.pool = WorkerPool(self.host, self.front.core, most, FleetTypes(groups), **more)
+
+    async def watch(self):
+        """Runs while the story is played."""
+        raise NotImplementedError
+
+    async def streams(self, count, tokens, **params):
+        prompts = {f"r{i}": [i + 1] * 30 for i in range(count)}
+        for name, prompt in prompts.items():
+            await self.front.send(name, prompt, max_tokens=tokens, **params)
+        await asyncio.gather(*(self.front.until(name, 3) for name in prompts))
+        return prompts
+
+
+def play_watched(begun, play_it):
+    """Play `play_it` on the story that `begun()` makes: its pool is started, and its watch runs meanwhile."""
+
+    async def scene():
+        story = begun()
+        try:
+            await story.pool.start()
+            watching = asyncio.ensure_future(story.watch())
+            await asyncio.wait_for(play_it(story), 60)
+            watching.cancel()
+        finally:
+            await story.pool.close()
+            await story.front.close()
+
+    asyncio.run(scene())
 
 
 async def until(holds, every_s=0.005):

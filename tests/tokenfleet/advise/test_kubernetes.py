@@ -6,22 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from fake_kubernetes import TOKEN, FakeKubernetes, kubeconfig, serving
+from front import until
 
 from controlplane.errors import BadInput
 from tokenfleet.advise.advice import ScaleTarget
 from tokenfleet.advise.apply import Applied, KubernetesScale, command_scale
 from tokenfleet.advise.kubernetes.cluster import ApiRefused, ApiServer, KubernetesApi, found_cluster
 from tokenfleet.advise.kubernetes.pods import PodSet, PodWatch
-
-LOOKS = 500  # of 10 ms, in which a condition has to come
-
-
-async def until(holds):
-    for _ in range(LOOKS):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition did not come")
 
 
 def run(story, **pods):

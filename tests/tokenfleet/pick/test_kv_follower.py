@@ -12,6 +12,7 @@ pytest.importorskip("google.protobuf")
 
 import zmq
 import zmq.asyncio
+from front import until
 from picked import free_ports, made_fleet
 from test_picked_fleet import INFO
 
@@ -92,12 +93,6 @@ def cached(fleet, server):
     caches = fleet.placement.ledger.caches
     row = fleet.placement.worker_rows[server]
     return int(caches.workers[row]["asleep"])
-
-
-async def until(is_so):
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 def test_a_late_follower_hears_what_was_before_and_what_comes_and_replays_a_gap():

@@ -4,7 +4,7 @@ import asyncio
 from itertools import takewhile
 
 import pytest
-from front import A, Front, FrontHost, alone, profile, until
+from front import A, Front, alone, pool_on, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
@@ -17,20 +17,12 @@ KINDS = ("replay", "evacuated")
 def play():
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
-    from dataplane.live.pool.fleet_types import FleetTypes
-    from dataplane.live.pool.pool import WorkerPool
 
     def run(story, workers=3, **sizes):
         async def scene():
             front = Front((), profile(**sizes), QueueSettings())
-            types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
-            fleet = WorkerPool(FrontHost(front), front.core, 6, types)
-            try:
-                await fleet.start()
+            async with pool_on(front, [WorkerGroup(WorkerType(None), workers)], 6) as fleet:
                 await asyncio.wait_for(story(front, fleet), 60)
-            finally:
-                await fleet.close()
-                await front.close()
 
         asyncio.run(scene())
 

@@ -3,18 +3,13 @@
 import asyncio
 
 import pytest
+from front import until
 
 from dataplane.live.engine_api.processes import replace_text
 
 ray = pytest.importorskip("ray")
 
 from dataplane.live.pool import own_ray  # noqa: E402
-
-
-async def until(holds):
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

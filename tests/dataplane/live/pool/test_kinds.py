@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from front import Front, FrontHost, profile, until
+from front import Front, pool_on, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
@@ -19,8 +19,6 @@ def play(monkeypatch):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.ledger.placement import Placement
-    from dataplane.live.pool import pool as cluster
-    from dataplane.live.pool.fleet_types import FleetTypes
     from dataplane.processes import keeper
 
     monkeypatch.setattr(keeper, "PAUSES", keeper.Pauses(longest_s=0.01))
@@ -32,20 +30,10 @@ def play(monkeypatch):
             lengths = LengthTable.constant(200)
             placement = Placement(profiles, 8, lengths, np.random.default_rng(0))
             front = Front((), profiles[SLOW], QueueSettings(), placement if by_profile else None)
-            host = FrontHost(front, profiles)
-            types = FleetTypes(
-                [
-                    WorkerGroup(WorkerType("h100-sxm", 2), fast),
-                    WorkerGroup(WorkerType("a100-sxm", limit=2), slow),
-                ]
-            )
-            fleet = cluster.WorkerPool(host, front.core, 4, types)
-            try:
-                await fleet.start()
-                await asyncio.wait_for(story(front, fleet, host), 30)
-            finally:
-                await fleet.close()
-                await front.close()
+            fast_group = WorkerGroup(WorkerType("h100-sxm", 2), fast)
+            slow_group = WorkerGroup(WorkerType("a100-sxm", limit=2), slow)
+            async with pool_on(front, [fast_group, slow_group], 4, profiles) as fleet:
+                await asyncio.wait_for(story(front, fleet, fleet.host), 30)
 
         asyncio.run(scene())
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from front import Front, FrontHost, profile
+from front import Front, pool_on, profile
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
@@ -49,14 +49,11 @@ def play():
     from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.control.step_times import StepTimes
     from dataplane.live.pool import learning as learning_module
-    from dataplane.live.pool.fleet_types import FleetTypes
-    from dataplane.live.pool.pool import WorkerPool
 
     def run(story, workers=3, kept=None, measure_s=20.0, spoil=None):
         async def scene():
             front = Front((), profile(), QueueSettings())
             front.fabric.speed = 20.0
-            host = FrontHost(front)
             worker_type = WorkerType(None)
             learning = learning_module.Learning(
                 {KIND: worker_type},
@@ -71,20 +68,14 @@ def play():
             learning.on_learnt.append(front.core.placement.kinds.know)
             learning.on_learnt.append(step_times.know)
             learning.on_measured.append(step_times.pass_over)
-            types = FleetTypes([WorkerGroup(worker_type, workers)])
             spoiled = learning.measure if spoil is None else spoil(learning.measure)
 
             async def measure(link, kind, serves):
                 tells_exact_times(link)
                 await spoiled(link, kind)
 
-            fleet = WorkerPool(host, front.core, 8, types, measure=measure)
-            try:
-                await asyncio.wait_for(fleet.start(), 60)
+            async with pool_on(front, [WorkerGroup(worker_type, workers)], 8, measure=measure) as fleet:
                 await asyncio.wait_for(story(front, fleet, learning), 60)
-            finally:
-                await fleet.close()
-                await front.close()
 
         asyncio.run(scene())
 

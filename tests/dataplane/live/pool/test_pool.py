@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from front import Deaths, Front, FrontHost, profile, until
+from front import Deaths, Front, FrontHost, pool_on, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.engine import KvModel
@@ -19,8 +19,6 @@ HEALTH_EVERY_S = 0.01
 def play(monkeypatch):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
-    from dataplane.live.pool import pool as cluster
-    from dataplane.live.pool.fleet_types import FleetTypes
     from dataplane.processes import keeper
 
     monkeypatch.setattr(keeper, "PAUSES", keeper.Pauses(longest_s=0.01))  # else a replacement waits a second
@@ -28,15 +26,9 @@ def play(monkeypatch):
     def run(story, workers=2, **sizes):
         async def scene():
             front = Front((), profile(**sizes), QueueSettings())
-            host = FrontHost(front)
-            types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
-            fleet = cluster.WorkerPool(host, front.core, 4, types, health_every_s=HEALTH_EVERY_S)
-            try:
-                await fleet.start()
-                await asyncio.wait_for(story(front, fleet, host), 30)
-            finally:
-                await fleet.close()
-                await front.close()
+            groups = [WorkerGroup(WorkerType(None), workers)]
+            async with pool_on(front, groups, 4, health_every_s=HEALTH_EVERY_S) as fleet:
+                await asyncio.wait_for(story(front, fleet, fleet.host), 30)
             assert all(engine.is_lost for engine in front.engines.values())
 
         asyncio.run(scene())

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from front import Front, FrontHost, alone, profile, until
+from front import PoolStory, alone, play_watched, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.worker_type import WorkerGroup, WorkerType
@@ -13,19 +13,12 @@ SMALL, LARGE = "TP1", "TP2"
 TOKENS = 900
 
 
-class Story:
+class Story(PoolStory):
     """A pool of four small emulated workers, which a plan makes two large ones."""
 
     def __init__(self, most):
-        from controlplane.placement.queue import QueueSettings
-        from dataplane.live.pool.fleet_types import FleetTypes
-        from dataplane.live.pool.pool import WorkerPool
-
-        self.front = Front((), profile(), QueueSettings())
-        self.host = FrontHost(self.front, {LARGE: replace(profile(8192), tp_degree=2)})
-        self.pool = WorkerPool(
-            self.host, self.front.core, most, FleetTypes([WorkerGroup(WorkerType(None), 4)])
-        )
+        large = replace(profile(8192), tp_degree=2)
+        super().__init__([WorkerGroup(WorkerType(None), 4)], most, {LARGE: large})
         self.fault, self.ends, self.least = None, [], 4.0
 
     def reshape(self, refusal=lambda kinds: None, **after):
@@ -57,12 +50,8 @@ class Story:
             self.least = min(self.least, sum(2.0 if m.kind == LARGE else 1.0 for m in serving))
             await asyncio.sleep(0)
 
-    async def streams(self, count=12):
-        prompts = {f"r{i}": [i + 1] * 30 for i in range(count)}
-        for name, prompt in prompts.items():
-            await self.front.send(name, prompt, max_tokens=TOKENS)
-        await asyncio.gather(*(self.front.until(name, 3) for name in prompts))
-        return prompts
+    async def streams(self, count=12, tokens=TOKENS):
+        return await super().streams(count, tokens)
 
     async def all_whole(self, prompts):
         await self.front.ended(*prompts)
@@ -78,21 +67,7 @@ def play(monkeypatch):
     monkeypatch.setattr(keeper, "PAUSES", keeper.Pauses(longest_s=0.01))
     monkeypatch.setattr(rolling_change, "WATCH_S", 0.001)
 
-    def run(play_it, most=8):
-        async def scene():
-            story = Story(most)
-            try:
-                await story.pool.start()
-                watching = asyncio.ensure_future(story.watch())
-                await asyncio.wait_for(play_it(story), 60)
-                watching.cancel()
-            finally:
-                await story.pool.close()
-                await story.front.close()
-
-        asyncio.run(scene())
-
-    return run
+    return lambda play_it, most=8: play_watched(lambda: Story(most), play_it)
 
 
 def test_small_workers_become_large_ones_under_streams_and_capacity_is_never_less(play):

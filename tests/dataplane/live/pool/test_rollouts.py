@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from front import Deaths, Front, FrontHost, alone, profile, until
+from front import Deaths, PoolStory, alone, play_watched, until
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
@@ -14,21 +14,14 @@ from controlplane.types import WorkerId
 OLD, NEW = "old", "new"
 
 
-class Story:
+class Story(PoolStory):
     """A pool of emulated workers of revision 1, and rollouts over it."""
 
     def __init__(self, workers, most):
-        from controlplane.placement.queue import QueueSettings
         from controlplane.worker_type import WorkerGroup, WorkerType
-        from dataplane.live.pool.fleet_types import FleetTypes
         from dataplane.live.pool.member import Revision
-        from dataplane.live.pool.pool import WorkerPool
 
-        self.front = Front((), profile(), QueueSettings())
-        self.host = FrontHost(self.front)
-        types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
-        first = Revision(1, OLD)
-        self.pool = WorkerPool(self.host, self.front.core, most, types, first)
+        super().__init__([WorkerGroup(WorkerType(None), workers)], most, revision=Revision(1, OLD))
         self.least = workers
 
     def rollout(self, revision=None, only=None, finish_s=20.0):
@@ -50,13 +43,6 @@ class Story:
             self.least = min(self.least, self.pool.serving)
             await asyncio.sleep(0)
 
-    async def streams(self, count, tokens, **params):
-        prompts = {f"r{i}": [i + 1] * 30 for i in range(count)}
-        for name, prompt in prompts.items():
-            await self.front.send(name, prompt, max_tokens=tokens, **params)
-        await asyncio.gather(*(self.front.until(name, 3) for name in prompts))
-        return prompts
-
 
 @pytest.fixture
 def play(monkeypatch):
@@ -64,21 +50,7 @@ def play(monkeypatch):
 
     monkeypatch.setattr(keeper, "PAUSES", keeper.Pauses(longest_s=0.01))  # else a replacement waits a second
 
-    def run(play_it, workers=3, most=6):
-        async def scene():
-            story = Story(workers, most)
-            try:
-                await story.pool.start()
-                watching = asyncio.ensure_future(story.watch())
-                await asyncio.wait_for(play_it(story), 60)
-                watching.cancel()
-            finally:
-                await story.pool.close()
-                await story.front.close()
-
-        asyncio.run(scene())
-
-    return run
+    return lambda play_it, workers=3, most=6: play_watched(lambda: Story(workers, most), play_it)
 
 
 def test_an_update_with_room_for_one_more_never_has_fewer_workers_and_moves_every_stream(play):
