@@ -24,10 +24,5 @@ class BadInput(ControlPlaneError):
     """Input that cannot be used. The message is one line: where, field, value, what was expected."""
 
 
-def no_offload(why: str) -> BadInput:
-    """The refusal of KV offload to host memory, by the name of its option."""
-    return BadInput(f"--host-kv: {why}")
-
-
 class IllegalStep(ControlPlaneError):
     """A state machine met an event its table does not list."""

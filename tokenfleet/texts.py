@@ -1,4 +1,4 @@
-"""Nouns in text form: durations, targets, classes, parts of a trace, host memory, draft tokens, addresses."""
+"""Nouns in text form: durations, targets, classes, parts of a trace, draft tokens, addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from controlplane.errors import BadInput, no_offload
+from controlplane.errors import BadInput
 from controlplane.figures import duration_text
 from controlplane.types import Slo, SloClass
 
@@ -154,27 +154,6 @@ def parse_window_s(text: str) -> tuple[float, float]:
     if end_s <= start_s:
         raise BadInput(f"--window: the end must come after the start, got {text!r}")
     return start_s, end_s
-
-
-HOST_KV = re.compile(r"(\d+(?:\.\d+)?)(MiB|GiB|TiB)(?:@(\d+(?:\.\d+)?)GB/s)?")
-BYTES = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
-def parse_host_kv(text: str) -> tuple[int, float | None] | None:
-    """Bytes of host memory, and those a second that a GPU loads from it: `64GiB@25GB/s`; None for `off`.
-
-    The rate is None where none is given. Raises BadInput.
-    """
-    if text == "off":
-        return None
-    found = HOST_KV.fullmatch(text)
-    size = float(found[1]) * BYTES[found[2]] if found else 0.0
-    rate = float(found[3]) * 1e9 if found and found[3] else None
-    if found is None or not 0 < size <= 1 << 50 or (rate is not None and not 0 < rate <= 1e15):
-        raise no_offload(
-            f"expected memory of a worker and what a GPU loads of it: 64GiB@25GB/s, got {text!r}"
-        )
-    return int(size), rate
 
 
 def parse_strictness(text: str) -> Strictness:

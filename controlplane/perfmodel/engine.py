@@ -160,18 +160,6 @@ class KvModel:
 
 
 @dataclass(frozen=True, slots=True)
-class HostKv:
-    """Host memory of a worker that keeps KV which has left its GPUs, and what a GPU loads of it a second."""
-
-    capacity_bytes: int = field(metadata=ABOVE_0)
-    bytes_per_s: float = field(metadata=ABOVE_0)
-
-    def __post_init__(self) -> None:
-        if self.capacity_bytes < 1 or not 0 < self.bytes_per_s < float("inf"):
-            raise BadInput(f"host_kv: capacity_bytes and bytes_per_s must be above 0, got {self}")
-
-
-@dataclass(frozen=True, slots=True)
 class EngineLimits:
     """The engine's software and its batch limits.
 

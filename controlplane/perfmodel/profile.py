@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from controlplane.errors import BadInput, no_offload
-from controlplane.perfmodel.engine import EngineLimits, HostKv, KvModel
+from controlplane.errors import BadInput
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.offload import HostKv, no_offload
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.speculation import Speculation, verified_base_s, verified_step
 from controlplane.perfmodel.step import Batch, Hinge, PrefillModel, StepModel

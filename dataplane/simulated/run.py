@@ -9,8 +9,9 @@ from typing import TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.errors import BadInput, no_offload
+from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
+from controlplane.perfmodel.offload import no_offload
 from controlplane.perfmodel.profile import Profile, rank_of
 from controlplane.perfmodel.speculation import paces
 from controlplane.placement import policies

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.perfmodel.engine import HostKv
+from controlplane.perfmodel.offload import HostKv
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo
 from controlplane.workload import Workload

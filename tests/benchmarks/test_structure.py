@@ -31,6 +31,7 @@ def counted(tmp_path: Path) -> dict[str, int]:
         "experiments/planning/study.py": "import controlplane\n",
         "benchmarks/speed.py": "import controlplane\n",
         "dataplane/says.py": "print(x.attainment, x.confidence, x.max_gpus, x.rate_scale, x.price_scale)\n",
+        "dataplane/keeps.py": "HostKv\n",
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -51,15 +52,16 @@ def counted(tmp_path: Path) -> dict[str, int]:
 
 def test_each_figure_counts_what_it_says(counted: dict[str, int]) -> None:
     assert counted == {
-        "product lines": 391,
-        "product modules": 6,
+        "product lines": 392,
+        "product modules": 7,
         "lines of experiments and benchmarks": 2,
         "modules over 300 lines": 1,
-        "modules in the fullest folder": 2,
+        "modules in the fullest folder": 3,
         "modules in a circle of imports": 3,
         "folder pairs that import each other": 1,
         "packages and their own root that do": 1,
         "modules that name a step coefficient": 1,
+        "modules that name an option": 1,
         "modules that declare a plan's options": 1,
         "classes over 300 lines": 1,
         "class names taken twice": 2,

@@ -25,9 +25,9 @@ from tokenfleet.profiles.library import find_profiles
 from tokenfleet.report.tables import PHASES, facts_table, phase_row, table
 from tokenfleet.traces.check import Checkup, Finding, as_json, check, verdict
 from tokenfleet.traces.distributions import PUBLISHED_SEED
-from tokenfleet.traces.phases import Phase
 from tokenfleet.traces.readers import read_trace
 from tokenfleet.traces.reuse import KEEPS, TraceReuse
+from tokenfleet.traces.shape import Phase
 from tokenfleet.traces.synth import SESSION_THINK, SessionLaws, synthesise, synthesise_sessions
 from tokenfleet.traces.trace import Trace
 from tokenfleet.traces.writers import kind_for, write_trace

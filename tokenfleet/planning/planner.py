@@ -40,14 +40,7 @@ from tokenfleet.planning.mixes.cheapest import Mixed, cheapest_mix
 from tokenfleet.planning.moves import Settled, refuse_policy, settled
 from tokenfleet.planning.plan_file import Nearest, OneFewer, PassedOver, Uncertainty
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.result import (
-    Candidate,
-    Inputs,
-    Plan,
-    latency,
-    one_fewer,
-    uncertainty,
-)
+from tokenfleet.planning.result import Candidate, Inputs, Plan, latency, one_fewer, uncertainty
 from tokenfleet.planning.reuse import reuse_of
 from tokenfleet.planning.schedule import Schedule, TraceClock, make_schedule, paid, waits
 from tokenfleet.planning.search import Replayer, Search
@@ -57,7 +50,7 @@ from tokenfleet.planning.threads import Threads, Watch
 from tokenfleet.planning.traffic.replicates import Doubted
 from tokenfleet.planning.traffic.sample import LONG, SAMPLED, Sampler
 from tokenfleet.planning.verified import verified
-from tokenfleet.traces.phases import Phase
+from tokenfleet.traces.shape import Phase
 
 R = TypeVar("R")
 

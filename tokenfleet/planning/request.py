@@ -28,13 +28,13 @@ from typing import (
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from controlplane.errors import BadInput, no_offload
+from controlplane.errors import BadInput
+from controlplane.perfmodel.offload import HostKv, no_offload, parse_host_kv
 from controlplane.types import EngineMode, Slo, SloClass
 from tokenfleet.field_errors import first_fault
 from tokenfleet.texts import (
     Parsed,
     parse_duration_s,
-    parse_host_kv,
     parse_slo,
     parse_slo_class,
     parse_speculation,
@@ -632,7 +632,6 @@ def refuse_unshared(request: PlanRequest, workload: Workload) -> None:
 
 def asked_of(request: PlanRequest, profile: Profile) -> Profile:
     """The profile with the engine's memory, mode and drafts that are asked for."""
-    from controlplane.perfmodel.engine import HostKv
     from controlplane.perfmodel.profile import speculating  # loads numpy
     from tokenfleet.profiles.library import host_gb_per_s
 

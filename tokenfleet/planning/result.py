@@ -21,7 +21,7 @@ from tokenfleet.planning.mixes.cheapest import MixSearch
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import PaidSchedule, Schedule
 from tokenfleet.planning.traffic.drift import Told
-from tokenfleet.traces.phases import Phase
+from tokenfleet.traces.shape import Phase
 from tokenfleet.traces.trace import Assumed
 
 QUANTILES = (0.5, 0.9, 0.99)

@@ -1,6 +1,6 @@
 """The schedule: windows of the trace, each with the fewest workers that do, and its cost.
 
-Windows begin at the change points of the rate (`traces.phases`). A trace of one phase has equal windows.
+Windows begin at the change points of the rate (`traces.shape`). A trace of one phase has equal windows.
 
 A window begins with a lead-in, so that it does not start on an idle fleet, and is judged by the requests
 that arrive in it. Every window must meet the target where the fleet sized on the trace can. Then workers are

@@ -14,7 +14,7 @@ from controlplane.figures import duration_text
 
 if TYPE_CHECKING:
     from tokenfleet.planning.plan_file import FleetPart, PassedOver, PlannedPhase, PlannedProfile, Shown
-    from tokenfleet.traces.phases import Phase
+    from tokenfleet.traces.shape import Phase
 
 PHASES = ("Traffic phase from", "length", "req/s", "prompt tokens", "output tokens")
 

@@ -12,9 +12,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from controlplane.figures import counted, duration_text
-from tokenfleet.traces.phases import Phase, phases_json, phases_of
 from tokenfleet.traces.reuse import KEEPS, TraceReuse, reuse_of
-from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, half_width, shape_of
+from tokenfleet.traces.shape import (
+    ASKED_HALF_WIDTH,
+    JUDGED_SHARE,
+    Phase,
+    Shape,
+    half_width,
+    phases_of,
+    shape_of,
+)
 from tokenfleet.traces.trace import Trace
 
 SLOW_RPS = 0.02  # below: likelier milliseconds read as seconds than a service worth a fleet
@@ -228,7 +235,17 @@ def as_json(checkup: Checkup, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
         "duration_s": shape.duration_s,
         "rate_rps": _or_null(shape.rate_rps),
         "rates_rps": [_or_null(round(float(rate), 6)) for rate in shape.rates_rps],
-        "phases": phases_json(checkup.phases),
+        "phases": [
+            {
+                "start_s": round(phase.start_s, 3),
+                "end_s": round(phase.end_s, 3),
+                "requests": phase.requests,
+                "rate_rps": float(f"{phase.rate_rps:.6g}"),
+                "prompt_tokens": round(phase.prompt_tokens, 1),
+                "output_tokens": round(phase.output_tokens, 1),
+            }
+            for phase in checkup.phases
+        ],
         "gap_cv": _or_null(shape.gap_cv),
         "longest_gap_s": shape.longest_gap_s,
         "longest_gap_at_s": shape.longest_gap_at_s,

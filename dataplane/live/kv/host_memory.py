@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.errors import no_offload
+from controlplane.perfmodel.offload import no_offload
 from dataplane.live.engine_api import vllm_surface as vllm
 from dataplane.live.engine_api.processes import free_memory_bytes
 from dataplane.live.kv.connector import MigrationConnector, StepMetadata, StepStats

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from controlplane.errors import BadInput, no_offload
+from controlplane.errors import BadInput
 from controlplane.perfmodel.engine import EngineLimits
+from controlplane.perfmodel.offload import no_offload
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import Role
 from controlplane.worker_type import WorkerGroup, WorkerType

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from controlplane.errors import BadInput, no_offload
+from controlplane.errors import BadInput
+from controlplane.perfmodel.offload import no_offload
 from controlplane.types import WorkerId
 from dataplane.live.engine_api import vllm_surface as vllm
 from dataplane.live.engine_api.link import WorkerInfo

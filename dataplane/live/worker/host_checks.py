@@ -21,7 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from controlplane.errors import BadInput, no_offload
+from controlplane.errors import BadInput
+from controlplane.perfmodel.offload import no_offload
 from dataplane.live.engine_api import RAY_VERSION, VLLM_VERSION
 from dataplane.live.engine_api.processes import free_memory_bytes
 from dataplane.live.kv.nixl import installed as nixl_package

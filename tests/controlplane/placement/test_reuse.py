@@ -13,7 +13,8 @@ from made_profiles import made_profile
 from random_cases import NEVER_MET
 
 from controlplane.perfmodel.coefficients import MAX_BATCHED, coefficient_row
-from controlplane.perfmodel.engine import EngineLimits, HostKv, KvModel
+from controlplane.perfmodel.engine import EngineLimits, KvModel
+from controlplane.perfmodel.offload import HostKv
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.assign import assign
 from controlplane.placement.batch import enqueue

@@ -16,7 +16,7 @@ from random_cases import (
 from reference_cache import CachedWorker
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.engine import HostKv
+from controlplane.perfmodel.offload import HostKv
 from controlplane.placement.batch import queue_first
 from controlplane.placement.caches import NOTHING
 from controlplane.placement.ledger import NONE

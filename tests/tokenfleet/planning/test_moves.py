@@ -7,7 +7,7 @@ import pytest
 from planning_builders import planned, said_of, search_of, talks, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.engine import HostKv
+from controlplane.perfmodel.offload import HostKv
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode, Slo

@@ -10,7 +10,7 @@ import pytest
 from planning_builders import SLO, planned, poisson, said_of, search_of, talks, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.engine import HostKv
+from controlplane.perfmodel.offload import HostKv
 from controlplane.perfmodel.profile import Profile
 from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo

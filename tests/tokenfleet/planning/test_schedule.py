@@ -37,7 +37,7 @@ from tokenfleet.planning.sizing import Sizing
 from tokenfleet.planning.threads import open_threads
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.report.plan_json import week_rows
-from tokenfleet.traces.phases import phases_of
+from tokenfleet.traces.shape import phases_of
 
 
 @st.composite

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main
-from tokenfleet.traces.phases import BIN_S, LEAST_S, OF_LONG, OF_SHORT, phases_of
+from tokenfleet.traces.shape import BIN_S, LEAST_S, OF_LONG, OF_SHORT, phases_of
 
 
 def traffic(rates_rps: list[float], each_s: float, seed: int = 0) -> Workload:

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from controlplane.errors import no_offload
+from controlplane.perfmodel.offload import no_offload, parse_host_kv
 from tokenfleet.cli.flags import ControlKey, ControlKeys, EngineFlags, Insecure, TlsCert, TlsKey, flag
-from tokenfleet.texts import parse_host_kv
 
 WORKERS = 2  # unless something says
 OFFLOADED_GIB = "--kv-offloading-size"

@@ -33,7 +33,7 @@ from controlplane.workload import Workload
 from tokenfleet.planning.traffic.draws import Units, next_like, time_scale, units_of
 from tokenfleet.planning.traffic.drift import Drift, assumed_drift, drift_of
 from tokenfleet.planning.traffic.sample import CURVE, ROUGHLY, Sampler
-from tokenfleet.traces.phases import Phase, phases_of
+from tokenfleet.traces.shape import Phase, phases_of
 
 AS_IT_IS = 0
 Doubted = Literal["arrivals", "drift", "coefficients"]

@@ -11,7 +11,8 @@ from made_plans import PROFILE, document_of, on_parts, plan_of_fleet
 from planning_builders import planned, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.engine import HostKv, KvModel
+from controlplane.perfmodel.engine import KvModel
+from controlplane.perfmodel.offload import HostKv
 from controlplane.perfmodel.profile import speculating
 from controlplane.perfmodel.speculation import Speculation
 from controlplane.types import EngineMode
