@@ -213,6 +213,15 @@ def play_watched(begun, play_it):
     asyncio.run(scene())
 
 
+async def emptied(front):
+    """Wait until no KV block of a front's engines is held; no request may be left before."""
+    assert len(front.core.requests) == len(front.core.admission) == 0
+    await until(lambda: len(front.core.handovers) == 0)
+    for engine in front.engines.values():
+        held = engine.batch
+        await until(lambda e=engine, b=held: e.is_lost or b.free_blocks == b.total_blocks)
+
+
 async def until(holds, every_s=0.005):
     """Wait until `holds()`. Raises TimeoutError after LONGEST_WAIT_S."""
     async with asyncio.timeout(LONGEST_WAIT_S):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from front import SLO, A, B, C, Front, alone, profile, unprofiled, until
+from front import SLO, A, B, C, Front, alone, emptied, profile, unprofiled, until
 
 from controlplane.migration.move import Stage
 from controlplane.placement.lengths import LengthTable
@@ -41,10 +41,7 @@ def play(story, workers=(A, B), waiting=None, ledger=False, policy=Policy.SPREAD
         front = Front(workers, profile(**sizes), waiting or QueueSettings(), placement)
         try:
             await asyncio.wait_for(story(front), 60)
-            assert len(front.core.requests) == len(front.core.admission) == 0
-            for engine in front.engines.values():
-                while not engine.is_lost and engine.batch.free_blocks < engine.batch.total_blocks:
-                    await asyncio.sleep(0.01)
+            await emptied(front)
             assert not ledger or is_empty(placement)
         finally:
             await front.close()

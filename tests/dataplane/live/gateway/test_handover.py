@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from front import A, B, C, Front, FrontHost, alone, profile, until
+from front import A, B, C, Front, alone, emptied, pool_on, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
@@ -26,11 +26,7 @@ def play():
                 front.core.attach(engine, role=role)
             try:
                 await asyncio.wait_for(story(front), 15)
-                assert len(front.core.requests) == len(front.core.admission) == 0
-                await until(lambda: len(front.core.handovers) == 0)
-                for engine in front.engines.values():
-                    held = engine.batch
-                    await until(lambda e=engine, b=held: e.is_lost or b.free_blocks == b.total_blocks)
+                await emptied(front)
             finally:
                 await front.close()
 
@@ -167,21 +163,14 @@ def test_requests_wait_for_no_decode_worker_and_leave_once_there_is_one(play):
 def pool():
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
-    from dataplane.live.pool.fleet_types import FleetTypes
-    from dataplane.live.pool.pool import WorkerPool
 
     def run(story, prefill=1, decode=2):
         async def scene():
             front = Front((), profile(), QueueSettings())
             counts = (("prefill", prefill), ("decode", decode))
-            types = FleetTypes([WorkerGroup(WorkerType(None, role=role), n) for role, n in counts])
-            fleet = WorkerPool(FrontHost(front), front.core, 6, types)
-            try:
-                await fleet.start()
+            groups = [WorkerGroup(WorkerType(None, role=role), n) for role, n in counts]
+            async with pool_on(front, groups, 6) as fleet:
                 await asyncio.wait_for(story(front, fleet), 30)
-            finally:
-                await fleet.close()
-                await front.close()
 
         asyncio.run(scene())
 
