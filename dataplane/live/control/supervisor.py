@@ -1,8 +1,8 @@
 """The supervisor: the process of `tokenfleet serve` that keeps a core running, or those of several models.
 
-It decides nothing and loads nothing. `tokenfleet serve` reads its flags, loads vLLM, binds its sockets, and
-forks. The child becomes the fork server of cores and gateways, with all that loaded. The parent becomes this
-program. So the next core begins within seconds, and waiting takes no memory.
+It decides nothing, loads nothing, and writes the log of all. `tokenfleet serve` reads its flags, loads vLLM,
+binds its sockets, and forks. The child becomes the fork server of cores and gateways, with all that loaded.
+The parent becomes this program. So the next core begins within seconds, and waiting takes no memory.
 
 A core that has served and then dies, or hangs for `silent_s` and is killed, gets a successor. One that ends
 by itself ends the fleet. SIGTERM and SIGINT go on to the core. It is killed if it does not end, as where Ray
@@ -21,8 +21,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -79,10 +80,14 @@ def run_supervised(jobs: Mapping[str, fork_server.Job], settings: Supervised) ->
     """
     folder = Path(tempfile.mkdtemp(prefix="tokenfleet-", dir="/tmp"))  # a socket's path must be short
     signal.pthread_sigmask(signal.SIG_BLOCK, fork_server.SIGNS)
+    taken, written = os.pipe()
+    os.set_blocking(written, False)  # who logs waits for no disk: lines that find no room are lost
+    stderr = os.dup(2)
+    os.dup2(written, 2)
     if server := os.fork():
-        for descriptor in (*settings.pulses.values(), *filter(None, [settings.front])):
+        for descriptor in (taken, stderr, *settings.pulses.values(), *filter(None, [settings.front])):
             os.set_inheritable(descriptor, True)
-        words = json.dumps({"server": server, "folder": str(folder), "settings": asdict(settings)})
+        words = json.dumps((server, str(folder), (taken, stderr), asdict(settings)))
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(sys.executable, [sys.executable, "-m", __name__, words], child_environment())
@@ -196,25 +201,6 @@ class Supervisor:
         return True
 
 
-class CoroutineProcess:
-    """A coroutine, kept as a process is: its exit code is what it returns."""
-
-    pid = 0
-
-    def __init__(self, work: Coroutine[Any, Any, int]) -> None:
-        self._task = asyncio.ensure_future(work)
-
-    @property
-    def returncode(self) -> int | None:
-        return self._task.result() if self._task.done() else None
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self._task)
-
-    def send_signal(self, sign: int) -> None:
-        self._task.cancel()
-
-
 class PortfolioSupervisor:
     """Runs the fleets of several models, and the front before them, until asked to end.
 
@@ -223,27 +209,23 @@ class PortfolioSupervisor:
 
     def __init__(self, settings: Supervised, front: Pulse, shared: Path, orders: EndSignals) -> None:
         self._settings, self._front, self._shared, self._orders = settings, front, shared, orders
-        self._begun: set[str] = set()
+        self._pauses = Pauses(longest_s=settings.times.longest_pause_s)
         self._failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
         """The exit code of the process that has ended them all; 0 where this one was asked to."""
-        fleets = [self._keeper(name, partial(self._fleet, name)) for name in self._settings.pulses]
-        front = self._keeper("the front", partial(fork_server.Forked.start, self._shared / FORKS, FRONT))
-        for keeper in (*fleets, front):
-            keeper.start()
+        fleets = [asyncio.ensure_future(self._fleet(name)) for name in self._settings.pulses]
+        begin = partial(fork_server.Forked.start, self._shared / FORKS, FRONT)
+        front = Keeper(Spec(begin, partial(self._ended, "the front"), pauses=self._pauses))
+        front.start()
         asked = asyncio.ensure_future(self._orders.changed.wait())
         await asyncio.wait((self._failed, asked), return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
             asked.cancel()
             return self._failed.result()
         # The front passes on what streams still say.
-        await asyncio.gather(*(one.process.wait() for one in fleets if one.process is not None))
+        await asyncio.gather(*fleets)
         return 0
-
-    def _keeper(self, name: str, start: Callable[[], Awaitable[Any]]) -> Keeper[Any]:
-        pauses = Pauses(longest_s=self._settings.times.longest_pause_s)
-        return Keeper(Spec(start, partial(self._ended, name), pauses=pauses))
 
     def _ended(self, name: str, end: End[Any]) -> bool:
         if self._orders.since_s is not None or self._failed.done():
@@ -255,10 +237,18 @@ class PortfolioSupervisor:
         log.warning("%s %s; it is started again in %g s", name, end.why, end.pause_s)
         return True
 
-    async def _fleet(self, name: str) -> CoroutineProcess:
-        again = name in self._begun
-        self._begun.add(name)
-        return CoroutineProcess(Supervisor(name, self._settings, self._shared, self._orders, again).run())
+    async def _fleet(self, name: str) -> None:
+        """Run a fleet to its end, and again unless that ends them all."""
+        pause_s, again = 0.0, False
+        while True:
+            began_s = time.monotonic()
+            code = await Supervisor(name, self._settings, self._shared, self._orders, again).run()
+            pause_s, again = self._pauses.after(pause_s, time.monotonic() - began_s), True
+            if not self._ended(name, End(None, code, f"ended with {code}", pause_s)):
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._orders.changed.wait(), pause_s)
+                return
 
 
 async def supervise(settings: Supervised, shared: Path, server: int) -> int:
@@ -323,19 +313,29 @@ def end_all(seconds: float) -> None:
     dict(fork_server.ended())
 
 
+def pass_on(taken: int, stderr: int) -> None:
+    """Write what all processes log, until the last has ended."""
+    while said := os.read(taken, 1 << 16):
+        with suppress(OSError):  # the terminal is gone
+            os.write(stderr, said)
+
+
 def main() -> int:
     """Supervise what the only argument says, in JSON."""
     log_to_stderr()
     # Those whose parent has died are ours to wait for.
     fork_server.ask_kernel(fork_server.PR_SET_CHILD_SUBREAPER, 1)
-    what = json.loads(sys.argv[1])
-    shared, settings = Path(what["folder"]), what["settings"]
+    server, folder, log_ends, settings = json.loads(sys.argv[1])
     settings["times"] = times = Times(**settings["times"])
+    passing = threading.Thread(target=pass_on, args=log_ends, daemon=True)
+    passing.start()
     try:
-        code = asyncio.run(supervise(Supervised(**settings), shared, what["server"]))
+        code = asyncio.run(supervise(Supervised(**settings), Path(folder), server))
     finally:
         end_all(times.end_s)
-        shutil.rmtree(shared, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.dup2(log_ends[1], 2)
+        passing.join(times.end_s)
     with suppress(OSError):  # the terminal is gone
         if code == INTERRUPTED:
             print("error: interrupted; nothing was written", file=sys.stderr)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,6 +38,8 @@ def core(settings):
     record = Record(Path(order["folder"]) / "record.json")
     fate = fates[order["number"] - 1]
     print(order["number"], fate, record.found.get("left"), flush=True)
+    with suppress(BlockingIOError):
+        print("begins", file=sys.stderr, flush=True)
     record.note(left=fate)
     if fate == "refuses":
         return 2
@@ -126,11 +129,12 @@ run_supervised(jobs, Supervised({"chat": of_chat.descriptor}, pulse.descriptor, 
 """
 
 
-def play(*fates, program=PROGRAM):
+def play(*fates, program=PROGRAM, stderr=None):
     return subprocess.Popen(
         [sys.executable, "-c", program, *fates],
         cwd=ROOT,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
@@ -154,6 +158,34 @@ def test_a_core_that_dies_or_hangs_gets_a_successor_that_finds_its_record_and_on
 
 def test_a_successor_that_computes_for_long_in_its_start_is_not_killed():
     assert said(play("dies", "reads")) == ["1 dies None", "2 reads dies"]
+
+
+def test_no_core_waits_for_whoever_takes_the_log():
+    """A disk that stands still takes none, and neither does a pipe that is full."""
+    taken, written = os.pipe()
+    os.set_blocking(written, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(written, b"x")
+    os.set_blocking(written, True)
+    process = play("dies", "dies", "ends", stderr=written)
+    os.close(written)
+    lines = [process.stdout.readline() for _ in range(3)]
+    os.close(taken)
+    assert lines == ["1 dies None\n", "2 dies dies\n", "3 ends dies\n"]
+    assert said(process) == []
+
+
+def test_what_is_logged_is_written_to_the_end(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        assert said(play("dies", "ends", stderr=log)) == ["1 dies None", "2 ends dies"]
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.split("  ")[-1] for line in lines] == [
+        "begins",
+        "warning: core 1 ended with -9; another takes its place in 0 s",
+        "begins",
+        "stopped",
+    ]
 
 
 def test_what_cores_and_gateways_write_is_in_memory():
