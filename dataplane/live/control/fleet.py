@@ -345,7 +345,7 @@ class _Fleet:
         self.pool.tasks.spawn(self.gateway.follow(keys, self._say))
         if gateways is not None:
             self._tell(f"starting {settings.gateways} gateways")
-            self._cleanup.push_async_callback(gateways.close)
+            self._cleanup.push_async_exit(gateways.close)
             await gateways.start()
             return asyncio.create_task(gateways.serve(core, settings.gateway.shutdown_s))
         self.gateway.prepare(kv_blocks)

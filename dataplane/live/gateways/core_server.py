@@ -215,8 +215,7 @@ class CoreServer:
     # Requests.
 
     async def _add(self, gateway: Connected, new: NewRequest, request: EngineRequest) -> None:
-        at = gateway.tickets.get(new.ticket)
-        if at is None:
+        if (at := gateway.tickets.get(new.ticket)) is None:
             slo = Slo(new.ttft_s, new.tpot_s)
             ticket = Ticket(new.id, new.key, slo, new.priority, session=new.session, slo_class=new.slo_class)
             ticket.traceparent = new.traceparent

@@ -180,10 +180,11 @@ class Gateways:
         self._note()
         self._renewing = self._tasks.spawn(self._renew())
 
-    async def close(self) -> None:
-        """End every gateway; what is still open there is cut."""
+    async def close(self, error: type[BaseException] | None, *_: object) -> None:
+        """End every gateway, and cut what is open there; but leave them to the successor after an error."""
         await cancel_all(self._tasks)
-        await asyncio.gather(*(end(kept, END_S) for kept in self))
+        if error is None or not issubclass(error, Exception):
+            await asyncio.gather(*(end(kept, END_S) for kept in self))
         await self._server.close()
 
     # Lives.

@@ -27,6 +27,9 @@ class Server:
     async def start(self, *_):
         pass
 
+    async def close(self):
+        pass
+
     def retire(self, name, finish_s):
         self.retired.append((name, finish_s))
 
@@ -101,6 +104,19 @@ def test_a_gateway_whose_successor_took_clients_already_is_asked_to_leave(world)
 
     asyncio.run(story())
     assert all(process.poll() is None for process in at.processes)
+
+
+def test_gateways_outlive_a_core_that_fails_by_an_error_and_end_with_one_that_ends(world):
+    at = world(1)
+    at.left(KeptRecord("g0", 0, at.process(), "serving"))
+
+    async def story(error):
+        await (await at.start()).close(error)
+
+    asyncio.run(story(RuntimeError))
+    assert at.processes[0].poll() is None
+    asyncio.run(story(asyncio.CancelledError))
+    assert at.ended(0) < 0
 
 
 def test_a_gateway_that_dies_in_a_successor_s_start_does_not_end_that(monkeypatch, world):
