@@ -39,6 +39,7 @@ from dataplane.live.control.operations import FleetFacts, Operations
 from dataplane.live.control.replanned import Replanned, TypeParts, taken_up
 from dataplane.live.control.settings import FleetSettings
 from dataplane.live.control.step_times import StepTimes
+from dataplane.live.emulated.segment import Noise
 from dataplane.live.engine_api.processes import OWN_RAY, Estate
 from dataplane.live.engine_api.vllm_surface import VllmCodec, current_platform
 from dataplane.live.gateway.events import EventLog, tell_losses
@@ -55,6 +56,7 @@ from dataplane.live.gateways.wire import ProcessSettings
 from dataplane.live.ledger.placement import Placement
 from dataplane.live.ledger.request import Tracked
 from dataplane.live.migration.move import MoveBudget
+from dataplane.live.pool.emulated_host import EmulatedHost
 from dataplane.live.pool.learning import Learning
 from dataplane.live.pool.member import Host, Revision
 from dataplane.live.pool.notice_watch import NoticeWatch
@@ -232,9 +234,6 @@ class _Fleet:
     async def _host(self) -> Host:
         settings = self.settings
         if settings.engine == "emulated":
-            from dataplane.live.emulated.segment import Noise
-            from dataplane.live.pool.emulated_host import EmulatedHost
-
             if len(self.profiles) < len(settings.types):
                 raise BadInput("--profile: emulated engines take their step times from one")
             model = self.gateway.config.model_config

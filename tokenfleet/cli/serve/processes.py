@@ -95,6 +95,7 @@ def supervise_all(
 
 def _shared_jobs(fleets: Sequence[FleetSettings]) -> tuple[dict[str, Job], bool]:
     """The jobs that cores order, and whether a Ray of this machine is to run."""
+    import dataplane.live.control.fleet  # noqa: F401  # now: later an update may have changed the files
     from dataplane.live.gateways.process import run_gateway
 
     jobs: dict[str, Job] = {"gateway": run_gateway}
