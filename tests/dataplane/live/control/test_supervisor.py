@@ -188,6 +188,22 @@ def test_what_is_logged_is_written_to_the_end(tmp_path):
     ]
 
 
+def test_a_successor_loads_no_module_of_ours_that_an_update_may_have_changed():
+    """What the fork server has not loaded, each core would read from the files as they are by then."""
+    program = """
+import sys
+from tokenfleet.cli.serve.processes import _shared_jobs
+
+_shared_jobs([])
+before = set(sys.modules)
+import dataplane.live.control.fleet
+import dataplane.live.gateways.process
+print(sorted(set(sys.modules) - before))
+"""
+    told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert told.stdout == "[]\n", told.stderr
+
+
 def test_what_cores_and_gateways_write_is_in_memory():
     """A disk that stands still stops no gateway at its metrics, and no core at its record."""
     process = play("where")
