@@ -127,6 +127,11 @@ class Autoscale:
                 f"autoscale: need 0 <= MIN <= MAX and MAX of at least 1, got {self.low}..{self.high}"
             )
 
+    @property
+    def limits(self) -> MixSettings:
+        """The limits of all workers together."""
+        return MixSettings(max_gpus=self.max_gpus, budget_usd_per_h=self.budget_usd_per_h)
+
     def fewest(self, unix_s: float, cold_start_s: float = 0.0) -> int:
         """The fewest workers at a Unix time; the floor counts a cold start early."""
         floor = 0 if self.floor is None else self.floor.at(unix_s, cold_start_s)
@@ -166,7 +171,7 @@ class Autoscale:
             near=NEAR,
             learned_at=None if self.learned_at is None else ClassArrivals(ANY_SLO, 1.0, *self.learned_at),
             worker_types=worker_types,
-            mix=MixSettings(max_gpus=self.max_gpus, budget_usd_per_h=self.budget_usd_per_h),
+            mix=self.limits,
             attainment=self.attainment,
             classes=classes,
         )

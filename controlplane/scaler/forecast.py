@@ -21,6 +21,7 @@ import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,9 +146,10 @@ def forecast(
         lift = _lift((truth - base) / scale, settings.quantile, lead)
         ready = np.maximum(base + lift[:-1] * scale, 0.0)[learn:]
         base, truth = base[learn:], truth[learn:]
-        loss = float(
-            np.average(_pinball(truth - ready, settings.quantile), weights=_fading(len(truth), settings))
-        )
+        short = truth - ready
+        pinball = np.maximum(settings.quantile * short, (settings.quantile - 1.0) * short)
+        fading = np.exp2(-np.arange(len(truth) - 1, -1, -1) / settings.fade)  # the newest counts one
+        loss = float(np.average(pinball, weights=fading))
         result = Forecast(
             max(float(now + lift[-1] * max(now, 1.0 / settings.bin_s)), 0.0),
             name,
@@ -163,11 +165,8 @@ def forecast(
 
 def _filled(counts: Sequence[int | None]) -> Floats:
     """Counts, a bin that was not counted taken as the one before."""
-    filled, last = [], 0.0
-    for count in counts:
-        last = last if count is None else float(count)
-        filled.append(last)
-    return np.array(filled)
+    filled = accumulate(counts, lambda last, count: last if count is None else count, initial=0)
+    return np.fromiter(filled, float)[1:]
 
 
 def _said(name: str, rates: Floats, regimes: Floats, season: int, lead: int) -> Floats:
@@ -178,11 +177,7 @@ def _said(name: str, rates: Floats, regimes: Floats, season: int, lead: int) -> 
     if name == "regime":
         return regimes.copy()
     if name == "ewma":
-        out, level = np.empty(n), float(rates[0])
-        for i, rate in enumerate(rates):
-            level += EWMA * (float(rate) - level)
-            out[i] = level
-        return out
+        return np.array([*accumulate(rates.tolist(), lambda level, rate: level + EWMA * (rate - level))])
     out = np.full(n, np.nan)
     for i in range(season, n):
         ahead = i + 1 - season
@@ -212,12 +207,3 @@ def _lift(errors: Floats, quantile: float, lead: int) -> Floats:
             high = min(low + 1, len(ordered) - 1)
             out[i] = ordered[low] + (place - low) * (ordered[high] - ordered[low])
     return out
-
-
-def _fading(n: int, settings: ForecastSettings) -> Floats:
-    """The weight of each past forecast in a candidate's score: the newest, last, counts one."""
-    return np.exp2(-np.arange(n - 1, -1, -1) / settings.fade)
-
-
-def _pinball(short: Floats, quantile: float) -> Floats:
-    return np.maximum(quantile * short, (quantile - 1.0) * short)

@@ -124,14 +124,11 @@ def capacity_rps(profile: Profile, arrivals: ClassArrivals) -> float:
     tpot_s = arrivals.slo.tpot_s
     batch = seats
     if _step_s(profile, seats, prompt, output) > tpot_s:
-        fits, breaks = 1.0, seats
+        batch, breaks = 1.0, seats
         for _ in range(18):  # a thousandth of a request is close enough
-            batch = (fits + breaks) / 2.0
-            if _step_s(profile, batch, prompt, output) <= tpot_s:
-                fits = batch
-            else:
-                breaks = batch
-        batch = fits
+            middle = (batch + breaks) / 2.0
+            is_short = _step_s(profile, middle, prompt, output) <= tpot_s
+            batch, breaks = (middle, breaks) if is_short else (batch, middle)
     return batch / (output * max(_step_s(profile, batch, prompt, output), 1e-9))
 
 

@@ -16,7 +16,7 @@ planner, who starts from nothing, pays no launches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,6 +53,16 @@ class MixSettings:
             raise BadInput(f"mix: horizon_s: must be a positive duration, got {self.horizon_s:g}")
         if self.budget_usd_per_h is not None and not 0.0 <= self.budget_usd_per_h < math.inf:
             raise BadInput("mix: budget_usd_per_h: must not be negative")
+
+    def beyond(self, types: Iterable[WorkerType], counts: Counts) -> str | None:
+        """The limit that these workers, by type, would break, if any. Without a price a type is free."""
+        held = [(t, counts.get(t.name, 0)) for t in types]
+        gpus, usd = sum(t.gpus * n for t, n in held), sum((t.usd_per_h or 0.0) * n for t, n in held)
+        if self.max_gpus is not None and gpus > self.max_gpus:
+            return f"{gpus} GPUs are more than the limit of {self.max_gpus}"
+        if self.budget_usd_per_h is not None and usd > self.budget_usd_per_h + 1e-9:
+            return f"${usd:,.2f}/h is more than the budget of ${self.budget_usd_per_h:,.2f}/h"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +105,19 @@ class MixNeed:
         return self.carries(counts) >= self.demand - HAIR
 
     def is_allowed(self, counts: Counts) -> bool:
-        """Whether the fleet's limits allow these counts."""
-        most, gpus, usd = self.most, self.settings.max_gpus, self.settings.budget_usd_per_h
+        """Whether the limits of the fleet and of its types allow these counts."""
         return (
-            (most is None or sum(counts.values()) <= most)
-            and (gpus is None or sum(t.gpus * counts.get(t.name, 0) for t in self.worker_types) <= gpus)
-            and (usd is None or (self.usd_per_h(counts) or 0.0) <= usd + 1e-9)
+            (self.most is None or sum(counts.values()) <= self.most)
+            and all(t.limit is None or counts.get(t.name, 0) <= t.limit for t in self.worker_types)
+            and self.settings.beyond(self.worker_types, counts) is None
         )
 
     def usd_per_h(self, counts: Counts) -> float | None:
         """What these workers cost an hour; None where a type's price is not known."""
         prices = {t.name: t.usd_per_h for t in self.worker_types}
-        total = 0.0
-        for name, count in present(counts).items():
-            price = prices.get(name)
-            if price is None:
-                return None
-            total += price * count
-        return total
+        there = present(counts)
+        usd = [price * n for name, n in there.items() if (price := prices.get(name)) is not None]
+        return sum(usd) if len(usd) == len(there) else None
 
     def alone(self) -> dict[str, int]:
         """How many workers of each type would carry the demand alone, within the limits or not."""
@@ -213,19 +218,16 @@ class MixProgram:
         return self._solved()
 
     def _limit(self, types: Sequence[WorkerType]) -> None:
-        need, counts = self._need, self.counts
-        max_gpus, budget = need.settings.max_gpus, need.settings.budget_usd_per_h
-        takes: list[tuple[list[float], float]] = []
-        if max_gpus is not None:
-            takes.append(([float(t.gpus) for t in types], max_gpus))
+        budget = self._need.settings.budget_usd_per_h
         if budget is not None:
-            if any(t.usd_per_h is None for t in types):
-                raise BadInput("mix: a budget needs a price for every type of worker")
-            takes.append(([t.usd_per_h or 0.0 for t in types], budget))
-        if need.most is not None:
-            takes.append(([1.0] * len(types), need.most))
-        for each, most in takes:
-            keep_to(self.problem, np.array(each), list(counts.values()), most)
+            _check_budget(types, budget)
+        for each, most in (
+            ([t.gpus for t in types], self._need.settings.max_gpus),
+            ([t.usd_per_h or 0.0 for t in types], budget),
+            ([1] * len(types), self._need.most),
+        ):
+            if most is not None:
+                keep_to(self.problem, np.array(each, float), list(self.counts.values()), most)
 
     def _count(self, i: int, t: WorkerType) -> tuple[Any, Any]:
         """n_v, and how many of them can be counted on."""

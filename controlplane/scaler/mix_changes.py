@@ -4,7 +4,8 @@ The program of scaler.mix is solved only where the need changed: demand, weights
 counts that were set from outside. It is not solved for a demand that rose to what is there anyway: what is
 cheapest for less and enough for more is cheapest for more. What was set from outside is left alone until the
 demand changes, or until it has stood as long as a fall must. Where one type gives way to another, workers
-that go stay until those that come serve, as far as demand needs them and limits allow.
+that go stay until those that come serve, as far as demand needs them. Limits count both. Where they have no
+room for both, those that come wait. Only where demand is not carried at all do the others go first.
 
 No type shrinks while requests wait, without news of the demand, or within the stabilization window. Fewer of
 it must be enough for that long, and no type may have grown in that time. What is missing meanwhile is added.
@@ -135,21 +136,20 @@ def _kept(
     has_lasted = since_s is not None and now_s - max(since_s, mix.grown_s) >= down_s
     if since_s is not None and not (has_lasted and snapshot.may_give_back):
         is_enough = need.is_enough(there) and sum(there.values()) >= need.least
-        wanted = there if is_enough else _added(need, wanted)
+        wanted = there if is_enough else _added(need, there, wanted)
     grown_s = now_s if _grows(there, wanted) else mix.grown_s
     return replace(mix, wanted=wanted, grown_s=grown_s, fewer_since_s=since_s)
 
 
-def _added(need: MixNeed, wanted: Counts) -> dict[str, int]:
-    """What is there, and of types that grow as many as the limits allow and demand needs."""
-    counts = dict(need.there)
-    for name, n in sorted(wanted.items(), key=lambda one: (-need.weights.of.get(one[0], 0.0), one[0])):
-        while counts.get(name, 0) < n:
-            more = counts | {name: counts.get(name, 0) + 1}
-            if need.is_enough(counts) and sum(counts.values()) >= need.least:
-                return counts
-            if not need.is_allowed(more):
-                break
+def _added(need: MixNeed, counts: Counts, most: Mapping[str, float], is_all: bool = False) -> dict[str, int]:
+    """These counts, and up to `most` of each type while limits allow and, unless `is_all`, demand needs."""
+    counts, of = dict(counts), need.weights.of
+    for name in sorted(of, key=lambda name: (-of[name], name)):
+        while (
+            counts.get(name, 0) < most.get(name, 0)
+            and need.is_allowed(more := counts | {name: counts.get(name, 0) + 1})
+            and (is_all or not need.is_enough(counts) or sum(counts.values()) < need.least)
+        ):
             counts = more
     return counts
 
@@ -173,7 +173,8 @@ def change(before: MixState, after: MixState, need: MixNeed, why: str, facts: Fa
 
 
 def _reason(before: MixState, after: MixState, need: MixNeed, why: str) -> str:
-    if before.chosen == after.chosen and before.wanted == need.there and before.units == after.units:
+    is_same = before.chosen == after.chosen and before.wanted == need.there and before.units == after.units
+    if is_same and not _grows(need.there, after.wanted):
         return f"{label(after.chosen)} serve now, which is enough"
     if not need.is_enough(after.chosen):
         most = need.carries(after.chosen)
@@ -183,8 +184,12 @@ def _reason(before: MixState, after: MixState, need: MixNeed, why: str) -> str:
     reason = f"{why}; {ranked}: {label(after.chosen)}"
     if cost is not None:
         reason += f" at ${cost:.2f}/h"
-    stay = present({name: n - after.chosen.get(name, 0) for name, n in after.wanted.items()})
-    return f"{reason}; {label(stay)} more until those serve" if stay else reason
+    chosen, wanted = Counter(after.chosen), Counter(after.wanted)
+    if wanted - chosen:
+        reason += f"; {label(wanted - chosen)} more until those serve"
+    if chosen - wanted:
+        reason += f"; the limits have no room yet for {label(chosen - wanted)}"
+    return reason
 
 
 def _mix_facts(after: MixState, need: MixNeed) -> Facts:
@@ -216,20 +221,24 @@ def _cost(after: MixState, need: MixNeed) -> dict[str, float]:
 
 
 def bridged(need: MixNeed, chosen: Counts, serving: Counts) -> dict[str, int]:
-    """The chosen counts, and of types that shrink what demand needs until the others serve."""
-    weights, there = need.weights.of, need.there
-    counts = {t.name: chosen.get(t.name, 0) for t in need.worker_types} | dict(chosen)
-    ready = {name: min(n, serving.get(name, 0)) for name, n in counts.items()}
-    for name in sorted(weights, key=lambda name: (-weights[name], name)):
-        while (
-            counts[name] < there.get(name, 0)
-            and ready[name] < serving.get(name, 0)
-            and not need.is_enough(ready)
-            and need.is_allowed(counts | {name: counts[name] + 1})
-        ):
-            counts[name] += 1
-            ready[name] += 1
-    return present(counts)
+    """The chosen counts, and of types that shrink what demand needs until the others serve.
+
+    Where limits have no room for both, fewer of the others come, and of any type what demand needs. If even
+    so it is not carried, the chosen come first, and those that shrink stay as far as there is room.
+    """
+    there, to_come, serve = Counter(need.there), Counter(chosen), Counter(serving)
+    if not there - to_come:
+        return present(chosen)
+    ready, unlimited = to_come & serve, replace(need, settings=MixSettings(), most=None, least=0)
+    kept = Counter(_added(unlimited, ready, serve & (ready + (there - to_come)))) - ready
+    both = to_come + kept
+    if need.is_allowed(both):
+        return present(both)
+    fitting = _added(need, both & there, both, is_all=True)
+    fitting = _added(need, fitting, dict.fromkeys(need.weights.of, math.inf))
+    if need.is_allowed(fitting) and need.carries(fitting) >= min(need.demand, need.carries(chosen)) - HAIR:
+        return present(fitting)
+    return present(_added(need, to_come, both, is_all=True))
 
 
 def stepped(

@@ -1,6 +1,7 @@
 """The slots of a simulated fleet whose size changes: launches, cold starts, drains, stops, and their cost.
 
-The steps to a wanted number are scaler.reconcile's, as in the live plane. A worker is paid for from its
+The steps to a wanted number are scaler.reconcile's, as in the live plane. Limits of GPUs and dollars count
+workers in any state, as there. A worker is paid for from its
 launch to its stop, so a cold start and a drain cost what they take. The run's workers are slots: as many as
 may ever be there at once, of one kind or several, taken in order. A kind is the type of a profile. Wanted
 numbers by kind are followed in each kind by itself. One number is followed in all kinds together.
@@ -20,6 +21,7 @@ from controlplane.errors import BadInput
 from controlplane.placement.batch import queue_first
 from controlplane.placement.ledger import NONE, OFF, ROLES, SERVING
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, role_changes, steps_to
+from controlplane.scaler.state import ScalingSettings
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
@@ -96,10 +98,15 @@ class FleetRecord:
 
 
 class Elastic:
-    """The slots of a run. Every method leaves ledger and engines consistent at `now_s`."""
+    """The slots of a run. Every method leaves ledger and engines consistent at `now_s`.
 
-    def __init__(self, run: RunState, settings: ElasticSettings) -> None:
-        self._run, self._settings = run, settings
+    `scaling`: whose limits hold, and its worker types.
+    """
+
+    def __init__(
+        self, run: RunState, settings: ElasticSettings, scaling: ScalingSettings | None = None
+    ) -> None:
+        self._run, self._settings, self._scaling = run, settings, scaling
         self._profiles = [run.profiles[i] for i in run.ledger.workers["variant"].tolist()]
         roles = [ROLES[code] for code in run.ledger.workers["role"].tolist()]
         self.kinds = [name_in_role(p.type_name, r) for p, r in zip(self._profiles, roles, strict=True)]
@@ -244,13 +251,18 @@ class Elastic:
 
     def _launch(self, now_s: float, kind: str | None) -> None:
         free = [w for w, of in enumerate(self.kinds) if w not in self.slots and (kind is None or of == kind)]
-        if not free:  # those that drain hold the rest; looked at again at the next heartbeat
-            return
+        if not free or self._beyond(self.kinds[free[0]]):
+            return  # those that drain hold the rest; looked at again at the next heartbeat
         ready_s = now_s + self._settings.ready_after_s(self._launched)
         self.slots[free[0]] = Slot(STARTS, now_s, now_s, ready_s)
         self._launched += 1
         self.record.launches += 1
         self._note(now_s)
+
+    def _beyond(self, kind: str) -> bool:
+        """Whether one worker more of a kind breaks a limit."""
+        scaling, held = self._scaling, Counter([kind, *(self.kinds[w] for w in self.slots)])
+        return scaling is not None and scaling.mix.beyond(scaling.worker_types, held) is not None
 
     def _stop(self, w: int, now_s: float) -> None:
         slot = self.slots.pop(w)

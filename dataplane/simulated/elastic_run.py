@@ -149,7 +149,7 @@ def simulate_elastic(
     if any(spec.profile.ranks is not None for spec in slots):
         raise BadInput("simulate: a fleet of workers of several ranks has one size")
     run = prepare(workload, slots, slo, policy, **options)
-    fleet = Elastic(run, elastic)
+    fleet = Elastic(run, elastic, None if control.tick is None else control.tick.scaling)
     plane = ElasticPlane(run, control, fleet)
     drive(plane, decide if brain is None else brain(plane), state)
     return run.outcome(), fleet.close(float(run.cluster.clock["now_s"][0]))

@@ -220,6 +220,8 @@ class _Fleet:
             measure=self.learning.measure,
             record=estate.record,
         )
+        if settings.autoscale is not None:
+            pool.limits = settings.autoscale.limits
         self._cleanup.push_async_callback(pool.close)
         self._cleanup.callback(showing.cancel)
         self._cleanup.callback(self._tell_stop)

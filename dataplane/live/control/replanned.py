@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from controlplane.errors import BadInput
@@ -23,6 +22,7 @@ from controlplane.perfmodel.engine import EngineLimits
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import Policy
 from controlplane.scaler.bounds import Autoscale
+from controlplane.scaler.mix import MixSettings
 from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.live.control.operations import Operations
 from dataplane.live.control.step_times import StepTimes
@@ -38,14 +38,13 @@ SIGMAS = 3.0  # below the target by chance alone
 
 @dataclass(frozen=True, slots=True)
 class PlanToServe:
-    """A plan to serve by: its workers, their engine limits, and the bounds of the loop (None: fixed)."""
+    """A plan to serve by: workers, engine limits, the loop's bounds (None: fixed), `most` of all workers."""
 
     name: str
     groups: tuple[WorkerGroup, ...]
     limits: Mapping[str, EngineLimits] = field(default_factory=dict)
     autoscale: Autoscale | None = None
-    budget_usd_per_h: float | None = None
-    max_gpus: int | None = None
+    most: MixSettings = MixSettings()  # noqa: RUF009 - frozen
 
     @property
     def workers(self) -> dict[str, int]:
@@ -143,17 +142,18 @@ class Replanned:
             self._parts.know(one.name, one.profile)
         pool.asked_kinds = pool.asked_kinds | {one.name: 0 for one in new}
         pool.wanted_kinds = pool.wanted_kinds | {one.name: 0 for one in new}
-        types = tuple(pool.types)
+        before, pool.limits = pool.limits, order.most
         self._note((*self._orders, order), True)
 
         def over(state: State) -> None:
+            if state != "done":
+                pool.limits = before
             self._settle(order, state == "done")
             for hears in self.on_end:
                 hears(order.name, state, reshape.cause)
 
         after = dict.fromkeys(pool.types.names, 0) | order.workers
-        refusal = partial(_beyond, order, types)
-        reshape = Reshape(pool, order.name, after, self._fault(), refusal, over)
+        reshape = Reshape(pool, order.name, after, self._fault(), over)
         return operations.updates.roll(reshape)
 
     def _check(self, order: PlanToServe) -> None:
@@ -169,8 +169,8 @@ class Replanned:
             raise BadInput("apply: no worker serves, so nothing would show whether the new ones do")
         if workers > pool.max_workers:
             raise BadInput(f"apply: {workers} workers are planned, and --max-workers is {pool.max_workers}")
-        types = tuple(group.worker_type for group in order.groups)
-        if (why := _beyond(order, types, order.workers)) is not None:
+        types = (group.worker_type for group in order.groups)
+        if (why := order.most.beyond(list(types), order.workers)) is not None:
             raise BadInput(f"apply: {why}")
 
     def _fault(self) -> Callable[[], str | None]:
@@ -210,20 +210,6 @@ class Replanned:
     def _note(self, orders: tuple[PlanToServe, ...], is_open: bool) -> None:
         if self._record is not None:
             self._record.note(replan=PlanRecord(orders, is_open))
-
-
-def _beyond(order: PlanToServe, types: tuple[WorkerType, ...], kinds: Mapping[str, int]) -> str | None:
-    """The limit that workers of these types, by name, would break; None for none."""
-    gpus = sum(kinds.get(t.name, 0) * t.gpus for t in types)
-    if order.max_gpus is not None and gpus > order.max_gpus:
-        return f"{gpus} GPUs are more than the limit of {order.max_gpus}"
-    prices = [t.usd_per_h for t in types if kinds.get(t.name)]
-    if order.budget_usd_per_h is None or None in prices:
-        return None
-    usd = sum(kinds.get(t.name, 0) * (t.usd_per_h or 0.0) for t in types)
-    if usd <= order.budget_usd_per_h + 1e-9:
-        return None
-    return f"${usd:,.2f}/h is more than the budget of ${order.budget_usd_per_h:,.2f}/h"
 
 
 def _misses(lately: Mapping[str, Mapping[str, Mapping[str, int]]], target: float) -> bool:

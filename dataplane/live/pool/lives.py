@@ -51,6 +51,7 @@ class Lives:
         self.tasks = Tasks()
         self._pause_s: dict[str, float] = defaultdict(float)  # by kind, as the next two
         self._early, self._unreplaced = Counter[str](), defaultdict[str, list[WorkerId]](list)
+        self._withheld = set[str]()  # kinds whose workers wait for room
         self._closing = False
         core.on_lost.append(self._lost)
         self.tasks.spawn(self._watch(health_every_s))
@@ -70,8 +71,7 @@ class Lives:
         for step in steps_to(wanted, self.standing(kind), time.monotonic(), float("inf"), reason):
             if isinstance(step, Launch):
                 for _ in range(step.workers):
-                    if roster.has_room(kind):  # else once there is
-                        self._begin(kind, step.reason)
+                    self._begin_if_room(kind, step.reason)
                 continue
             member = roster.named(step.worker)
             if isinstance(step, Drain):
@@ -92,7 +92,11 @@ class Lives:
 
     # Starts.
 
-    def _begin(self, kind: str, reason: str) -> None:
+    def _begin_if_room(self, kind: str, reason: str) -> None:
+        """Start a worker, or once another has ended where share and limits leave no room for it yet."""
+        if self._roster.beyond(kind) is not None:
+            self._withheld.add(kind)
+            return
         member, unreplaced = self._roster.enroll(kind, reason), self._unreplaced[kind]
         member.replaces = unreplaced.pop(0) if unreplaced else None
         member.task = self.tasks.spawn(self._launch_or_report(member))
@@ -135,7 +139,7 @@ class Lives:
                 await self._host.stop(member.worker)
             finally:
                 if not was_given_up:
-                    self._roster.ended(member)
+                    self._ended(member)
             raise
         self._roster.cold_start_s, self._roster.weights = cold_start_s, link.info.weights
         place = f", in place of {member.replaces}" if member.replaces else ""
@@ -152,7 +156,7 @@ class Lives:
         self._roster.tell("stop", reason, worker=member.worker)
         assert member.task is not None  # its launch
         member.stop_work()
-        self._end_with(member.task, member)
+        member.task.add_done_callback(lambda _: self._ended(member))
 
     # Losses.
 
@@ -165,7 +169,7 @@ class Lives:
         if member.life is not Life.ENDING:
             return
         member.stop_work()
-        self._end_with(self.tasks.spawn(self._host.stop(worker)), member)
+        self.tasks.spawn(self._host.stop(worker)).add_done_callback(lambda _: self._ended(member))
         if not was_left:
             self._replace(member, reason, go_on)
             return
@@ -173,15 +177,12 @@ class Lives:
         if was_replaced:
             self.settle(member.kind, f"in place of {worker}, which was evacuated")
 
-    def _end_with(self, work: asyncio.Task[None], member: Member) -> None:
-        """A worker is gone once this work has ended."""
-        work.add_done_callback(lambda _: self._ended(member))
-
     def _ended(self, member: Member) -> None:
-        """Nothing of a worker is left. Launch what the share has not let be launched before."""
+        """Nothing of a worker is left. Launch those for which there was no room before."""
         self._roster.ended(member)
-        if self._roster.share is not None and not self._closing:
-            self.settle(member.kind, "there is room for it in the model's share")
+        withheld, self._withheld = self._withheld & self._roster.wanted_kinds.keys(), set()
+        for kind in () if self._closing else sorted(withheld):
+            self.settle(kind, "there is room for it now")
 
     def _replace(self, member: Member, cause: str, go_on: Sequence[bool] | None) -> None:
         """Launch another in place of a lost worker, after a pause if it died young."""
@@ -208,8 +209,8 @@ class Lives:
         await asyncio.sleep(wait_s)
         if not self._roster.lacks(gone.kind):
             self._unreplaced[gone.kind].clear()
-        elif self._roster.has_room(gone.kind):
-            self._begin(gone.kind, f"replaces {gone.worker}")
+        else:
+            self._begin_if_room(gone.kind, f"replaces {gone.worker}")
 
     async def _watch(self, every_s: float) -> None:
         """Notice a worker whose process hangs or has vanished without its link saying so.

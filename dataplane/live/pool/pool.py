@@ -253,6 +253,4 @@ class WorkerPool(Roster):
             return f"--max-workers {self.max_workers} leaves no room for another"
         if limit is not None and sum(m.kind == kind for m in members) >= limit:
             return f"no more than {limit} of {kind} are available"
-        if not self.has_room(kind):
-            return f"its share of the portfolio, {label(self.share or {})}, leaves no room for another"
-        return self.host.room(kind)
+        return self.beyond(kind) or self.host.room(kind)

@@ -35,7 +35,6 @@ State = Literal["running", "rolling-back", "done", "rolled-back", "failed"]
 GATE_S = 3.0
 LOOK_S = 0.05
 WATCH_S = 1.0  # between two looks at the SLO attainment
-Refusal = Callable[[Mapping[str, int]], str | None]
 
 
 class RolloutFailed(Exception):
@@ -133,8 +132,8 @@ class RollingChange:
 class Reshape(RollingChange):
     """One change of a pool's workers to the `after` of a plan, by type; `run` it once.
 
-    `name`: the plan's. `fault`: what has gone wrong for clients since it began, or nothing. `refusal`: why a
-    fleet of these workers must not be. `ended`: told how it ended.
+    `name`: the plan's. `fault`: what has gone wrong for clients since it began, or nothing. `ended`: told
+    how it ended.
     """
 
     def __init__(
@@ -143,13 +142,12 @@ class Reshape(RollingChange):
         name: str,
         after: Mapping[str, int],
         fault: Callable[[], str | None],
-        refusal: Refusal,
         ended: Callable[[State], None],
         gate_s: float = GATE_S,
     ) -> None:
         super().__init__(pool, gate_s)
         self.name, self.after, self.before = name, dict(after), dict(pool.wanted_kinds)
-        self._fault, self._refusal, self._ended = fault, refusal, ended
+        self._fault, self._ended = fault, ended
 
     @property
     def what(self) -> str:
@@ -197,9 +195,9 @@ class Reshape(RollingChange):
             self._want((kind,), 1)
             self._want(step.stops, -1)
             return
-        while self._lack(kind) is not None and (leaving := len(self._leaving())):
+        while self.pool.lack(kind) is not None and (leaving := len(self._leaving())):
             await self._until(lambda before=leaving: len(self._leaving()) < before)  # type: ignore[misc]
-        lack = self._lack(kind)
+        lack = self.pool.lack(kind)
         self.how = "(start-first)" if lack is None else f"(stop-first: {lack})"
         if lack is not None:
             if not step.stops or self.pool.serving <= len(step.stops):
@@ -248,12 +246,6 @@ class Reshape(RollingChange):
 
     def _leaving(self) -> list[Member]:
         return [m for m in self.pool.members() if m.state == "draining"]
-
-    def _lack(self, kind: str) -> str | None:
-        """Why no worker of a kind can be started now."""
-        there = Counter(m.kind for m in self.pool.members())
-        there[kind] += 1
-        return self.pool.lack(kind) or self._refusal(there)
 
     def _gone(self, member: Member, reason: str) -> None:
         """A worker was lost: one of a new type shows that the plan is no good here."""

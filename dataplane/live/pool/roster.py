@@ -2,7 +2,7 @@
 
 In a portfolio the roster of a model has a *share*: of each kind the most workers whose GPUs it holds at any
 moment. Those that start, leave, or are lost and not yet ended count as well. The share holds whatever is
-asked for.
+asked for. So do a fleet's limits of GPUs and dollars.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controlplane.errors import BadInput
+from controlplane.scaler.mix import MixSettings, label
 from controlplane.snapshot import Facts
 from controlplane.types import WorkerId
 from dataplane.http.rules import UnknownName
@@ -65,8 +66,8 @@ class RolloutRecord:
 class Roster:
     """The workers of a fleet, and the wanted number of each kind.
 
-    `record`: where it writes down what a successor must know. `share`: the most workers of each kind
-    there may be at any moment; None for as many as are asked for.
+    `record`: where it writes down what a successor must know. `share`: the most workers of each kind there
+    may be at any moment; None for as many as are asked for. `limits`: of all kinds together.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Roster:
         share: Mapping[str, int] | None = None,
         record: Record | None = None,
     ) -> None:
+        self.limits = MixSettings()
         self.types, self.max_workers, self.events = types, max_workers, events
         self.revision = revision  # of those launched from now on
         self.share = None if share is None else dict(share)
@@ -136,6 +138,12 @@ class Roster:
     def has_room(self, kind: str) -> bool:
         """Whether its share leaves room for one worker more of a kind."""
         return self.share is None or self.held[kind] < self.share[kind]
+
+    def beyond(self, kind: str) -> str | None:
+        """Why share or limits leave no room for one worker more of a kind; None where they do."""
+        if not self.has_room(kind):
+            return f"its share of the portfolio, {label(self.share or {})}, leaves no room for another"
+        return self.limits.beyond(self.types, self.held + Counter([kind]))
 
     # Lives.
 

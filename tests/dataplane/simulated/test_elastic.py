@@ -12,6 +12,7 @@ from controlplane.migration.balance import MoveSettings
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import OFF
+from controlplane.scaler.mix import MixSettings
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.snapshot import Scale
@@ -165,7 +166,7 @@ BIG = replace(
     step=StepModel(0.02, 3e-5, 2.5e-4, 2e-6),
     prefill=PrefillModel(0.01, 5e-5),
 )
-USD_PER_H = {"made TP1": 1.0, "big TP1": 2.5}
+USD_PER_H = {"made TP1": 1.0, "big TP1": 2.5, "big TP4": 2.5}
 
 
 def mixed(*profiles, **more):
@@ -202,6 +203,29 @@ def test_a_mix_shifts_with_demand_loses_nothing_and_costs_less_than_either_kind_
     assert outcome.attainment > min(small.attainment, big.attainment) - 0.01 > 0.9
     monkeypatch.undo()  # the same run needs no second look
     assert run_mixed(SMALL, BIG, start={"made TP1": 1})[1] == record
+
+
+@pytest.mark.parametrize("gpus", [4, 5, 6])
+def test_a_limit_counts_workers_that_start_and_those_that_drain(monkeypatch, gpus):
+    held, follow = [], Elastic.follow
+
+    def counted(fleet, now_s, busy):
+        follow(fleet, now_s, busy)
+        held.append(sum(4 if fleet.kinds[w] == "big TP4" else 1 for w in fleet.slots))
+
+    monkeypatch.setattr(Elastic, "follow", counted)
+    big = replace(BIG, tp_degree=4)
+    slots, control = mixed(SMALL, big)
+    assert control.tick is not None
+    assert control.tick.scaling is not None
+    limited = replace(control.tick.scaling, mix=MixSettings(max_gpus=gpus))
+    control = replace(control, tick=replace(control.tick, scaling=limited))
+    start = {"made TP1": 1} if gpus < 6 else {"big TP4": 1}
+    elastic = ElasticSettings(cold_start_s=10.0, start_kinds=start, usd_per_h=USD_PER_H)
+    outcome, record = simulate_elastic(traffic(2, busy=30.0), slots, SLO, elastic, control, "spread+migrate")
+    assert np.isfinite(outcome.finish_s).all()
+    assert max(held) == gpus
+    assert all(kinds["made TP1"] + 4 * kinds["big TP4"] <= gpus for _, kinds in record.kinds)
 
 
 def test_kinds_are_seen_and_a_number_of_each_is_followed_as_far_as_there_are_slots():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from controlplane.errors import BadInput
 from controlplane.figures import counted
 from controlplane.scaler.bounds import Autoscale, ClockFloor
+from controlplane.scaler.mix import MixSettings
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.workers import planned_types
 from tokenfleet.planning.loop import expected_loop, planned_loop
@@ -153,7 +154,8 @@ def plan_to_serve(flags: ServeFlags, name: str, plan: PlanFile) -> PlanToServe:
     if autoscale is not None and not autoscale.low <= workers <= autoscale.high:
         raise BadInput(f"apply: the plan's {workers} workers are outside --autoscale {flags.autoscale}")
     budget = flags.budget_usd_per_h or plan.inputs.budget_usd_per_h
-    return PlanToServe(name, types.groups, types.planned, autoscale, budget, plan.inputs.max_gpus)
+    most = MixSettings(max_gpus=plan.inputs.max_gpus, budget_usd_per_h=budget)
+    return PlanToServe(name, types.groups, types.planned, autoscale, most)
 
 
 def loop_lines(plan: PlanFile, autoscale: Autoscale, are_own: bool) -> Iterator[str]:

@@ -33,7 +33,7 @@ def test_a_successor_has_the_types_and_the_bounds_of_the_plan_that_was_applied(t
     from dataplane.live.pool.fleet_types import FleetTypes
 
     large, bounds = group(2, 1), Autoscale(1, 3, line=(0.2, 0.1))
-    order = PlanToServe("p2", (large,), {"h100-sxm TP2": PROFILE.engine}, bounds, 20.0, 8)
+    order = PlanToServe("p2", (large,), {"h100-sxm TP2": PROFILE.engine}, bounds)
     for is_open, then in ((False, bounds), (True, None)):
         wanted = {"h100_TP1": 1, "h100_TP2": 1} if is_open else {"h100_TP2": 1}
         types = FleetTypes([group(1, 2)])
@@ -55,11 +55,12 @@ def test_a_fleet_that_was_never_replanned_stays_as_it_was_started(tmp_path):
 
 
 def test_limits_are_named_with_what_would_break_them():
-    from dataplane.live.control.replanned import PlanToServe, _beyond
+    from controlplane.scaler.mix import MixSettings
+    from dataplane.live.control.replanned import PlanToServe
 
     types = tuple(group(tp, 1).worker_type for tp in (1, 2))
-    order = PlanToServe("p", (), budget_usd_per_h=9.0, max_gpus=4)
+    order = PlanToServe("p", (), most=MixSettings(max_gpus=4, budget_usd_per_h=9.0))
     one, two = (t.name for t in types)
-    assert _beyond(order, types, {one: 1, two: 1}) is None
-    assert _beyond(order, types, {one: 1, two: 2}) == "5 GPUs are more than the limit of 4"
-    assert _beyond(order, types, {two: 2}) == "$10.00/h is more than the budget of $9.00/h"
+    assert order.most.beyond(types, {one: 1, two: 1}) is None
+    assert order.most.beyond(types, {one: 1, two: 2}) == "5 GPUs are more than the limit of 4"
+    assert order.most.beyond(types, {two: 2}) == "$10.00/h is more than the budget of $9.00/h"

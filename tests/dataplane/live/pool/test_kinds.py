@@ -58,6 +58,32 @@ def test_each_kind_has_its_own_number(play):
     play(story)
 
 
+def test_a_limit_counts_workers_that_leave_and_those_that_come_start_as_they_end(play):
+    from controlplane.scaler.mix import MixSettings
+
+    async def story(front, fleet, host):
+        fleet.limits = MixSettings(max_gpus=4)
+        gpus = []
+
+        async def watch():
+            while True:
+                gpus.append(sum(n * fleet.types[kind].gpus for kind, n in fleet.held.items()))
+                await asyncio.sleep(0)
+
+        watching = asyncio.ensure_future(watch())
+        for i in range(6):
+            await front.send(f"r{i}", [i + 1] * 30, max_tokens=300)
+        await asyncio.gather(*(front.until(f"r{i}", 5) for i in range(6)))
+        fleet.scale({FAST: 2, SLOW: 0}, "a test")
+        assert kinds_serving(fleet) == [FAST]
+        await until(lambda: kinds_serving(fleet) == [FAST, FAST] and fleet.held == {FAST: 2})
+        await front.ended(*(f"r{i}" for i in range(6)))
+        watching.cancel()
+        assert max(gpus) == 4
+
+    play(story, slow=2)
+
+
 def test_a_lost_worker_is_replaced_by_one_of_its_kind(play):
     async def story(front, fleet, host):
         lost = next(worker for worker, kind in host.kinds.items() if kind == FAST)

@@ -21,7 +21,7 @@ class Story(PoolStory):
         super().__init__([WorkerGroup(WorkerType(None), 4)], most, {LARGE: large})
         self.fault, self.ends, self.least = None, [], 4.0
 
-    def reshape(self, refusal=lambda kinds: None, **after):
+    def reshape(self, **after):
         from dataplane.live.pool.rolling_change import Reshape
 
         self.pool.types.add([WorkerGroup(WorkerType(None, 2), 2)], {})
@@ -35,7 +35,7 @@ class Story(PoolStory):
                 else None
             )
 
-        return Reshape(self.pool, "p2", after, fault, refusal, self.ends.append, gate_s=0.05)
+        return Reshape(self.pool, "p2", after, fault, self.ends.append, gate_s=0.05)
 
     def said(self, text):
         return any(text in event.reason for event in self.front.events if event.kind == "update")
@@ -139,14 +139,13 @@ def test_a_new_worker_that_is_lost_meanwhile_rolls_it_back(play):
 
 def test_a_limit_that_leaves_no_room_for_more_makes_it_stop_first(play):
     async def story(s):
-        reshape = s.reshape(
-            lambda kinds: (
-                "5 GPUs are more than the limit of 4" if kinds[SMALL] + 2 * kinds[LARGE] > 4 else None
-            )
-        )
+        from controlplane.scaler.mix import MixSettings
+
+        s.pool.limits = MixSettings(max_gpus=4)
+        reshape = s.reshape()
         await reshape.run()
         assert reshape.state == "done"
-        assert s.said("(stop-first: 5 GPUs are more than the limit of 4)")
+        assert s.said("(stop-first: 6 GPUs are more than the limit of 4)")
 
     play(story)
 
