@@ -106,9 +106,8 @@ class Servers:
         try:
             async with self._session.get(url_of(server), headers=headers, allow_redirects=False) as reply:
                 if reply.status != 200:
-                    return NoCounts(
-                        f"/metrics answers with status {reply.status}", answers=reply.status < 500
-                    )
+                    said = f"{reply.url.path} answers with status {reply.status}"
+                    return NoCounts(said, answers=reply.status < 500)
                 return await _text(reply)
         except TimeoutError:
             return NoCounts(f"does not answer within {TIMEOUT_S:g} s")

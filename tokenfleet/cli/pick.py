@@ -15,7 +15,8 @@ import typer
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.engine import EngineLimits
 from controlplane.perfmodel.profile import Profile
-from controlplane.types import EngineMode
+from tokenfleet.advise.look import NoCounts
+from tokenfleet.cli.advise.command import chunked
 from tokenfleet.cli.advise.flags import ServerFlags
 from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, flag, takes_flags
 from tokenfleet.cli.terminal import warn
@@ -203,6 +204,8 @@ async def _served_model(servers: Servers) -> str:
     if len(models) > 1:
         (one, at), (other, there) = sorted(models.items())[:2]
         raise BadInput(f"pick: one model at a time; {at} serves {one}, {there} serves {other}")
+    if not models:
+        warn([f"{server}: {page.why}" for server, page in pages.items() if isinstance(page, NoCounts)])
     return next(iter(models), "")
 
 
@@ -218,16 +221,13 @@ def _profile(flags: PickFlags, served: str) -> Profile | None:
     else:
         name = flags.model or served
         if not name:
-            raise BadInput("--gpu: no server answers yet, and the model is not known; give --model")
+            raise BadInput("--gpu: no server tells its model; give --model")
         try:
             profile = find_profiles(name, [flags.gpu], [flags.tp or 1])[0]
         except ProfileMissing as missing:
             hint = "" if flags.model else "; --model names another, --profile gives step times"
             raise ProfileMissing(f"{missing}{hint}") from None
-    if profile.engine.mode != EngineMode.CHUNKED:
-        mode = profile.engine.mode
-        raise BadInput(f"--profile: {profile.label}: its engine mode is {mode}, expected chunked")
-    return profile
+    return chunked(profile)
 
 
 def _limits(flags: PickFlags, profile: Profile | None) -> ServerLimits:

@@ -7,6 +7,7 @@ import urllib.request
 from types import SimpleNamespace
 
 import pytest
+from counted_servers import answering
 from made_certificates import made_certificate
 from picked import free_ports
 
@@ -34,7 +35,7 @@ SLO = ["--slo", "ttft=1s,tpot=50ms"]
         (["h:1", *SLO, "--listen", "9002"], "--listen: expected HOST:PORT, got '9002'"),
         (["h:1", *SLO, "--listen", "0.0.0.0:9002"], "--listen: 0.0.0.0 is reachable by others"),
         (["h:1", *SLO, "--client-ca", "ca.pem"], "--client-ca: needs --tls-cert and --tls-key too"),
-        (["127.0.0.1:1", *SLO, "--gpu", "h100"], "no server answers yet, and the model is not known"),
+        (["127.0.0.1:1", *SLO, "--gpu", "h100"], "no server tells its model; give --model"),
         (["127.0.0.1:1", *SLO, "--gpu", "h100", "--profile", "p.yaml"], "--profile: names GPU and TP"),
         (["h:1", "--slo", "ttft=1s"], "--slo: tpot is missing"),
         (["h:1", *SLO, "--queue-wait", "soon"], "--queue-wait"),
@@ -45,6 +46,12 @@ def test_bad_input_is_one_line_and_code_two(flags, line, capsys):
     told = [one for one in capsys.readouterr().err.splitlines() if not one.startswith("warning:")]
     assert len(told) == 1
     assert line in told[0]
+
+
+def test_why_no_server_tells_its_model_is_said(capsys):
+    with answering("sglang:num_running_reqs 3.0\n") as address:
+        assert main(["pick", address, *SLO, "--gpu", "h100"]) == 2
+    assert f"{address}: metrics of SGLang, expected vLLM's" in capsys.readouterr().err
 
 
 def test_a_picker_serves_health_over_tls_to_clients_of_its_authority_and_ends_on_a_signal(tmp_path):

@@ -145,10 +145,11 @@ def _replayed(flags: AdviseFlags, given: Profile | None) -> Profile:
             raise BadInput(f"--replay: reads a trace and no servers; leave out {flag}")
     if given is None and flags.model is None:
         raise BadInput("--replay: which model? give --model and --gpu, or --profile")
-    return _chunked(given or _of_library(flags, ""))
+    return chunked(given or _of_library(flags, ""))
 
 
-def _chunked(profile: Profile) -> Profile:
+def chunked(profile: Profile) -> Profile:
+    """The profile. Raises BadInput for one of another engine mode."""
     if profile.engine.mode != EngineMode.CHUNKED:
         raise BadInput(
             f"--profile: {profile.label}: its engine mode is {profile.engine.mode}, expected chunked"
@@ -160,7 +161,7 @@ def _profile(
     flags: AdviseFlags, first: Mapping[str, EngineCounts], given: Profile | None, kind: int = 0
 ) -> Profile:
     """The step times of a replica, with the KV that the servers of its type tell of."""
-    profile = _chunked(given or _of_library(flags, next(iter(first.values())).model))
+    profile = chunked(given or _of_library(flags, next(iter(first.values())).model))
     first = {server: page for server, page in first.items() if page.kind == kind}
     if not first:  # none of this type answers yet
         return profile
