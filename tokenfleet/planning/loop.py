@@ -49,7 +49,7 @@ def clock_floor(plan: PlanFile) -> ClockFloor | None:
     """
     detail, began_s = plan.schedule_detail, plan.inputs.clock_start_unix_s
     _check(plan)
-    share = _needed_share(plan)
+    share = needed_share(plan)
     week = () if detail is None or not detail.week else tuple(_week(list(detail.week.values()), share))
     if began_s is None or not plan.schedule:
         return None
@@ -62,7 +62,7 @@ def clock_floor(plan: PlanFile) -> ClockFloor | None:
     )
 
 
-def _needed_share(plan: PlanFile) -> float:
+def needed_share(plan: PlanFile) -> float:
     """What the busiest traffic needs by the plan's line, over what is planned; 1 where a mix has no line."""
     line = plan.demand_line if len(plan.fleet) == 1 else None
     if line is None or not plan.workers:

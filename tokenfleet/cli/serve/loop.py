@@ -19,7 +19,7 @@ from controlplane.scaler.bounds import Autoscale, ClockFloor
 from controlplane.scaler.mix import MixSettings
 from tokenfleet.cli.serve.flags import ServeFlags
 from tokenfleet.cli.serve.workers import planned_types
-from tokenfleet.planning.loop import expected_loop, planned_loop
+from tokenfleet.planning.loop import expected_loop, needed_share, planned_loop
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.report.answer import loop_text
 from tokenfleet.texts import parse_duration_s
@@ -180,5 +180,7 @@ def _floor_line(plan: PlanFile, floor: ClockFloor | None, unix_s: float) -> str:
         return f"no floor from the plan's schedule, since {why}: demand alone decides"
     kept = floor.at(unix_s)
     now = datetime.fromtimestamp(unix_s, UTC)
-    at_least = f"at least {kept} workers" if kept else "no floor"
-    return f"floor: the plan's schedule by {floor.clock} (UTC); now, {now:%A %H:%M}, {at_least}"
+    at_least = f"at least {counted(kept, 'worker')}" if kept else "no floor"
+    most = max(one.workers for one in floor.intervals)
+    margin = f", without its margin for step times (at most {most})" if needed_share(plan) < 1.0 else ""
+    return f"floor: the plan's schedule by {floor.clock} (UTC){margin}; now, {now:%A %H:%M}, {at_least}"

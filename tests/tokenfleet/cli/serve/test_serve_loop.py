@@ -88,6 +88,17 @@ def test_the_bounds_that_are_asked_for_keep_the_plans_floor() -> None:
     assert len(said) == 2
 
 
+def test_a_floor_without_the_plans_margin_says_so() -> None:
+    line = {"workers_per_rps": 0.0, "intercept": 2.0, "r2": 0.99}  # 2 where step times are as predicted
+    plan = parse_plan(made() | {"demand_line": line}, "plan.json")
+    loop = loop_of(plan)
+    assert loop is not None
+    begins = (
+        "floor: the plan's schedule by time of day (UTC), without its margin for step times (at most 2); "
+    )
+    assert list(loop_lines(plan, loop, are_own=True))[1].startswith(begins)
+
+
 def test_bounds_that_leave_one_number_are_said_to_keep_it() -> None:
     plan = planned()
     loop = loop_of(plan, autoscale="4..4")
