@@ -45,7 +45,7 @@ LONG_LINES = 300  # of a module, and of a class
 # The ratchet: the most that each figure may be. A change that needs more raises the number here, in its own
 # diff, and its message says what the lines buy. A change that needs less lowers it.
 BARS = {
-    "product lines": 77_345,
+    "product lines": 77_352,
     "product modules": 353,
     "lines of experiments and benchmarks": 11_856,
     "modules over 300 lines": 46,

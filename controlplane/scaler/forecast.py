@@ -165,8 +165,11 @@ def forecast(
 
 def _filled(counts: Sequence[int | None]) -> Floats:
     """Counts, a bin that was not counted taken as the one before."""
-    filled = accumulate(counts, lambda last, count: last if count is None else count, initial=0)
-    return np.fromiter(filled, float)[1:]
+    filled, last = [], 0.0
+    for count in counts:
+        last = last if count is None else float(count)
+        filled.append(last)
+    return np.array(filled)
 
 
 def _said(name: str, rates: Floats, regimes: Floats, season: int, lead: int) -> Floats:

@@ -146,7 +146,7 @@ class Gateways:
             await self._launch()
         for kept in self:
             if kept.state == "leaving":  # the core before may have died before it said so
-                self._server.retire(kept.name, kept.finish_s or 0.0)
+                self._retire(kept)
             elif await self._accepts(kept):
                 kept.state = "serving"
             elif self._before:  # another takes its place
@@ -186,8 +186,6 @@ class Gateways:
         if error is None or not issubclass(error, Exception):
             await asyncio.gather(*(end(kept, END_S) for kept in self))
         await self._server.close()
-
-    # Lives.
 
     def _inherit(self) -> None:
         """Keep the gateways of the core before, except those that are gone or have accepted nothing yet."""
@@ -254,18 +252,16 @@ class Gateways:
                 for kept in self:
                     if kept.state == "serving":
                         kept.finish_s = None
-                await end(new, 0.0)
-                self._forget(new)
+                await self._kill(new)
                 self._record("gateways", why, gateway=new.name, is_done=False)
                 return
             if old not in self._kept:  # it died meanwhile, and is being replaced
-                await end(new, 0.0)
-                self._forget(new)
+                await self._kill(new)
                 continue
             old.state = "leaving"
             self._begin_serving(new, f"in place of {old.name}")
             self._keep(new)
-            self._server.retire(old.name, old.finish_s or 0.0)
+            self._retire(old)
             replaced += 1
         self._record("gateways", f"{replaced} restarted; streams finish where they are", is_done=True)
 
@@ -286,6 +282,14 @@ class Gateways:
         with suppress(TimeoutError):
             await asyncio.wait_for(kept.wait(), END_S)
         tell(kept, signal.SIGKILL)
+
+    def _retire(self, kept: Kept) -> None:
+        assert kept.finish_s is not None
+        self._server.retire(kept.name, kept.finish_s)
+
+    async def _kill(self, kept: Kept) -> None:
+        await end(kept, 0.0)
+        self._forget(kept)
 
     def _forget(self, kept: Kept) -> None:
         self._kept.remove(kept)
