@@ -1,10 +1,10 @@
 """The slots of a simulated fleet whose size changes: launches, cold starts, drains, stops, and their cost.
 
 The steps to a wanted number are scaler.reconcile's, as in the live plane. Limits of GPUs and dollars count
-workers in any state, as there. A worker is paid for from its
-launch to its stop, so a cold start and a drain cost what they take. The run's workers are slots: as many as
-may ever be there at once, of one kind or several, taken in order. A kind is the type of a profile. Wanted
-numbers by kind are followed in each kind by itself. One number is followed in all kinds together.
+workers in any state, as there. A worker is paid for from its launch to its stop, so a cold start and a drain
+cost what they take. The run's workers are slots: as many as may ever be there at once, of one kind or
+several, taken in order. A kind is the type of a profile. Wanted numbers by kind are followed in each kind by
+itself. One number is followed in all kinds together.
 
 A worker that changes its role ends what it runs first: workers of split fleets move nothing here. Live ones
 hand their requests over and change at once.

@@ -166,7 +166,7 @@ def _with_left(now: EngineCounts, before: EngineCounts | None) -> EngineCounts:
 
 
 def _surely_left(page: EngineCounts) -> float:
-    """At least so many clients have left: preempted requests wait, and have had a first token."""
+    """The fewest clients that can have left: as many as if all that wait had had a first token."""
     return _total(page, "first_tokens") - sum(_total(page, name) for name in ("ended", "running", "waiting"))
 
 
